@@ -48,8 +48,8 @@ BUNDLE: Final = "bundle"
 STAGES: Final = "stages of a night"
 
 FORMATS: Final[dict[str, Format]] = {
-    each.name: each
-    for each in (
+    format_.name: format_
+    for format_ in (
         Format(KEYS, is_served=True),
         # And all files of a generation that it lists. Version 5 where events are taken in, 4 where filters are
         # declared, 3 where items have attributes, 2 where a model has weights beside it, else 1.
@@ -75,7 +75,11 @@ FIRST_RELEASE: Final = "0.1.0"
 
 def served_formats() -> dict[str, tuple[int, int]]:
     """Oldest and newest version that a service of this release reads, by format: what its heartbeat tells."""
-    return {each.name: (each.oldest, each.newest) for each in FORMATS.values() if each.is_served}
+    return {
+        format_.name: (format_.oldest, format_.newest)
+        for format_ in FORMATS.values()
+        if format_.is_served
+    }
 
 
 def stamp(name: str) -> dict[str, int]:
@@ -91,19 +95,19 @@ def version_of(document: Mapping[str, object]) -> object:
 
 def unread(name: str, version: object, where: str = "") -> str | None:
     """Reason in one line why this release does not read a version, with the remedy; None if it does."""
-    known = FORMATS[name]
-    if type(version) is int and known.oldest <= version <= known.newest:
+    format_ = FORMATS[name]
+    if type(version) is int and format_.oldest <= version <= format_.newest:
         return None
     remedy = (
         "an older Larder than the release before this one wrote it: run that release in between"
-        if type(version) is int and version < known.oldest
+        if type(version) is int and version < format_.oldest
         else "a newer Larder wrote it: upgrade this program first"
     )
     about = where or f"the {name}"
-    return f"{about} has {name} format {version}, this release ({RELEASE}) reads {known.reads}; {remedy}"
+    return f"{about} has {name} format {version}, this release ({RELEASE}) reads {format_.reads}; {remedy}"
 
 
 def demand(name: str, version: object, where: str = "") -> None:
     """Raises UnknownFormat for a version that this release does not read. `where`: the document, in words."""
-    if (why := unread(name, version, where)) is not None:
-        raise UnknownFormat(why, format=name, version=version)
+    if (reason := unread(name, version, where)) is not None:
+        raise UnknownFormat(reason, format=name, version=version)

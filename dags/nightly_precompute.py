@@ -75,14 +75,14 @@ FINAL = RetryRule(
 )
 
 
-def run_step(name: str, *given: Any, **more: Any) -> dict[str, Any]:
+def run_step(name: str, *arguments: Any, **more: Any) -> dict[str, Any]:
     """Result of a step, by its module in `precompute.steps`: imported where it runs, not wherever DAGs are parsed."""
     from precompute.config.settings import night_config
 
-    found: dict[str, Any] = import_module(f"precompute.steps.{name}").run(
-        night_config(), *given, **more
+    step_result: dict[str, Any] = import_module(f"precompute.steps.{name}").run(
+        night_config(), *arguments, **more
     )
-    return found
+    return step_result
 
 
 @dag(
@@ -107,7 +107,7 @@ def nightly_precompute() -> None:
         return run_step("take_events")
 
     @task.short_circuit(multiple_outputs=False)
-    def begin(taken: dict[str, Any]) -> Build:
+    def begin(take_events_result: dict[str, Any]) -> Build:
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
@@ -115,7 +115,7 @@ def nightly_precompute() -> None:
             "begin",
             data_until=context["params"]["data_until"],
             run_after=context["dag_run"].run_after.isoformat(),
-            events_until=taken.get("events_until"),
+            events_until=take_events_result.get("events_until"),
         )
         return {} if build["already_live"] else build
 

@@ -46,10 +46,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             bars_on(err, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):
-            found = run(config, arguments, progress)
-        told = found if isinstance(found, Told) else Told(found)
-        is_plain = isinstance(told.shown, dict)
-        show(json_text(told.shown) if arguments.json and is_plain else told.shown, out)
+            command_result = run(config, arguments, progress)
+        command_output = (
+            command_result if isinstance(command_result, Told) else Told(command_result)
+        )
+        is_plain = isinstance(command_output.shown, dict)
+        show(
+            json_text(command_output.shown)
+            if arguments.json and is_plain
+            else command_output.shown,
+            out,
+        )
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         _on_interrupt(_end)
         _explain(error, debug=arguments.debug)
         return 1
-    return told.code
+    return command_output.code
 
 
 def _explain(error: Exception, *, debug: bool) -> None:

@@ -55,11 +55,11 @@ PROG = "python -m serving"
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words and words[0] in _COMMANDS:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
-        return command(words[1:])
-    sent = argument_parser(prog).parse_args(words)
+    argv = sys.argv[1:] if arguments is None else list(arguments)
+    if argv and argv[0] in _COMMANDS:
+        command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[argv[0]]).main
+        return command(argv[1:])
+    options = argument_parser(prog).parse_args(argv)
     if line := missing(prog, "serving", *SERVING):
         print(f"larder: {line}", file=sys.stderr)
         return 2
@@ -71,16 +71,18 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
     try:
         config = ServingConfig.load(
             os.environ,
-            host=sent.host,
-            port=sent.port,
-            workers=sent.workers,
-            insecure=sent.insecure or None,
+            host=options.host,
+            port=options.port,
+            workers=options.workers,
+            insecure=options.insecure or None,
         )
-        configure_for(config, sent.log_level)
+        configure_for(config, options.log_level)
         config.require_guard()
         check_token(config.token)
         check_files(config)
@@ -93,10 +95,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         ):
             is_own = not config.redis_url
             config = replace(config, redis_url=url)
-            configure_for(config, sent.log_level)
+            configure_for(config, options.log_level)
             _check_redis(config, is_own=is_own)
             serve = _serve if config.workers == 1 else _supervise
-            return serve(config, listener, sent.log_level)
+            return serve(config, listener, options.log_level)
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
@@ -160,7 +162,14 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
         return
     try:
         policies = [_policy(server) for server in masters(client).values()]
-        if policy := next((each for each in policies if each.startswith("allkeys")), None):
+        if policy := next(
+            (
+                eviction_policy
+                for eviction_policy in policies
+                if eviction_policy.startswith("allkeys")
+            ),
+            None,
+        ):
             raise ConfigError(
                 f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
                 field="redis_url",
@@ -206,14 +215,14 @@ def _restore(config: "ServingConfig") -> None:
         "LARDER_NAMESPACE": config.namespace,
         "LARDER_STATE": config.state,
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "precompute", "restore"],
         env=environment,
         stdout=sys.stderr,
         check=False,
     )
-    if done.returncode:
-        log.warning("restore ended with code %d: pages stay out of reach", done.returncode)
+    if completed.returncode:
+        log.warning("restore ended with code %d: pages stay out of reach", completed.returncode)
 
 
 def _announce(listener: socket.socket, scheme: str) -> None:

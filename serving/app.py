@@ -48,8 +48,8 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             tokens.followed(loops, recognise),
         ):
             app.state.service = service
-            for each in filter(None, (tokens, tls)):
-                service.metrics.registry.register(each)
+            for collector in filter(None, (tokens, tls)):
+                service.metrics.registry.register(collector)
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
@@ -121,14 +121,16 @@ def make_server(
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
     """
     tls: TlsWatch | None = app.state.tls
-    rest = config.drain_s, announce, tls, config.head_timeout_s, app.state.loops
+    server_arguments = config.drain_s, announce, tls, config.head_timeout_s, app.state.loops
     if not config.fast_http:
-        return Server(settings_of(app, config, log_level, Http1Protocol, tls), None, *rest)
+        return Server(
+            settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments
+        )
     from serving.fast_http.connection import Shared, protocol
 
     shared = Shared(app, config.bounds(make_room(config.connections_max)))
     settings = settings_of(app, config, log_level, protocol(shared), tls)
-    return Server(settings, shared.connections, *rest)
+    return Server(settings, shared.connections, *server_arguments)
 
 
 def _with_head(methods: str) -> str:

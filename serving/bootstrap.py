@@ -66,19 +66,26 @@ async def running(
     )
     reading = StoreThreads()
     host = Host(config.store().local(""), reading)
-    hold = partial(
+    open_namespace = partial(
         HeldNamespace.of, cores=answering.cores, host=host, aside=aside, in_thread=reading,
         near=answering.near, loops=loops,
     )  # fmt: skip
-    own = hold(config, name, keyed, metrics=metrics, flipped=answering.local.absences.flipped)
-    store, clock, shelf, follower = own.store, own.clock, own.shelf, own.follower
-    refresher = own.refresher
+    own_namespace = open_namespace(
+        config, name, keyed, metrics=metrics, flipped=answering.local.absences.flipped
+    )
+    store, clock, holder, follower = (
+        own_namespace.store,
+        own_namespace.clock,
+        own_namespace.shelf,
+        own_namespace.follower,
+    )
+    refresher = own_namespace.refresher
     quality = QualityMonitor(
-        config, keyed.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
+        config, keyed.watch, metrics, answering.local, remote.control, holder, ladder.recent,
         answering.batcher, answering.admission, clock, name, loops,
     )  # fmt: skip
     releases, room = ReleaseWatch(store, reading), Room(remote.control)
-    advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
+    advisor = Advisor(tiers, lambda: holder.live, config.sampled_keys)
     refresher.also("releases", config.figures_s, releases.look)
     refresher.also("redis_memory", config.figures_s, room.look)
     refresher.also("host_disk", LOOK_S, host.look)
@@ -97,31 +104,31 @@ async def running(
         follower.note("background", "background_failing" if failing else None, failing)
 
     loops.changed = note_failing
-    metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
+    metrics.registry.register(Figures(lambda: holder.holding, nights, releases, room))
     events = None
     if config.events.enabled:
-        newest = NewestPosition(ladder.newer, shelf, config.of_events().store())
+        newest_position = NewestPosition(ladder.newer, holder, config.of_events().store())
         events = EventParts.of(
-            config, name, lambda: shelf.blocklist, newest,
-            lambda: None if shelf.live is None else shelf.live.takes, loops,
+            config, name, lambda: holder.blocklist, newest_position,
+            lambda: None if holder.live is None else holder.live.takes, loops,
         )  # fmt: skip
         events.also(refresher, config.figures_s)
     parts = Parts(
         metrics, tiers, remote, answering.batcher, answering.admission, keyed.inferences,
-        keyed.lead, own.sketch, quality, refresher, nights,
+        keyed.lead, own_namespace.sketch, quality, refresher, nights,
         None if events is None else events.intake.counts,
     )  # fmt: skip
     parts.register()
     if answering.near is not None:
         metrics.registry.register(NearMetrics(answering.near))
     overview = None
-    if events is not None and own.events is not None:
-        overview = EventOverview(events.intake, own.events, shelf)
+    if events is not None and own_namespace.events is not None:
+        overview = EventOverview(events.intake, own_namespace.events, holder)
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
         remote.control, GenerationHistory(store, releases.records), name=name,
         is_on=config.observe and config.dashboard_s > 0,
-        counted=parts.counted, about=lambda: parts.about(replica),
+        read_counts=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
         advisor=advisor.told, quality=quality.told, arms=lambda: arms.told(), in_thread=reading,
         events=lambda: None if overview is None else overview.told(),
@@ -138,7 +145,7 @@ async def running(
         ladder.newer, in_thread=reading,
     )  # fmt: skip
     service = LookupService(
-        follower=follower, trial=own.trial, ladder=ladder, metrics=metrics, limits=limits_of(config),
+        follower=follower, trial=own_namespace.trial, ladder=ladder, metrics=metrics, limits=limits_of(config),
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         reshaped=FilteredLookup(ladder, filters).lookup,
@@ -146,8 +153,8 @@ async def running(
 
     def open_arm(namespace: str) -> ServedArm:
         # The same stream for all arms, and of each the generation's own position in it.
-        counted = replace(config.events, namespace=config.of_events().namespace)
-        of = replace(config, namespace=namespace, events=counted)
+        arm_events = replace(config.events, namespace=config.of_events().namespace)
+        of = replace(config, namespace=namespace, events=arm_events)
         parts = answering.of_namespace(of, name)
         # Its own threads: an arm whose loads hang must not keep the service from reading its blocklist.
         in_thread = StoreThreads()
@@ -155,12 +162,14 @@ async def running(
             1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
         )
         # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
-        held = hold(of, name, parts, metrics=Metrics(), in_thread=in_thread, aside=staging)
+        arm_namespace = open_namespace(
+            of, name, parts, metrics=Metrics(), in_thread=in_thread, aside=staging
+        )
         arm_service = replace(
-            service, follower=held.follower, trial=held.trial, ladder=parts.ladder, tiers=parts.tiers,
+            service, follower=arm_namespace.follower, trial=arm_namespace.trial, ladder=parts.ladder, tiers=parts.tiers,
             l2_bound_s=parts.remote.bound_s, reshaped=FilteredLookup(parts.ladder, filters).lookup,
         )  # fmt: skip
-        return ServedArm(held, arm_service, in_thread, staging)
+        return ServedArm(arm_namespace, arm_service, in_thread, staging)
 
     arms = Arms(
         service, config.namespace, store, open_arm, in_thread=reading,
@@ -168,7 +177,7 @@ async def running(
     )  # fmt: skip
     refresher.also("experiments", config.blocklist_poll_s, arms.look, b"experiments")
     refresher.also("arms_blocklist", config.blocklist_poll_s, arms.enforce)
-    shelf.pass_on = arms.enforce
+    holder.pass_on = arms.enforce
 
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
     refresher.also("exposures", FLUSH_S, exposures.flush)
@@ -178,8 +187,8 @@ async def running(
         await refresher.drain()
         await arms.drain()
 
-    whole = Service(
-        **{each.name: getattr(service, each.name) for each in fields(service)},
+    full_service = Service(
+        **{service_field.name: getattr(service, service_field.name) for service_field in fields(service)},
         has_tokens=config.has_tokens, drain=drain, nights=nights, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality, filters=filters,
         experiments=ExperimentRouter(arms, exposures, metrics), events=None if events is None else events.intake,
@@ -193,11 +202,11 @@ async def running(
         answering.pulse.start()
         quality.start()
         if events is not None:
-            await newest.look(reading)
+            await newest_position.look(reading)
             await events.start()
         if peers is not None:
             await peers.open(metrics.expose)
-        yield whole
+        yield full_service
     finally:
         answering.pulse.stop()
         if peers is not None:

@@ -92,12 +92,12 @@ class Parts:
 
     def about(self, replica: str) -> Mapping[str, Any]:
         """The state of this worker of `replica`, as the dashboard tells it."""
-        held, health = self.refresher.follower.holding, self.refresher.follower.health
+        served, health = self.refresher.follower.holding, self.refresher.follower.health
         local, admission = self.tiers.local, self.admission
         return {
             "replica": replica,
-            "generation": None if held is None else held.live.generation,
-            "epoch": None if held is None else held.live.epoch,
+            "generation": None if served is None else served.live.generation,
+            "epoch": None if served is None else served.live.epoch,
             "ready": health.ready,
             "stale": health.stale,
             "degraded": health.degraded,

@@ -154,9 +154,9 @@ def _keyed(
         changed=metrics.changed,
         reuses=frozenset(config.near),
     )
-    newer = NewerEvents(items=NewItemEvents(config.events.new_items))
+    newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
     ladder = Ladder(
         tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch,
-        newer=newer,
+        newer_events=newer_events,
     )  # fmt: skip
     return Keyed(remote, tiers, lead, inferences, watch, ladder)

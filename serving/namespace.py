@@ -92,9 +92,9 @@ class HeldNamespace:
             return snapshot
 
         clock = RedisClock()
-        sketch = Sketch(control, ladder.recent, lambda: shelf.live, clock)
+        sketch = Sketch(control, ladder.recent, lambda: holder.live, clock)
         hottest = sketch.hottest if config.sketch_s else None
-        shelf = Shelf(
+        holder = Shelf(
             open_snapshot,
             metrics,
             warm=Warming(keyed.tiers, ladder.recent.names, hottest, metrics.warmed),
@@ -104,9 +104,9 @@ class HeldNamespace:
             attributes=ladder.newer.values,
             new_items=ladder.newer.items,
         )
-        trial = CanaryRouter(shelf, metrics)
+        trial = CanaryRouter(holder, metrics)
         follower = Follower(
-            store, control, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+            store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
             clock=clock, in_thread=in_thread,
         )  # fmt: skip
         beat = Heartbeat(
@@ -119,18 +119,18 @@ class HeldNamespace:
             loops=loops,
         )  # fmt: skip
         if config.events.enabled:
-            refresher.also("attribute_values", VALUES_S, shelf.take_values)
+            refresher.also("attribute_values", VALUES_S, holder.take_values)
         if config.sketch_s:
             refresher.also("hot_ids", config.sketch_s, sketch.report)
         events = None
         if config.events.enabled:
             events = EventFollower(
-                config.events_redis, config.of_events().keyspace(), ladder.newer, shelf,
+                config.events_redis, config.of_events().keyspace(), ladder.newer, holder,
                 partial(follower.note, "events"), limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
             refresher.along("events", events.run)
             metrics.registry.register(EventMetrics(events))
-        return cls(keyed, store, clock, sketch, shelf, follower, trial, refresher, events)
+        return cls(keyed, store, clock, sketch, holder, follower, trial, refresher, events)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ async def watched(
     spans = _spans(config, instance) if config.traces else None
 
     def tables() -> Container[str]:
-        held = service.follower.holding
-        return () if held is None else held.live.manifest.tables
+        served = service.follower.holding
+        return () if served is None else served.live.manifest.tables
 
     watch = RequestObserver(
         tables,
@@ -47,8 +47,8 @@ async def watched(
 
 
 def _is_traced(spans: "Spans", scope: Scope) -> bool:
-    sent = [value for name, value in scope["headers"] if name == b"traceparent"]
-    return spans.judged(scope, parent_of(sent))
+    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return spans.judged(scope, parent_of(traceparents))
 
 
 def _spans(config: ServingConfig, instance: str) -> "Spans":
@@ -59,4 +59,6 @@ def _spans(config: ServingConfig, instance: str) -> "Spans":
             f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
             field="traces",
         ) from error
-    return Spans.exporting(share=config.traces_share, with_ids=config.traces_ids, instance=instance)
+    return Spans.exporting(
+        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
+    )

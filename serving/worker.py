@@ -22,7 +22,7 @@ from serving.tracing.log_setup import configure_for
 
 def main(arguments: Sequence[str]) -> int:
     """Arguments: listening and control file descriptors, the workers' folder, slot, log level; 2 for bad settings."""
-    listener, control = (socket.socket(fileno=int(each)) for each in arguments[:2])
+    listener, control = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
     folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _heard(server: Server, control: socket.socket) -> None:
     try:
-        said = control.recv(64)
+        parent_message = control.recv(64)
     except OSError:
-        said = b""
-    if said:
+        parent_message = b""
+    if parent_message:
         server.retire()
     else:  # nobody is left to start a successor, or to tell this one to stop
         asyncio.get_running_loop().remove_reader(control)

@@ -46,19 +46,21 @@ class Shop:
     environ: dict[str, str]
 
     def run(
-        self, *words: str, timeout_s: float = 240.0, **more: str
+        self, *arguments: str, timeout_s: float = 240.0, **more: str
     ) -> "subprocess.CompletedProcess[str]":
         """Run `larder` with these words, and variables of its environment in capitals; returns how it ended."""
         return subprocess.run(
-            [LARDER, *words], cwd=self.folder, env=self.environ | more,
+            [LARDER, *arguments], cwd=self.folder, env=self.environ | more,
             capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
 
-    def must_run(self, *words: str) -> str:
+    def must_run(self, *arguments: str) -> str:
         """Run `larder` with these words; its output. Fails unless it ends with 0."""
-        ended = self.run(*words)
-        assert ended.returncode == 0, f"larder {' '.join(words)}: {ended.stdout}{ended.stderr}"
-        return ended.stdout
+        completed_process = self.run(*arguments)
+        assert completed_process.returncode == 0, (
+            f"larder {' '.join(arguments)}: {completed_process.stdout}{completed_process.stderr}"
+        )
+        return completed_process.stdout
 
 
 @dataclass(frozen=True)

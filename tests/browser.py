@@ -39,11 +39,16 @@ KEYS: dict[str, dict[str, Any]] = {"Tab": _TAB, "Enter": _ENTER}
 
 def find_browser() -> str | None:
     """The Chromium to test with: LARDER_TEST_CHROMIUM (a name or path), else the first on PATH."""
-    chosen = os.environ.get("LARDER_TEST_CHROMIUM", "")
-    if chosen and shutil.which(chosen) is None:
-        raise FileNotFoundError(f"LARDER_TEST_CHROMIUM names no program: {chosen}")
+    configured_program = os.environ.get("LARDER_TEST_CHROMIUM", "")
+    if configured_program and shutil.which(configured_program) is None:
+        raise FileNotFoundError(f"LARDER_TEST_CHROMIUM names no program: {configured_program}")
     return next(
-        (found for name in ((chosen,) if chosen else NAMES) if (found := shutil.which(name))), None
+        (
+            program_path
+            for name in ((configured_program,) if configured_program else NAMES)
+            if (program_path := shutil.which(name))
+        ),
+        None,
     )
 
 
@@ -58,22 +63,22 @@ class Browser:
         self._timeout_s = timeout_s
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
         theirs, self._out = _pipe()
-        self._in, others = _pipe()
+        self._in, browser_write_fd = _pipe()
         command = [program, *_FLAGS, *sandbox, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs), str(others), *command],
-            pass_fds=(theirs, others), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [sys.executable, "-c", _START, str(theirs), str(browser_write_fd), *command],
+            pass_fds=(theirs, browser_write_fd), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
-        os.close(others)
+        os.close(browser_write_fd)
         self._number, self._unread, self._session = 0, b"", ""
         self.events: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
         try:
             targets = self.call("Target.getTargets")["targetInfos"]
-            page = next(each for each in targets if each["type"] == "page")
+            page = next(target for target in targets if target["type"] == "page")
             attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
             self._session = attached["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
@@ -103,19 +108,19 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""
-        found = self.call(
+        evaluation = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        if "exceptionDetails" in found:
-            raise BrowserError(json.dumps(found["exceptionDetails"])[:2000])
-        return found["result"].get("value")
+        if "exceptionDetails" in evaluation:
+            raise BrowserError(json.dumps(evaluation["exceptionDetails"])[:2000])
+        return evaluation["result"].get("value")
 
     def until(self, script: str, timeout_s: float = 20.0) -> None:
         """Waits until an expression is true; fails with what it was last."""
         give_up = time.monotonic() + timeout_s
-        while not (found := self.run(script)):
+        while not (script_value := self.run(script)):
             if time.monotonic() > give_up:
-                raise BrowserError(f"still {found!r} after {timeout_s} s: {script}")
+                raise BrowserError(f"still {script_value!r} after {timeout_s} s: {script}")
             time.sleep(0.02)
 
     def open(self, url: str) -> None:
@@ -143,10 +148,10 @@ class Browser:
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """One key, down and up."""
-        sent = {**KEYS[key], "modifiers": 8 if shift else 0}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **sent)
-        sent.pop("text", None)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **sent)
+        key_event = {**KEYS[key], "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **key_event)
+        key_event.pop("text", None)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)
 
     def write(self, text: str) -> None:
         """Types into what has the focus."""
@@ -164,46 +169,51 @@ class Browser:
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and what the browser itself logged."""
         self.run("0")
-        found = []
+        messages = []
         for event in self.events:
-            told = event["params"]
+            event_parameters = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
-                found.append(json.dumps(told["exceptionDetails"])[:500])
-            elif event["method"] == "Runtime.consoleAPICalled" and told["type"] in (
+                messages.append(json.dumps(event_parameters["exceptionDetails"])[:500])
+            elif event["method"] == "Runtime.consoleAPICalled" and event_parameters["type"] in (
                 "error",
                 "warning",
                 "assert",
             ):
-                found.append(
+                messages.append(
                     " ".join(
-                        str(each.get("description", each.get("value"))) for each in told["args"]
+                        str(console_argument.get("description", console_argument.get("value")))
+                        for console_argument in event_parameters["args"]
                     )
                 )
-            elif event["method"] == "Log.entryAdded" and told["entry"]["level"] in (
+            elif event["method"] == "Log.entryAdded" and event_parameters["entry"]["level"] in (
                 "error",
                 "warning",
             ):
-                found.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
-        return found
+                messages.append(
+                    f"{event_parameters['entry']['text']} {event_parameters['entry'].get('url', '')}"
+                )
+        return messages
 
     def asked(self) -> list[str]:
         """Every URL that was asked for."""
         self.run("0")
-        sent = [each for each in self.events if each["method"] == "Network.requestWillBeSent"]
-        return [each["params"]["request"]["url"] for each in sent]
+        request_events = [
+            event for event in self.events if event["method"] == "Network.requestWillBeSent"
+        ]
+        return [event["params"]["request"]["url"] for event in request_events]
 
     def _read(self, give_up: float) -> dict[str, Any]:
         while b"\0" not in self._unread:
-            left = give_up - time.monotonic()
-            if left <= 0 or not select.select([self._in], [], [], left)[0]:
+            remaining_s = give_up - time.monotonic()
+            if remaining_s <= 0 or not select.select([self._in], [], [], remaining_s)[0]:
                 raise BrowserError(f"no answer within {self._timeout_s} s")
             piece = os.read(self._in, 1 << 20)
             if not piece:
                 raise BrowserError("the browser has ended")
             self._unread += piece
         message, _, self._unread = self._unread.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        decoded_message: dict[str, Any] = json.loads(message)
+        return decoded_message
 
     def _stop(self) -> None:
         os.close(self._out)
@@ -218,7 +228,7 @@ class Browser:
 def _pipe() -> tuple[int, int]:
     """Reading and writing end, both above the descriptors that the browser wants."""
     ends = os.pipe()
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for each in ends]
-    for each in ends:
-        os.close(each)
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in ends]
+    for descriptor in ends:
+        os.close(descriptor)
     return high[0], high[1]

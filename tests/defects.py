@@ -21,11 +21,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def _previous_may_be_bad(patch: pytest.MonkeyPatch) -> None:
     real = states.newest_superseded
 
-    def newest(found: Any, left_in: Any) -> str | None:
-        bad = {State.ROLLED_BACK: State.SUPERSEDED}
-        return real({each: bad.get(state, state) for each, state in found.items()}, left_in)
+    def find_newest_with_rolled_back(state_by_generation: Any, left_in: Any) -> str | None:
+        state_substitutes = {State.ROLLED_BACK: State.SUPERSEDED}
+        return real(
+            {
+                generation_id: state_substitutes.get(state, state)
+                for generation_id, state in state_by_generation.items()
+            },
+            left_in,
+        )
 
-    patch.setattr(states, "newest_superseded", newest)
+    patch.setattr(states, "newest_superseded", find_newest_with_rolled_back)
 
 
 def _a_roll_back_may_go_forward(patch: pytest.MonkeyPatch) -> None:
@@ -53,8 +59,8 @@ def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     real = MemoryRedis.move
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
-        found = self.data.get(self.keys.live)
-        epoch = Pointer.from_bytes(found).epoch if found else 0
+        stored_pointer = self.data.get(self.keys.live)
+        epoch = Pointer.from_bytes(stored_pointer).epoch if stored_pointer else 0
         return real(self, [str(epoch).encode(), *argv[1:]])
 
     patch.setattr(MemoryRedis, "move", move)
@@ -64,7 +70,7 @@ def _intents_count_as_done(patch: pytest.MonkeyPatch) -> None:
     real = states.fold
 
     def fold(releases: Any) -> Ledger:
-        return real([replace(each, done=True) for each in releases])
+        return real([replace(release_record, done=True) for release_record in releases])
 
     for owner in (release_log, sweep):
         patch.setattr(owner, "fold", fold)
@@ -87,11 +93,11 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
     real = MemoryRedis.move
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
-        found, to = self.data.get(self.keys.live), Pointer.from_bytes(argv[1])
-        if found is not None:
-            pointer = Pointer.from_bytes(found)
+        stored_pointer, to = self.data.get(self.keys.live), Pointer.from_bytes(argv[1])
+        if stored_pointer is not None:
+            pointer = Pointer.from_bytes(stored_pointer)
             if (pointer.attempt, pointer.generation) == (to.attempt, to.generation):
-                return [1, found]
+                return [1, stored_pointer]
         return real(self, argv)
 
     patch.setattr(MemoryRedis, "move", move)
@@ -137,10 +143,10 @@ def _refused_is_published(patch: pytest.MonkeyPatch) -> None:
 def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:
     real = MemoryRedis.mark
 
-    def mark(self: MemoryRedis, argv: list[bytes]) -> int:
+    def mark_unprotected(self: MemoryRedis, argv: list[bytes]) -> int:
         return real(self, [argv[0], b"", *argv[2:]])
 
-    patch.setattr(MemoryRedis, "mark", mark)
+    patch.setattr(MemoryRedis, "mark", mark_unprotected)
 
 
 DEFECTS: dict[str, Plant] = {

@@ -45,25 +45,32 @@ def labels() -> dict[str, set[str]]:
     """Series name -> its label names, without those that Prometheus and histograms add."""
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
     nights = Nights(Schedule(), cast(Any, _Nothing))
-    nothing: Any = None
-    figures = Figures(lambda: None, nights, ReleaseWatch(nothing, asyncio.to_thread), Room(nothing))
-    metrics, taken_in = Metrics(), EventCounts(nothing, Keyspace("t"), 0)
+    unused_dependency: Any = None
+    figures = Figures(
+        lambda: None,
+        nights,
+        ReleaseWatch(unused_dependency, asyncio.to_thread),
+        Room(unused_dependency),
+    )
+    metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
     taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
-    told = [
+    custom_collectors = [
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
-        Usage(nothing, Reads(), metrics, tuple, lambda: None),
+        Usage(unused_dependency, Reads(), metrics, tuple, lambda: None),
         Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
         TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,
         EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip
-    found: dict[str, set[str]] = {}
-    for collector in [*metrics.registry._collector_to_names, *told]:
+    label_names_by_series: dict[str, set[str]] = {}
+    for collector in [*metrics.registry._collector_to_names, *custom_collectors]:
         if isinstance(collector, MetricWrapperBase):
-            found |= _series(collector._name, str(collector._type), collector._labelnames)
+            label_names_by_series |= _series(
+                collector._name, str(collector._type), collector._labelnames
+            )
             continue
         for family in collector.collect():
-            found |= _series(family.name, family.type, family._labelnames)  # type: ignore[attr-defined]
-    return found
+            label_names_by_series |= _series(family.name, family.type, family._labelnames)  # type: ignore[attr-defined]
+    return label_names_by_series
 
 
 def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:

@@ -51,7 +51,7 @@ class FakeControl(ControlPlane):
         raise AssertionError(f"nobody was to ask {command[0]!r}")
 
     async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
-        return [await self.ask(*each) for each in commands]
+        return [await self.ask(*command) for command in commands]
 
     async def ask_servers(self, *command: Words) -> list[Any]:
         return [await self.ask(*command)]
@@ -82,21 +82,21 @@ class FakeRemote:
 
     async def _read(self, commands: Sequence[Command]) -> list[Answer]:
         """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
-        self.calls.append(tuple(each for each in commands if isinstance(each, Read)))
-        answers = [self._answer(each) for each in commands]
+        self.calls.append(tuple(command for command in commands if isinstance(command, Read)))
+        answers = [self._answer(command) for command in commands]
         if self.gate is not None:
             await self.gate.wait()
-        return [self.fails_with or each for each in answers]
+        return [self.fails_with or answer for answer in answers]
 
     def submit(
         self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of what is there."""
 
-        async def kept() -> T:
+        async def read_and_keep() -> T:
             return keep(await self._read(commands))
 
-        return asyncio.ensure_future(kept())
+        return asyncio.ensure_future(read_and_keep())
 
     def _answer(self, read: Command) -> Answer:
         if isinstance(read, Lease):
@@ -109,8 +109,8 @@ class FakeRemote:
             left_s = expires_at - self.timer()
             return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
         page = self.pages.get((read.generation, read.table, read.page), b"")
-        found = page[read.offset : read.offset + read.length]
-        return found if len(found) == read.length else None
+        page_slice = page[read.offset : read.offset + read.length]
+        return page_slice if len(page_slice) == read.length else None
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores all, or fails all."""
@@ -118,21 +118,24 @@ class FakeRemote:
             await self.gate.wait()
         if self.fails_with is None:
             self.writes += writes
-            for each in writes:
-                expires_at = self.timer() + each.ttl_s
-                self.overlays[each.generation, each.table, each.hash_hex] = each.payload, expires_at
-                if each.mark is not None:
-                    done = DONE + each.mark.token
-                    self.leases[each.mark.key] = done, self.timer() + DONE_MS / 1000
+            for write in writes:
+                expires_at = self.timer() + write.ttl_s
+                self.overlays[write.generation, write.table, write.hash_hex] = (
+                    write.payload,
+                    expires_at,
+                )
+                if write.mark is not None:
+                    done_value = DONE + write.mark.token
+                    self.leases[write.mark.key] = done_value, self.timer() + DONE_MS / 1000
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Answers at once, as `SET NX GET PX` and the compare-and-set would; takes `lease_s` of a fake clock."""
-        done: asyncio.Future[bytes | TierUnavailable | None] = (
+        completed_future: asyncio.Future[bytes | TierUnavailable | None] = (
             asyncio.get_running_loop().create_future()
         )
-        done.set_result(self._asked(command))
-        return done
+        completed_future.set_result(self._asked(command))
+        return completed_future
 
     def _asked(self, command: Lease) -> bytes | TierUnavailable | None:
         self.asked.append(command)
@@ -141,23 +144,23 @@ class FakeRemote:
         return self.fails_with or self._leased(command)
 
     def _leased(self, command: Lease) -> bytes | None:
-        stands, until = self.leases.get(command.key, (b"", 0.0))
-        found = stands if until > self.timer() else None
+        lease_value, expires_at = self.leases.get(command.key, (b"", 0.0))
+        unexpired_value = lease_value if expires_at > self.timer() else None
         ends_at = self.timer() + command.life_ms / 1000
         if isinstance(command, LeaseTake):
-            if found is None:
+            if unexpired_value is None:
                 self.leases[command.key] = command.token, ends_at
-            return found
-        if found != command.seen:
+            return unexpired_value
+        if unexpired_value != command.seen:
             return None
         self.leases[command.key] = command.value, ends_at
         return command.value
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it."""
-        found = self._answer(read)
-        assert not isinstance(found, Overlay | TierUnavailable)
-        return found
+        page_bytes = self._answer(read)
+        assert not isinstance(page_bytes, Overlay | TierUnavailable)
+        return page_bytes
 
     def bound_s(self) -> float:
         """No bound: `gate` may hold a read for ever."""
@@ -176,7 +179,7 @@ class FakeRemote:
     @property
     def reads(self) -> list[PageRead | OverlayRead]:
         """Every read of every call."""
-        return [each for call in self.calls for each in call]
+        return [read for call in self.calls for read in call]
 
 
 class Night:
@@ -187,10 +190,10 @@ class Night:
     ) -> None:
         self.ids = [f"user-{number}" for number in range(count)]
         self.seed = 7
-        raws = [canonical_id(each) for each in self.ids]
+        raws = [canonical_id(user_id) for user_id in self.ids]
         hashes = hash_ids(raws, self.seed)
         order = np.argsort(hashes)
-        prints = np.array([fingerprint(raws[each]) for each in order], np.uint64)
+        prints = np.array([fingerprint(raws[index]) for index in order], np.uint64)
         vectors = np.arange(count * dims, dtype=np.float32).reshape(count, dims)[order] + 1
         self.layout = Layout("vector", dims, "f4")
         rows = encode_numbers(self.layout, prints, vectors, 1_700_000_000).tobytes()

@@ -25,13 +25,13 @@ ABSURD = (
 def forged_redis(reply: bytes, *, is_split: bool = False) -> Iterator[int]:
     """The port of a server that answers commands with `reply`, in segments of one byte if `is_split`."""
     listening = socket.create_server(("127.0.0.1", 0))
-    ended = threading.Event()
+    stop_event = threading.Event()
     open_sockets: list[socket.socket] = []
 
     def answer(connected: socket.socket) -> None:
         try:
             while command := connected.recv(65_536):
-                if any(word in command for word in SETUP):
+                if any(setup_command in command for setup_command in SETUP):
                     connected.sendall(b"+OK\r\n" * command.count(b"*"))
                     continue
                 for at in range(0, len(reply), 1 if is_split else len(reply)):
@@ -42,7 +42,7 @@ def forged_redis(reply: bytes, *, is_split: bool = False) -> Iterator[int]:
             connected.close()
 
     def accept() -> None:
-        while not ended.is_set():
+        while not stop_event.is_set():
             try:
                 connected, _ = listening.accept()
             except OSError:
@@ -56,7 +56,7 @@ def forged_redis(reply: bytes, *, is_split: bool = False) -> Iterator[int]:
     try:
         yield listening.getsockname()[1]
     finally:
-        ended.set()
+        stop_event.set()
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
         for connected in open_sockets:

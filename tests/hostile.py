@@ -20,12 +20,12 @@ ids = (
     st.lists(st.sampled_from(_PIECES), min_size=1, max_size=8).map("".join)
     | st.text(min_size=1, max_size=12)
     | st.tuples(st.sampled_from(_PIECES), st.integers(1, ID_BYTES_MAX)).map(
-        lambda each: _cut(each[0] * each[1])
+        lambda piece_and_count: _cut(piece_and_count[0] * piece_and_count[1])
     )
 )
 """Valid ids, each hard to quote in one way or several."""
 
 EVERY = tuple(dict.fromkeys([
-    *_PIECES, *(f"a{each}" for each in _PIECES), *(_cut(each * ID_BYTES_MAX) for each in _PIECES),
+    *_PIECES, *(f"a{piece}" for piece in _PIECES), *(_cut(piece * ID_BYTES_MAX) for piece in _PIECES),
 ]))  # fmt: skip
 """A fixed number of them: each piece alone, at the end of an id, and as often as fits."""

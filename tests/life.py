@@ -79,8 +79,8 @@ class Broken(AssertionError):
 @lru_cache(maxsize=1024)
 def manifest_of(generation: str, verdict: int, passed: bool = True) -> bytes:
     """A manifest of one table with two pages; `verdict` tells verifications apart, 0: none was yet."""
-    nothing = TablePart(0, 2, 4, NOWHERE, NOWHERE)
-    table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (nothing,), ())
+    table_part = TablePart(0, 2, 4, NOWHERE, NOWHERE)
+    table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (table_part,), ())
     return Manifest(
         namespace="life", generation=generation, data_until=0, created_at=int(START), bundle_digest="",
         inputs_digest="", entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, NOWHERE),))},
@@ -128,13 +128,13 @@ def modelled() -> Iterator[None]:
         (sweep_module, "read_manifest", read_manifest),
         (restore_module, "reload", load_missing),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
     try:
         for owner, name, model in names:
             setattr(owner, name, model)
         yield
     finally:
-        for owner, name, real in before:
+        for owner, name, real in originals:
             setattr(owner, name, real)
 
 
@@ -200,9 +200,9 @@ class Life:
     def releases(self) -> Releases:
         """As a process of its own has it."""
         control = Control(self.redis, KEYS)  # type: ignore[arg-type]
-        found = Releases(self.store, control)
-        found._known = self.known  # records never change, so parsing them once is enough
-        return found
+        releases = Releases(self.store, control)
+        releases._known = self.known  # records never change, so parsing them once is enough
+        return releases
 
     def run(self) -> None:
         """The whole life; raises Broken with all that happened."""
@@ -218,8 +218,8 @@ class Life:
                     self._check()
                 self._end()
         except (AssertionError, LarderError) as error:
-            told = "\n".join(self.told)
-            raise Broken(f"seed {self.seed}: {error}\n{told}") from error
+            log_text = "\n".join(self.told)
+            raise Broken(f"seed {self.seed}: {error}\n{log_text}") from error
 
     def _next(self) -> None:
         luck = self.rng.random()
@@ -240,8 +240,8 @@ class Life:
         elif len(self.actors) < 3:
             self._ask()
 
-    def _tell(self, *what: Any) -> None:
-        self.told.append(f"{self.step} {' '.join(map(str, what))}")
+    def _tell(self, *parts: Any) -> None:
+        self.told.append(f"{self.step} {' '.join(map(str, parts))}")
 
     def _attempt(self) -> str:
         self.attempts += 1
@@ -251,7 +251,7 @@ class Life:
 
     def _ask(self) -> None:
         rng, generation = self.rng, self.rng.choice(GENERATIONS)
-        known = sorted(self.passed) or [generation]
+        candidates = sorted(self.passed) or [generation]
         arguments: tuple[Any, ...]
         if not self._is_whole() and rng.random() < 0.4:
             name, arguments = "restore", ("shell",)
@@ -259,18 +259,21 @@ class Life:
             name, arguments = rng.choice(self.asked)
         else:
             name = rng.choices(list(self.operations), list(self.operations.values()))[0]
-            chosen = rng.choice(known) if rng.random() < 0.8 else generation
+            target_generation = rng.choice(candidates) if rng.random() < 0.8 else generation
             if self.actors and rng.random() < 0.4:  # what another one is busy with
-                chosen = rng.choice(self.actors).about or chosen
+                target_generation = rng.choice(self.actors).about or target_generation
             attempt, good = self._attempt(), rng.random() < 0.75
             arguments = {
-                "night": (generation, attempt, good), "begin": (generation,), "load": (chosen,),
-                "verify": (rng.choice(sorted(self.bad) or [chosen]), attempt, good), "publish": (chosen, attempt),
-                "roll_back": (chosen if rng.random() < 0.3 else None, attempt), "override": (chosen, attempt),
-                "clear": (chosen, attempt), "canary": (chosen, float(rng.randint(1, 3)), attempt),
+                "night": (generation, attempt, good), "begin": (generation,), "load": (target_generation,),
+                "verify": (rng.choice(sorted(self.bad) or [target_generation]), attempt, good),
+                "publish": (target_generation, attempt),
+                "roll_back": (target_generation if rng.random() < 0.3 else None, attempt),
+                "override": (target_generation, attempt),
+                "clear": (target_generation, attempt), "canary": (target_generation, float(rng.randint(1, 3)), attempt),
                 "end_canary": (attempt, rng.random() < 0.5),
-                "pin": (chosen, rng.choice([None, self.now + 50, self.now + 5_000]), attempt),
-                "unpin": (chosen, attempt), "retire": (rng.randint(0, 2),), "refuse": (chosen, attempt),
+                "pin": (target_generation, rng.choice([None, self.now + 50, self.now + 5_000]), attempt),
+                "unpin": (target_generation, attempt), "retire": (rng.randint(0, 2),),
+                "refuse": (target_generation, attempt),
                 "restore": (rng.choice(["shell", attempt]),),
             }[name]  # fmt: skip
             self.asked.append((name, arguments))
@@ -309,16 +312,16 @@ class Life:
             if actor.running.dead and actor in self.actors:
                 self.actors.remove(actor)
 
-    def _pause(self, what: str, name: str) -> None:
+    def _pause(self, command: str, name: str) -> None:
         actor = self.current
-        if what in ("unlink", "delete"):
-            self._check_removal(what, name)
+        if command in ("unlink", "delete"):
+            self._check_removal(command, name)
         if actor is not None and actor.pauses and self.rng.random() < actor.pauses:
-            self._tell("  pause:", actor.name, "before", what, name[:60].split("\n")[0])
+            self._tell("  pause:", actor.name, "before", command, name[:60].split("\n")[0])
             actor.running.parent.switch()
             self.current = actor
-            if what in ("unlink", "delete"):
-                self._check_removal(what, name)
+            if command in ("unlink", "delete"):
+                self._check_removal(command, name)
 
     def _do_begin(self, generation: str) -> None:
         releases = self.releases()
@@ -406,9 +409,9 @@ class Life:
         age = self.disasters
         self.releases().pin(generation, reason="audit", expires_at=expires_at, attempt=attempt)
         written = [
-            each.action
-            for each in all_releases_unwatched(self)
-            if each.generation == generation and each.action in ("pin", "unpin")
+            record.action
+            for record in all_releases_unwatched(self)
+            if record.generation == generation and record.action in ("pin", "unpin")
         ]
         if (
             age == self.disasters and written[-1] == "pin"
@@ -434,16 +437,16 @@ class Life:
         restore_module.restore(
             self.releases(), attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
         )
-        if age == self.disasters and not any(each.age < age for each in self.actors):
+        if age == self.disasters and not any(actor.age < age for actor in self.actors):
             self.whole_since = age
 
     # -- what happens by itself
 
-    def _happen(self, what: str = "") -> None:
-        what = what or self.rng.choices(list(self.events), list(self.events.values()))[0]
-        self._tell("event", what)
+    def _happen(self, event: str = "") -> None:
+        event = event or self.rng.choices(list(self.events), list(self.events.values()))[0]
+        self._tell("event", event)
         reader = self.rng.choice(self.readers)
-        match what:
+        match event:
             case "later":
                 self.now += self.rng.uniform(0, 2.5)
             case "much later":
@@ -452,7 +455,7 @@ class Life:
                 self.now += 90_000
                 self.days += 1
                 # Every step has a time-out far below that: what sleeps through a whole day was ended.
-                for actor in [each for each in self.actors if self.days - each.days > 1]:
+                for actor in [actor for actor in self.actors if self.days - actor.days > 1]:
                     self._tell("kill", actor.name)
                     self.actors.remove(actor)
                     actor.running.throw(Killed)
@@ -477,9 +480,9 @@ class Life:
                 self.snapshot = _copied(self.redis.data), set(self.passed)
             case "load" if self.snapshot is not None:
                 self._load_snapshot(*self.snapshot)
-        for each in self.readers:
-            if not each.is_cut_off and each.payload is not None:
-                self._beat(each)
+        for beating_reader in self.readers:
+            if not beating_reader.is_cut_off and beating_reader.payload is not None:
+                self._beat(beating_reader)
 
     def _load_snapshot(self, data: dict[str, Any], passed: set[str]) -> None:
         self.redis.data = _copied(data)
@@ -500,19 +503,26 @@ class Life:
         pointer = None if raw is None else Pointer.from_bytes(raw)
         if reader.seen is None:
             with self.unwatched():
-                newest = newest_release(self.store)
-            if newest is not None and (pointer is None or pointer.epoch < newest.epoch):
-                pointer = as_pointer(newest)
+                newest_record = newest_release(self.store)
+            if newest_record is not None and (
+                pointer is None or pointer.epoch < newest_record.epoch
+            ):
+                pointer = as_pointer(newest_record)
         if pointer is not None and judge(pointer, reader.seen) == "newer":
             assert reader.seen is None or pointer.epoch > reader.seen.epoch
-            for each in (pointer.generation, pointer.canary and pointer.canary.generation):
-                assert each not in self.retired, f"a reader was led to {each}, which is retired"
+            for generation in (pointer.generation, pointer.canary and pointer.canary.generation):
+                assert generation not in self.retired, (
+                    f"a reader was led to {generation}, which is retired"
+                )
             if self._is_whole():
                 assert pointer.generation not in self.bad, f"a reader was led to {pointer}"
-            held = (
+            named_generations = (
                 pointer.generation, pointer.previous, pointer.canary and pointer.canary.generation,
             )  # fmt: skip
-            reader.seen, reader.holds = pointer, tuple(each for each in held if each)
+            reader.seen, reader.holds = (
+                pointer,
+                tuple(generation for generation in named_generations if generation),
+            )
             self._tell("read", reader.name, pointer.generation, pointer.epoch)
         self._beat(reader)
 
@@ -522,8 +532,8 @@ class Life:
             reader.alive_since = self.step
         self._silence(reader)
         serving = None if reader.seen is None else reader.seen.generation
-        said = {"replica": reader.name, "serving": serving, "holds": list(reader.holds)}
-        reader.payload = orjson.dumps(said)
+        heartbeat = {"replica": reader.name, "serving": serving, "holds": list(reader.holds)}
+        reader.payload = orjson.dumps(heartbeat)
         self.redis.zadd(KEYS.replicas, {reader.payload: self.now})
 
     def _silence(self, reader: Reader) -> None:
@@ -543,15 +553,15 @@ class Life:
         finally:
             self.current = current
 
-    def _moved(self, before: bytes | None, after: bytes) -> None:
+    def _moved(self, previous_raw: bytes | None, after: bytes) -> None:
         """Told of each pointer that is written."""
         to = Pointer.from_bytes(after)
-        was = None if before is None else Pointer.from_bytes(before)
-        written = (Release.from_bytes(raw, done=True) for raw in self._records())
-        why = next((each for each in written if each.epoch == to.epoch), None)
-        assert why is not None, f"no record says why the pointer moves to {to}"
+        was = None if previous_raw is None else Pointer.from_bytes(previous_raw)
+        written = (Release.from_bytes(raw, is_done=True) for raw in self._records())
+        move_record = next((record for record in written if record.epoch == to.epoch), None)
+        assert move_record is not None, f"no record says why the pointer moves to {to}"
         self.moves += 1
-        self._tell("  moved:", why.action, to)
+        self._tell("  moved:", move_record.action, to)
         assert self.current is not None
         is_calm = self.current.age == self.disasters
         assert was is None or to.epoch > was.epoch, f"the epoch went from {was} to {to}"
@@ -560,11 +570,13 @@ class Life:
         generation = to.generation
         assert generation not in self.retired, "a retired generation was made live"
         assert generation_path(generation, "manifest.json") in self.store.files, "no files"
-        match why.action:
+        match move_record.action:
             case "publish":
                 if generation not in self.passed:
                     # A refusal that Redis lost, written down too late for this publisher to see it.
-                    is_late = not is_calm and not self._was_judged_bad(generation, before=why)
+                    is_late = not is_calm and not self._was_judged_bad(
+                        generation, intent=move_record
+                    )
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
                     self.bad.discard(generation)
@@ -573,8 +585,8 @@ class Life:
                     baseline = self.reports[generation]["baseline"]
                     assert baseline == was.generation, f"compared with {baseline} only"
                 verified = sum(
-                    each.action == "verify" and each.generation == generation
-                    for each in all_releases_unwatched(self)
+                    record.action == "verify" and record.generation == generation
+                    for record in all_releases_unwatched(self)
                 )
                 key = (generation, to.attempt, verified, self.disasters)
                 assert key not in self.published, "one attempt published twice"
@@ -582,26 +594,32 @@ class Life:
             case "roll_back":
                 assert generation in self.passed, "rolled back to what never passed"
                 assert generation not in self.bad, "rolled back to a bad generation"
-                since = self.superseded.get(generation, self.moves)  # a lost move left it already
-                jumped = [each for each, left in self.superseded.items() if left > since]
+                superseded_at_move = self.superseded.get(
+                    generation, self.moves
+                )  # a lost move left it already
+                jumped = [
+                    superseded_generation
+                    for superseded_generation, move_number in self.superseded.items()
+                    if move_number > superseded_at_move
+                ]
                 if was is not None and was.generation != generation:
                     jumped.append(was.generation)
-                for each in jumped:
-                    self.superseded.pop(each, None)
-                    self.passed.discard(each)
-                    self.bad.add(each)
+                for jumped_generation in jumped:
+                    self.superseded.pop(jumped_generation, None)
+                    self.passed.discard(jumped_generation)
+                    self.bad.add(jumped_generation)
             case "restore":
-                for each, state in fold(all_releases_unwatched(self)).states.items():
+                for recorded_generation, state in fold(all_releases_unwatched(self)).states.items():
                     if state in (State.ROLLED_BACK, State.REFUSED, State.ABANDONED):
-                        self.passed.discard(each)
-                        self.bad.add(each)
+                        self.passed.discard(recorded_generation)
+                        self.bad.add(recorded_generation)
                 assert generation not in self.bad, "restored a bad generation"
                 assert generation in self.lived or not is_calm, "restored what never was live"
             case _:
                 assert was is not None and generation == was.generation, (
                     "a canary made something live"
                 )
-        if was is not None and generation != was.generation and why.action != "roll_back":
+        if was is not None and generation != was.generation and move_record.action != "roll_back":
             self.superseded[was.generation] = self.moves
         self.superseded.pop(generation, None)
         self.lived.add(generation)
@@ -609,10 +627,12 @@ class Life:
             assert to.canary.generation in self.passed, "a canary that never passed"
         self._check_named(to)
 
-    def _was_judged_bad(self, generation: str, *, before: Release) -> bool:
+    def _was_judged_bad(self, generation: str, *, intent: Release) -> bool:
         """By a record that was in the store before this intent."""
         history = all_releases_unwatched(self)
-        judged = fold([each for each in history if each.number < before.number]).state(generation)
+        judged = fold([record for record in history if record.number < intent.number]).state(
+            generation
+        )
         return judged in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED)
 
     def _check_named(self, pointer: Pointer) -> None:
@@ -627,31 +647,31 @@ class Life:
 
     def _rowed(self, generation: str, row: dict[str, Any]) -> None:
         """Told of each row that is written."""
-        state, is_told = State(row["state"]), row["reason"] != "restored"
-        if is_told and state is State.VERIFIED:
+        state, is_by_operation = State(row["state"]), row["reason"] != "restored"
+        if is_by_operation and state is State.VERIFIED:
             self.passed.add(generation)
             self.bad.discard(generation)
-        elif is_told and state in (State.REFUSED, State.ABANDONED):
+        elif is_by_operation and state in (State.REFUSED, State.ABANDONED):
             # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
             if not self.disasters or fold(all_releases_unwatched(self)).live != generation:
                 self.passed.discard(generation)
                 self.bad.add(generation)
-        elif is_told and state is State.RETIRED and self.current is not None:
+        elif is_by_operation and state is State.RETIRED and self.current is not None:
             if fold(all_releases_unwatched(self)).state(generation) is not State.RETIRED:
                 self.decided[generation] = self.current.step
-        elif is_told and state in (State.SUPERSEDED, State.ROLLED_BACK):
+        elif is_by_operation and state in (State.SUPERSEDED, State.ROLLED_BACK):
             self.left_at[generation] = row["at"], self.disasters + self.jumps
 
-    def _check_removal(self, what: str, name: str) -> None:
+    def _check_removal(self, command: str, name: str) -> None:
         actor = self.current
-        parts = name.split("/" if what == "delete" else ":")
-        at = 1 if what == "delete" else 4
-        if actor is None or len(parts) <= at or (what == "delete" and len(parts) != 2):
+        parts = name.split("/" if command == "delete" else ":")
+        at = 1 if command == "delete" else 4
+        if actor is None or len(parts) <= at or (command == "delete" and len(parts) != 2):
             return
         generation = parts[at]
-        if what == "unlink" and generation in self.retired:
+        if command == "unlink" and generation in self.retired:
             return  # nothing is left of it, whoever comes back and says that it held it
-        if what == "delete":
+        if command == "delete":
             self.retired.add(generation)
         if actor.age != self.disasters:
             return
@@ -660,17 +680,22 @@ class Life:
             pointer = orjson.loads(raw)
             named = {pointer["generation"], pointer["previous"]}
             named |= {(pointer["canary"] or {}).get("generation")}
-            assert generation not in named, f"{what} of {generation}, which the pointer names"
+            assert generation not in named, f"{command} of {generation}, which the pointer names"
         members = self.redis.data.get(KEYS.replicas, {})
         # Who ends what another one decided and wrote down before it was killed does not look at readers again.
-        began = min(actor.step, self.decided.get(generation, actor.step))
-        for each in self.readers:
-            is_alive = members.get(each.payload, 0.0) >= self.now - REPLICA_DEAD_S
-            if is_alive and each.alive_since < began and self._is_whole() and not self.jumps:
-                assert generation not in each.holds, (
-                    f"{what} of {generation}, which {each.name} holds"
+        decision_step = min(actor.step, self.decided.get(generation, actor.step))
+        for reader in self.readers:
+            is_alive = members.get(reader.payload, 0.0) >= self.now - REPLICA_DEAD_S
+            if (
+                is_alive
+                and reader.alive_since < decision_step
+                and self._is_whole()
+                and not self.jumps
+            ):
+                assert generation not in reader.holds, (
+                    f"{command} of {generation}, which {reader.name} holds"
                 )
-        if what == "delete" and actor.name.startswith("retire") and not self.jumps:
+        if command == "delete" and actor.name.startswith("retire") and not self.jumps:
             expires_at = self.pins.get(generation, 0.0)
             assert expires_at is not None and self.now >= expires_at, f"{generation} is pinned"
         left_at, when = self.left_at.get(generation, (0.0, -1))
@@ -688,7 +713,7 @@ class Life:
             if ":g:" in key:
                 generation = key.split(":")[4]
                 assert generation in states, f"{key} belongs to nobody"
-        live = [each for each, state in states.items() if state == "live"]
+        live = [generation for generation, state in states.items() if state == "live"]
         assert len(live) <= 1, f"{live} are live"
         if raw is not None:
             pointer = Pointer.from_bytes(raw)
@@ -731,9 +756,9 @@ class Life:
 
     def _check_order(self) -> None:
         """No record lands before another one: what a mover has read of the history is never wrong later."""
-        written = [Release.from_bytes(raw, done=True) for raw in self._records()]
-        assert [each.number for each in written] == list(range(1, len(written) + 1))
-        epochs = [each.epoch for each in written]
+        written = [Release.from_bytes(raw, is_done=True) for raw in self._records()]
+        assert [record.number for record in written] == list(range(1, len(written) + 1))
+        epochs = [record.epoch for record in written]
         assert epochs == sorted(set(epochs)), f"records were written in the order {epochs}"
 
     def _records(self) -> list[bytes]:
@@ -753,7 +778,9 @@ def _copied(data: dict[str, Any]) -> dict[str, Any]:
 
 def states_of(states: Any, state: State) -> list[str]:
     """Generations in a state."""
-    return [each for each, found in states.items() if found is state]
+    return [
+        generation for generation, generation_state in states.items() if generation_state is state
+    ]
 
 
 def all_releases_unwatched(life: Life) -> list[Release]:

@@ -3,26 +3,26 @@
 from pathlib import Path
 
 
-def marked(mark: str) -> dict[int, str]:
+def marked(marker: str) -> dict[int, str]:
     """Command lines by process id."""
-    found = {}
+    command_by_pid = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (process / "environ").read_bytes():
+            if marker.encode() in (process / "environ").read_bytes():
                 line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found[int(process.name)] = line
+                command_by_pid[int(process.name)] = line
         except OSError:  # gone meanwhile, or not ours
             continue
-    return found
+    return command_by_pid
 
 
 def working_in(folder: Path) -> list[int]:
     """Processes whose current folder is or was within `folder`: PostgreSQL's own overwrite their environment."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cwd").readlink().is_relative_to(folder):
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids

@@ -15,7 +15,7 @@ Watch = Callable[[str, str], None]
 """(command or method, its first key or path): called before it takes effect."""
 
 
-def unwatched(_what: str, _name: str) -> None:
+def unwatched(_command: str, _name: str) -> None:
     """A `Watch` that looks away."""
 
 
@@ -51,22 +51,24 @@ class MemoryStore(ArtefactStore):
     def names(self, path: str) -> list[str]:
         """Children of a folder."""
         self.watch("names", path)
-        if (found := self._folders.get(path)) is None:
+        if (children := self._folders.get(path)) is None:
             start = f"{path}/"
             inside = {
-                each[len(start) :].split("/", 1)[0] for each in self.files if each.startswith(start)
+                file_path[len(start) :].split("/", 1)[0]
+                for file_path in self.files
+                if file_path.startswith(start)
             }
-            found = self._folders[path] = sorted(inside)
-        return found
+            children = self._folders[path] = sorted(inside)
+        return children
 
     def delete(self, path: str) -> None:
         """Remove a file or a folder."""
         self.watch("delete", path)
         start = f"{path}/"
         self.files = {
-            each: data
-            for each, data in self.files.items()
-            if each != path and not each.startswith(start)
+            file_path: data
+            for file_path, data in self.files.items()
+            if file_path != path and not file_path.startswith(start)
         }
         self._folders.clear()
 
@@ -82,24 +84,26 @@ class MemoryRedis:
     script takes effect, but its caller sees a broken connection.
     """
 
-    def __init__(self, keys: Keyspace, now: Callable[[], float], watch: Watch = unwatched) -> None:
-        self.keys, self.now, self.watch = keys, now, watch
+    def __init__(
+        self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched
+    ) -> None:
+        self.keys, self.now, self.watch = keys, clock, watch
         self.data: dict[str, Any] = {}
         self.loses_reply = False
-        self.moved: Callable[[bytes | None, bytes], None] = lambda _before, _after: None
+        self.moved: Callable[[bytes | None, bytes], None] = lambda _previous_raw, _after: None
         self.rowed: Callable[[str, dict[str, Any]], None] = lambda _generation, _row: None
 
     def time(self) -> tuple[int, int]:
         """Seconds and microseconds."""
         self.watch("time", "")
-        now = self.now()
-        return int(now), int(1e6 * (now % 1))
+        now_s = self.now()
+        return int(now_s), int(1e6 * (now_s % 1))
 
     def get(self, name: str) -> bytes | None:
         """A string."""
         self.watch("get", name)
-        found: bytes | None = self.data.get(name)
-        return found
+        stored_bytes: bytes | None = self.data.get(name)
+        return stored_bytes
 
     def set(self, name: str, value: bytes | str) -> None:
         """A string; the pointer is a script's to write."""
@@ -126,8 +130,8 @@ class MemoryRedis:
     def hget(self, name: str, field: str) -> bytes | None:
         """A field of a hash."""
         self.watch("hget", name)
-        found: bytes | None = self.data.get(name, {}).get(field.encode())
-        return found
+        field_value: bytes | None = self.data.get(name, {}).get(field.encode())
+        return field_value
 
     def hgetall(self, name: str) -> dict[bytes, bytes]:
         """A whole hash."""
@@ -142,10 +146,10 @@ class MemoryRedis:
     def hdel(self, name: str, *fields: str) -> None:
         """Remove fields, and with the last one the hash."""
         self.watch("hdel", name)
-        found = self.data.get(name, {})
+        hash_fields = self.data.get(name, {})
         for field in fields:
-            found.pop(field.encode(), None)
-        if not found:
+            hash_fields.pop(field.encode(), None)
+        if not hash_fields:
             self.data.pop(name, None)
 
     def zadd(self, name: str, members: dict[bytes, float]) -> None:
@@ -162,21 +166,21 @@ class MemoryRedis:
         """Members between two scores, by score."""
         self.watch("zrangebyscore", name)
         scores = self.data.get(name, {}).items()
-        found = [(each, score) for each, score in scores if low <= score <= high]
-        return sorted(found, key=lambda each: each[1])
+        members = [(member, score) for member, score in scores if low <= score <= high]
+        return sorted(members, key=lambda member_score: member_score[1])
 
     def zremrangebyscore(self, name: str, low: str, high: float | str) -> int:
         """Remove members up to a score, or, as `(score`, from above it."""
         self.watch("zremrangebyscore", name)
-        found, above = self.data.get(name, {}), float(low.lstrip("("))
-        gone = [
-            each
-            for each, score in found.items()
+        score_by_member, above = self.data.get(name, {}), float(low.lstrip("("))
+        removed_members = [
+            member
+            for member, score in score_by_member.items()
             if (score > above if low.startswith("(") else score >= above) and score <= float(high)
         ]
-        for each in gone:
-            del found[each]
-        return len(gone)
+        for member in removed_members:
+            del score_by_member[member]
+        return len(removed_members)
 
     def publish(self, _channel: str, _message: str) -> int:
         """Nobody listens."""
@@ -189,7 +193,7 @@ class MemoryRedis:
     def eval(self, script: str, count: int, *arguments: Any) -> Any:
         """One of the two scripts of `control`."""
         self.watch("eval", script)
-        argv = [_bytes(each) for each in arguments[count:]]
+        argv = [_bytes(argument) for argument in arguments[count:]]
         reply = self.move(argv) if script == control_keys._MOVE else self.mark(argv)
         if self.loses_reply:
             self.loses_reply = False
@@ -199,15 +203,18 @@ class MemoryRedis:
     def move(self, argv: list[bytes]) -> list[Any]:
         """The script that moves the pointer."""
         expected, raw, states = argv[:3]
-        to, found = orjson.loads(raw), self.data.get(self.keys.live)
-        if found is not None:
-            pointer = orjson.loads(found)
+        to, stored_pointer = orjson.loads(raw), self.data.get(self.keys.live)
+        if stored_pointer is not None:
+            pointer = orjson.loads(stored_pointer)
             if str(pointer["epoch"]).encode() != expected:
-                is_own = all(pointer[each] == to[each] for each in ("attempt", "generation"))
+                is_own = all(
+                    pointer[field_name] == to[field_name]
+                    for field_name in ("attempt", "generation")
+                )
                 is_same = _canary(pointer) == _canary(to)
                 if is_own and is_same and pointer["epoch"] > int(expected):
-                    return [1, found]
-                return [0, found]
+                    return [1, stored_pointer]
+                return [0, stored_pointer]
         elif expected != b"0":
             return [0, b""]
         state = self._state(to["generation"])
@@ -218,8 +225,8 @@ class MemoryRedis:
             if tried != "verified":
                 return [2, tried.encode(), canary["generation"].encode()]
         if to["previous"] is not None and self._state(to["previous"]) == "retired":
-            return [0, found or b""]
-        self.moved(found, raw)
+            return [0, stored_pointer or b""]
+        self.moved(stored_pointer, raw)
         self.data[self.keys.live] = raw
         for field, value in zip(argv[3::2], argv[4::2], strict=True):
             was = self._state(field.decode())
@@ -230,8 +237,8 @@ class MemoryRedis:
 
     def mark(self, argv: list[bytes]) -> int:
         """The script that marks states under the pointer that it expects."""
-        found = self.data.get(self.keys.live)
-        pointer = None if found is None else orjson.loads(found)
+        stored_pointer = self.data.get(self.keys.live)
+        pointer = None if stored_pointer is None else orjson.loads(stored_pointer)
         if (b"0" if pointer is None else str(pointer["epoch"]).encode()) != argv[0]:
             return 0
         rows = list(zip(argv[2::2], argv[3::2], strict=True))

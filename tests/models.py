@@ -37,13 +37,13 @@ def interactions(seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def train_small(
-    out: Path, *, dims: int = 16, categories: Sequence[str] | None = None, seed: int = 0
+    bundle_folder: Path, *, dims: int = 16, categories: Sequence[str] | None = None, seed: int = 0
 ) -> Bundle:
     """The reference model on a few dozen users and items."""
     users, items = interactions()
     ids = [f"item-{number}" for number in range(ITEMS)]
     data = ReferenceData(users, items, ids, categories)
-    return train(data, out, dims=dims, seed=seed, shape=SpectralShape())
+    return train(data, bundle_folder, dims=dims, seed=seed, shape=SpectralShape())
 
 
 def histories_of(users: int = USERS) -> Histories:
@@ -57,7 +57,7 @@ def item_table(bundle: Bundle) -> ItemTable:
     hashes = hash_ids(bundle.item_ids, 1)
     order = np.argsort(hashes)
     raw = [bundle.item_ids[index] for index in order]
-    offsets = np.concatenate([[0], np.cumsum([len(each) for each in raw])]).astype(np.uint64)
+    offsets = np.concatenate([[0], np.cumsum([len(raw_id) for raw_id in raw])]).astype(np.uint64)
     tower = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
     return ItemTable(
         Directory(1, [0], [hashes[order]]),
@@ -123,7 +123,7 @@ def make_predictor(
         ),
     ]
     predictor = Predictor(
-        {each.name: each for each in tables},
+        {record_table.name: record_table for record_table in tables},
         items,
         towers,
         searchers,
@@ -143,14 +143,21 @@ def put_weights_beside(folder: Path, name: str, location: str = "", **entry: str
 
     `entry` are other fields of the tower in `bundle.json`, say where its model lies.
     """
-    told = orjson.loads((folder / FILE).read_bytes())
-    told[name].update(entry)
-    path = folder / str(told[name]["path"])
-    beside = path.with_name(location or f"{name}.weights")
+    bundle_json = orjson.loads((folder / FILE).read_bytes())
+    bundle_json[name].update(entry)
+    path = folder / str(bundle_json[name]["path"])
+    weights_path = path.with_name(location or f"{name}.weights")
     onnx.save(
-        onnx.load(path), path, save_as_external_data=True, location=beside.name, size_threshold=64
+        onnx.load(path),
+        path,
+        save_as_external_data=True,
+        location=weights_path.name,
+        size_threshold=64,
     )
-    listed = {"path": str(beside.relative_to(folder)), "sha256": sha256_of(beside)}
-    told[name].update(sha256=sha256_of(path), weights=listed)
-    (folder / FILE).write_bytes(orjson.dumps(told))
-    return beside
+    weights_entry = {
+        "path": str(weights_path.relative_to(folder)),
+        "sha256": sha256_of(weights_path),
+    }
+    bundle_json[name].update(sha256=sha256_of(path), weights=weights_entry)
+    (folder / FILE).write_bytes(orjson.dumps(bundle_json))
+    return weights_path

@@ -39,9 +39,9 @@ class Counting(Memory):
     asked: ClassVar[Counter[str]] = Counter()
     log: ClassVar[list[tuple[str, str]]] = []
 
-    def _count(self, what: str, path: str) -> None:
-        self.asked[what] += 1
-        self.log.append((what, self._strip_protocol(path)))
+    def _count(self, kind: str, path: str) -> None:
+        self.asked[kind] += 1
+        self.log.append((kind, self._strip_protocol(path)))
 
     def cat_file(self, path: str, *arguments: Any, **more: Any) -> Any:
         self._count("get", path)

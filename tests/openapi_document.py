@@ -44,14 +44,14 @@ def resolved(document: Json, schema: Json) -> Json:
     reference = schema.get("$ref")
     if reference is None:
         return schema
-    found: Json = document["components"]["schemas"][reference.removeprefix(PREFIX)]
-    return found
+    referenced_schema: Json = document["components"]["schemas"][reference.removeprefix(PREFIX)]
+    return referenced_schema
 
 
 def problems(document: Json, schema: Json, value: object) -> list[str]:
     """Return what a value has that its schema does not allow."""
-    whole = {**schema, "components": document["components"]}
-    validator = jsonschema.Draft202012Validator(whole)
+    full_schema = {**schema, "components": document["components"]}
+    validator = jsonschema.Draft202012Validator(full_schema)
     return [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(value)]
 
 

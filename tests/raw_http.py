@@ -93,8 +93,8 @@ class RawConnection:
         """All bytes until the service closes the connection."""
         while piece := self._socket.recv(1 << 16):
             self._read += piece
-        rest, self._read = self._read, b""
-        return rest
+        remaining_bytes, self._read = self._read, b""
+        return remaining_bytes
 
     def _until(self, end: bytes) -> bytes | None:
         while end not in self._read:
@@ -103,16 +103,16 @@ class RawConnection:
                 assert not self._read, self._read
                 return None
             self._read += piece
-        found, _, self._read = self._read.partition(end)
-        return found
+        prefix, _, self._read = self._read.partition(end)
+        return prefix
 
     def _exactly(self, size: int) -> bytes:
         while len(self._read) < size:
             piece = self._socket.recv(1 << 16)
             assert piece, "the connection ended within a body"
             self._read += piece
-        found, self._read = self._read[:size], self._read[size:]
-        return found
+        body_bytes, self._read = self._read[:size], self._read[size:]
+        return body_bytes
 
 
 def exchange(url: str, data: bytes, *, is_half_closed: bool = False) -> list[RawResponse]:

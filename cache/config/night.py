@@ -118,7 +118,7 @@ class NightConfig(SharedConfig):
                 "makes its bundle of the vectors, or takes the one; leave one out",
                 field="bundle",
             )
-        kinds = {each.kind for each in self.tables.values()}
+        kinds = {table_config.kind for table_config in self.tables.values()}
         if self.sources.item_attributes and not self.sources.item_features:
             raise ConfigError(
                 "sources.item_attributes names columns of sources.item_features, which is not set",
@@ -152,10 +152,16 @@ class NightConfig(SharedConfig):
         return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
 
     def _filtered(self) -> list[tuple[str, str]]:
-        return [(table, name) for name, each in self.filters.items() for table in each.tables]
+        return [
+            (table, name)
+            for name, filter_config in self.filters.items()
+            for table in filter_config.tables
+        ]
 
     def _check_filtered(self) -> None:
-        lists = sorted(name for name, each in self.tables.items() if each.kind in LISTS)
+        lists = sorted(
+            name for name, table_config in self.tables.items() if table_config.kind in LISTS
+        )
         for table, name in self._filtered():
             if table not in lists:
                 raise ConfigError(
@@ -173,13 +179,13 @@ class NightConfig(SharedConfig):
 
     def _check_facets(self) -> None:
         attributes = self.sources.item_attributes
-        for name, each in self.facets.items():
+        for name, facet_config in self.facets.items():
             check_name("the name of a facet", name)
             if name in self.tables or name in self.filtered:
                 raise ConfigError(f"facets.{name} has the name of another table", field="facets")
-            if each.attribute not in attributes:
+            if facet_config.attribute not in attributes:
                 raise ConfigError(
-                    f"facets.{name} is of {each.attribute!r}; sources.item_attributes has "
+                    f"facets.{name} is of {facet_config.attribute!r}; sources.item_attributes has "
                     f"{', '.join(attributes) or 'none'}",
                     field="facets",
                 )
@@ -195,12 +201,12 @@ class NightConfig(SharedConfig):
             for name in ("feature_text_bytes", "featured_users")
             if getattr(self, name) != defaults[name].default
         ]
-        found = {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in names}
         if self.events.enabled:
-            found["events"] = self.events.keep_values_days
+            settings["events"] = self.events.keep_values_days
             if (of := self.of_events()) is not self:
-                found["events_namespace"] = of.namespace
-        return orjson.dumps(found, option=orjson.OPT_SORT_KEYS)
+                settings["events_namespace"] = of.namespace
+        return orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
 
     @classmethod
     def configured(
@@ -213,7 +219,7 @@ class NightConfig(SharedConfig):
         from cache.config.reading import ConfigFile, read
 
         file = ConfigFile.named(environ, path)
-        values = {name: each for name, each in file.document.items() if name != "serving"}
+        values = {name: setting for name, setting in file.document.items() if name != "serving"}
         return read(cls, values, file, environ, **overrides)
 
 

@@ -38,30 +38,31 @@ class ConfigFile:
     @classmethod
     def named(cls, environ: Mapping[str, str], path: str | Path | None = None) -> Self:
         """The given file, else the one that LARDER_CONFIG names, else none; raises ConfigError if it cannot be read."""
-        if not (found := path or environ.get("LARDER_CONFIG")):
+        if not (config_path := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
-            document = tomllib.loads(_text_of(Path(found).read_bytes()))
+            document = tomllib.loads(_text_of(Path(config_path).read_bytes()))
         except FileNotFoundError as error:
             raise ConfigError(
-                f"cannot read configuration file {found}: it does not exist"
+                f"cannot read configuration file {config_path}: it does not exist"
             ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"cannot read configuration file {found}: it is not UTF-8: save it as UTF-8"
+                f"cannot read configuration file {config_path}: it is not UTF-8: save it as UTF-8"
             ) from error
         except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"cannot read configuration file {found}: {error}") from error
-        return cls(Path(found), document)
+            raise ConfigError(f"cannot read configuration file {config_path}: {error}") from error
+        return cls(Path(config_path), document)
 
     def section(self, name: str) -> Mapping[str, Any]:
         """The values of a section, none where the file leaves it out."""
-        found = self.document.get(name, {})
-        if not isinstance(found, Mapping):
+        section_values = self.document.get(name, {})
+        if not isinstance(section_values, Mapping):
             raise ConfigError(
-                f"{self.path} [{name}] must be a section of settings, not {found!r}", field=name
+                f"{self.path} [{name}] must be a section of settings, not {section_values!r}",
+                field=name,
             )
-        return found
+        return section_values
 
     def above(self, kind: type[Any]) -> dict[str, Any]:
         """The values above the sections that are settings of this kind."""
@@ -109,34 +110,42 @@ def read(
     `table` is the name that it has in the file. Raises ConfigError, which names the file and the table, or the
     variable, that holds what is wrong.
     """
-    known: Mapping[str, FieldInfo] = kind.__pydantic_fields__  # type: ignore[attr-defined]
+    field_by_name: Mapping[str, FieldInfo] = kind.__pydantic_fields__  # type: ignore[attr-defined]
     names = variables(kind)
-    found = {name: environ[each] for name, each in names.items() if environ.get(each)}
-    given = {name: each for name, each in overrides.items() if each is not None}
+    environment_values = {
+        name: environ[variable_name]
+        for name, variable_name in names.items()
+        if environ.get(variable_name)
+    }
+    effective_overrides = {
+        name: override for name, override in overrides.items() if override is not None
+    }
 
     def place_of(name: str) -> str:
-        if name in given or file.path is None:
-            return "" if name in given else names.get(name, "")
-        if name in found:
+        if name in effective_overrides or file.path is None:
+            return "" if name in effective_overrides else names.get(name, "")
+        if name in environment_values:
             return names[name]
         is_above = name in file.document and name not in file.document.get(table, {})
         return str(file.path) if is_above or not table else f"{file.path} [{table}]"
 
     _refuse_secrets(values, place_of)
-    written = _written(known, values, file, place_of)
-    for name in PLACES & found.keys():
-        if "://" not in found[name]:
-            found[name] = str(Path(found[name]).absolute())
-    fields: dict[str, Any] = {name: (each.annotation, each) for name, each in known.items()}
+    written = _written(field_by_name, values, file, place_of)
+    for name in PLACES & environment_values.keys():
+        if "://" not in environment_values[name]:
+            environment_values[name] = str(Path(environment_values[name]).absolute())
+    fields: dict[str, Any] = {
+        name: (field_info.annotation, field_info) for name, field_info in field_by_name.items()
+    }
     settings: type[_Settings] = create_model(kind.__name__, __base__=_Settings, **fields)
     sources = (
-        InitSettingsSource(settings, given),
-        _Environment(settings, found),
+        InitSettingsSource(settings, effective_overrides),
+        _Environment(settings, environment_values),
         InitSettingsSource(settings, written),
     )
     try:
         merged = settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # sources of its own
-        return kind(**{name: getattr(merged, name) for name in known})
+        return kind(**{name: getattr(merged, name) for name in field_by_name})
     except ValidationError as error:
         raise _placed(refusal(error, kind), place_of) from None
     except ConfigError as error:
@@ -144,7 +153,7 @@ def read(
 
 
 def _written(
-    known: Mapping[str, FieldInfo],
+    field_by_name: Mapping[str, FieldInfo],
     values: Mapping[str, Any],
     file: ConfigFile,
     place_of: Callable[[str], str],
@@ -153,22 +162,22 @@ def _written(
     if "base" in values:
         raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
     written = {
-        name: _sections(known[name].annotation, each, f"{place_of(name)} [{name}]")
-        if name in known
-        else each
-        for name, each in values.items()
+        name: _sections(field_by_name[name].annotation, setting, f"{place_of(name)} [{name}]")
+        if name in field_by_name
+        else setting
+        for name, setting in values.items()
     }
-    if "base" in known and file.path:
+    if "base" in field_by_name and file.path:
         written["base"] = str(file.path.parent)
-    for name in PLACES & known.keys():
-        if isinstance(place := written.get(name, known[name].default), str) and place:
-            written[name] = file.beside(place)
+    for name in PLACES & field_by_name.keys():
+        if isinstance(path := written.get(name, field_by_name[name].default), str) and path:
+            written[name] = file.beside(path)
     return written
 
 
 def _placed(error: ConfigError, place_of: Callable[[str], str]) -> ConfigError:
-    place = place_of(str(error.details.get("field", "")))
-    return ConfigError(f"{place}: {error.message}" if place else error.message, **error.details)
+    origin = place_of(str(error.details.get("field", "")))
+    return ConfigError(f"{origin}: {error.message}" if origin else error.message, **error.details)
 
 
 def _refuse_secrets(values: Mapping[str, Any], place_of: Callable[[str], str]) -> None:
@@ -187,7 +196,7 @@ def _sections(annotation: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} must be a section of settings, not {value!r}")
         try:
-            return annotation(**{name: _plain(each) for name, each in value.items()})
+            return annotation(**{name: _plain(setting) for name, setting in value.items()})
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}", **error.details) from error
     if get_origin(annotation) is dict:
@@ -199,7 +208,8 @@ def _sections(annotation: Any, value: Any, where: str) -> Any:
             )
         kind = get_args(annotation)[1]
         return {
-            name: _sections(kind, each, f"{where[:-1]}.{name}]") for name, each in value.items()
+            name: _sections(kind, raw_section, f"{where[:-1]}.{name}]")
+            for name, raw_section in value.items()
         }
     return _plain(value)
 

@@ -32,7 +32,7 @@ Paths in the file are relative to it, those in the environment to the current fo
 
 def page() -> str:
     """The page as Markdown."""
-    shared, own = sections_of(SharedConfig), sections_of(NightConfig)
+    shared, night_sections = sections_of(SharedConfig), sections_of(NightConfig)
     inherited = fields_of(SharedConfig).keys() - shared.keys()
     parts = [
         _START,
@@ -40,40 +40,46 @@ def page() -> str:
         *_part(
             "Above the sections: the night",
             NightConfig,
-            fields_of(NightConfig).keys() - inherited - own.keys(),
+            fields_of(NightConfig).keys() - inherited - night_sections.keys(),
         ),
     ]
-    many = {
-        name for name, each in fields_of(NightConfig).items() if get_origin(each.annotation) is dict
+    repeated_sections = {
+        name
+        for name, field in fields_of(NightConfig).items()
+        if get_origin(field.annotation) is dict
     }
-    for name, kind in own.items():
-        parts += _part(f"`[{name}.NAME]`" if name in many else f"`[{name}]`", kind, fields_of(kind))
+    for name, kind in night_sections.items():
+        parts += _part(
+            f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`",
+            kind,
+            fields_of(kind),
+        )
     within = sections_of(ServingConfig)
-    chosen = fields_of(ServingConfig).keys() - inherited - within.keys()
-    parts += _part("`[serving]`", ServingConfig, chosen)
+    setting_names = fields_of(ServingConfig).keys() - inherited - within.keys()
+    parts += _part("`[serving]`", ServingConfig, setting_names)
     for name, kind in within.items():
         if name not in shared:
             parts += _part(f"`[serving.{name}.TABLE]`", kind, fields_of(kind))
     return "\n".join(parts)
 
 
-def _part(title: str, kind: type[Any], chosen: Collection[str]) -> Iterator[str]:
-    told, names = meanings(kind), variables(kind)
+def _part(title: str, kind: type[Any], setting_names: Collection[str]) -> Iterator[str]:
+    meaning_by_setting, names = meanings(kind), variables(kind)
     about = "" if title.startswith("Above") else str(kind.__doc__)
     yield f"## {title}\n"
     if about:
         yield "\n".join(line.strip() for line in about.strip().splitlines()) + "\n"
     yield "| key | type | default | bounds | environment | meaning |\n|---|---|---|---|---|---|"
-    for name, each in fields_of(kind).items():
-        if name not in chosen:
+    for name, field in fields_of(kind).items():
+        if name not in setting_names:
             continue
         cells = (
             f"`{name}`",
-            type_in_words(each.annotation),
-            _default(each),
-            bounds_in_words(each),
+            type_in_words(field.annotation),
+            _default(field),
+            bounds_in_words(field),
             f"`{names[name]}`" if name in names else "",
-            told[name],
+            meaning_by_setting[name],
         )
         yield f"| {' | '.join(cells)} |"
     yield ""

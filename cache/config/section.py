@@ -31,24 +31,24 @@ _CONFIG = ConfigDict(
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def section(kind: type[Kind]) -> type[Kind]:
     """Frozen dataclass of one section; its constructor raises ConfigError for a value that it may not hold."""
-    made = dataclass(frozen=True, config=_CONFIG)(kind)
-    checked = cast(Callable[..., None], made.__init__)
+    section_class = dataclass(frozen=True, config=_CONFIG)(kind)
+    checked = cast(Callable[..., None], section_class.__init__)
 
     @functools.wraps(checked)
     def init(self: Any, /, *args: Any, **values: Any) -> None:
         try:
             checked(self, *args, **values)
         except ValidationError as error:
-            raise refusal(error, made) from None
+            raise refusal(error, section_class) from None
 
-    made.__init__ = init  # type: ignore[assignment]
-    return cast(type[Kind], made)
+    section_class.__init__ = init  # type: ignore[assignment]
+    return cast(type[Kind], section_class)
 
 
 def fields_of(kind: type[Any]) -> dict[str, FieldInfo]:
     """The fields of a section by name, those that no file may set left out."""
-    found: dict[str, FieldInfo] = kind.__pydantic_fields__
-    return {name: field for name, field in found.items() if name != "base"}
+    field_by_name: dict[str, FieldInfo] = kind.__pydantic_fields__
+    return {name: field for name, field in field_by_name.items() if name != "base"}
 
 
 def variable(name: str) -> str:
@@ -66,21 +66,25 @@ def variables(kind: type[Any]) -> dict[str, str]:
 def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
     """Sections within a section, by name: their class, or for a table of sections the class of each."""
     kinds = {
-        name: (get_args(each.annotation) or (each.annotation,))[-1]
-        for name, each in fields_of(kind).items()
+        name: (get_args(field.annotation) or (field.annotation,))[-1]
+        for name, field in fields_of(kind).items()
     }
-    return {name: each for name, each in kinds.items() if is_section(each)}
+    return {
+        name: section_class for name, section_class in kinds.items() if is_section(section_class)
+    }
 
 
 def meanings(kind: type[Any]) -> dict[str, str]:
     """Meaning of each setting on one line: the docstring below it, read from the source only where it is wanted."""
-    found = {}
-    for each in filter(is_section, reversed(kind.__mro__)):
-        (made,) = ast.parse(inspect.getsource(each)).body
-        for setting, told in pairwise(getattr(made, "body", ())):
-            if isinstance(setting, ast.AnnAssign) and isinstance(told, ast.Expr):
-                found[ast.unparse(setting.target)] = " ".join(ast.literal_eval(told.value).split())
-    return found
+    meaning_by_setting = {}
+    for section_class in filter(is_section, reversed(kind.__mro__)):
+        (class_node,) = ast.parse(inspect.getsource(section_class)).body
+        for setting, docstring_node in pairwise(getattr(class_node, "body", ())):
+            if isinstance(setting, ast.AnnAssign) and isinstance(docstring_node, ast.Expr):
+                meaning_by_setting[ast.unparse(setting.target)] = " ".join(
+                    ast.literal_eval(docstring_node.value).split()
+                )
+    return meaning_by_setting
 
 
 def is_section(annotation: Any) -> bool:
@@ -95,51 +99,60 @@ def type_in_words(annotation: Any) -> str:
         return type_in_words(inner[0])
     if origin is tuple:
         return "a string or a list of strings"
-    if inner and all(isinstance(each, str) for each in inner):
+    if inner and all(isinstance(argument, str) for argument in inner):
         return " or ".join(inner)
     if origin in (Union, UnionType):
-        return " or ".join(type_in_words(each) for each in inner if each is not type(None))
+        return " or ".join(
+            type_in_words(member_type) for member_type in inner if member_type is not type(None)
+        )
     return _WORDS.get(annotation, "a section of settings")
 
 
 def bounds_in_words(field: FieldInfo) -> str:
     """Bounds of a setting, "" without any."""
-    found: dict[str, Any] = {
-        name: getattr(mark, name)
-        for mark in _marks(field)
+    bound_by_name: dict[str, Any] = {
+        name: getattr(constraint, name)
+        for constraint in _marks(field)
         for name in ("ge", "gt", "le", "min_length")
-        if getattr(mark, name, None) is not None
+        if getattr(constraint, name, None) is not None
     }
-    if "min_length" in found:
+    if "min_length" in bound_by_name:
         return "not empty"
-    least = f"above {found['gt']:,}" if "gt" in found else ""
-    if "ge" in found and "le" in found:
-        return f"{found['ge']:,} to {found['le']:,}"
-    most = f"at most {found['le']:,}" if "le" in found else ""
+    lower_bound_text = f"above {bound_by_name['gt']:,}" if "gt" in bound_by_name else ""
+    if "ge" in bound_by_name and "le" in bound_by_name:
+        return f"{bound_by_name['ge']:,} to {bound_by_name['le']:,}"
+    upper_bound_text = f"at most {bound_by_name['le']:,}" if "le" in bound_by_name else ""
     return ", ".join(
-        filter(None, [least or (f"at least {found['ge']:,}" if "ge" in found else ""), most])
+        filter(
+            None,
+            [
+                lower_bound_text
+                or (f"at least {bound_by_name['ge']:,}" if "ge" in bound_by_name else ""),
+                upper_bound_text,
+            ],
+        )
     )
 
 
 def _marks(field: FieldInfo) -> Iterator[Any]:
-    for each in field.metadata:
-        yield each
-        yield from getattr(each, "metadata", ())
+    for constraint in field.metadata:
+        yield constraint
+        yield from getattr(constraint, "metadata", ())
 
 
 def refusal(error: ValidationError, kind: type[Any]) -> ConfigError:
     """Line about the first thing that is wrong; its `field` is the setting."""
     first = error.errors(include_url=False)[0]
-    place = first["loc"][0]
-    name = place if isinstance(place, str) else list(fields_of(kind))[place]
+    location = first["loc"][0]
+    name = location if isinstance(location, str) else list(fields_of(kind))[location]
     return ConfigError(_sentence(first, name, kind), field=name)
 
 
 def _sentence(first: ErrorDetails, name: str, kind: type[Any]) -> str:
-    known = fields_of(kind)
-    if name not in known:
-        return f"unknown setting {name!r}; known are {', '.join(sorted(known))}"
-    field, value = known[name], first["input"]
+    field_by_name = fields_of(kind)
+    if name not in field_by_name:
+        return f"unknown setting {name!r}; known are {', '.join(sorted(field_by_name))}"
+    field, value = field_by_name[name], first["input"]
     match first["type"]:
         case "missing":
             return f"{name} is missing; it must be {type_in_words(field.annotation)}"

@@ -73,10 +73,14 @@ class Sources:
                     f"{name} must be one ASCII character and no line break, not {sign!r}",
                     field=name,
                 )
-        for name, other in (("quote", "separator"), ("escape", "separator"), ("escape", "quote")):
-            if signs[name] and signs[name] == signs[other]:
+        for name, other_setting in (
+            ("quote", "separator"),
+            ("escape", "separator"),
+            ("escape", "quote"),
+        ):
+            if signs[name] and signs[name] == signs[other_setting]:
                 raise ConfigError(
-                    f"{name} and {other} are both {signs[name]!r}: a sign has one meaning",
+                    f"{name} and {other_setting} are both {signs[name]!r}: a sign has one meaning",
                     field=name,
                 )
 

@@ -246,7 +246,7 @@ class ServingConfig(SharedConfig, Bounds):
 
     def bounds(self, connections_max: int) -> Bounds:
         """Bounds on what one peer may cost, with room for so many connections."""
-        shared = {each.name: getattr(self, each.name) for each in fields(Bounds)}
+        shared = {field.name: getattr(self, field.name) for field in fields(Bounds)}
         return Bounds(**shared | {"connections_max": connections_max})
 
     @property

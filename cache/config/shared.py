@@ -111,11 +111,11 @@ class SharedConfig(Timetable):
         return Keyspace(self.namespace)
 
 
-def check_name(what: str, value: str) -> None:
+def check_name(subject: str, value: str) -> None:
     """Raises ConfigError unless `value` is fit for Redis keys and folder names alike."""
     if not NAME.fullmatch(value):
         raise ConfigError(
-            f"{what} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "
+            f"{subject} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "
             f"{value!r}",
-            field=what,
+            field=subject,
         )

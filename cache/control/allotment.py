@@ -15,42 +15,46 @@ def size_of(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def counts_of(shares: Mapping[str, float]) -> dict[str, int]:
+def counts_of(fraction_by_name: Mapping[str, float]) -> dict[str, int]:
     """Whole buckets for shares of 1, summing to what the shares do: those rounded down most get the rest."""
-    exact = {name: share * BUCKETS for name, share in shares.items()}
+    exact = {name: fraction * BUCKETS for name, fraction in fraction_by_name.items()}
     # Sums of floats: 0.1 * 3 is no whole number of buckets but for its last digits.
-    found = {name: int(each + 1e-6) for name, each in exact.items()}
-    rest = round(sum(exact.values())) - sum(found.values())
-    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:rest]:
-        found[name] += 1
-    return found
+    count_by_name = {name: int(exact_count + 1e-6) for name, exact_count in exact.items()}
+    remaining_count = round(sum(exact.values())) - sum(count_by_name.values())
+    for name in sorted(exact, key=lambda name: count_by_name[name] - exact[name])[:remaining_count]:
+        count_by_name[name] += 1
+    return count_by_name
 
 
-def allotted(held: Mapping[str, Ranges], shares: Mapping[str, float]) -> dict[str, Ranges]:
-    """Buckets of each name once its share is that of `shares`, in their order; who is not named there gives up all.
+def allotted(
+    ranges_by_name: Mapping[str, Ranges], fraction_by_name: Mapping[str, float]
+) -> dict[str, Ranges]:
+    """Buckets of each name once its share is that of `fraction_by_name`, in their order; names it lacks give up all.
 
     Whoever shrinks gives up its last buckets; whoever grows takes of what is free then, the first ones: a bucket moves
     only where a share does. Raises ValueError when the shares are more than 1.
     """
-    counts = counts_of(shares)
+    counts = counts_of(fraction_by_name)
     if sum(counts.values()) > BUCKETS:
-        raise ValueError(f"shares sum to {sum(shares.values()):g}, more than 1")
-    kept = {name: _buckets(held.get(name, ()))[:count] for name, count in counts.items()}
-    taken = {each for buckets in kept.values() for each in buckets}
-    free = (each for each in range(BUCKETS) if each not in taken)
+        raise ValueError(f"shares sum to {sum(fraction_by_name.values()):g}, more than 1")
+    buckets_by_name = {
+        name: _buckets(ranges_by_name.get(name, ()))[:count] for name, count in counts.items()
+    }
+    used_buckets = {bucket for buckets in buckets_by_name.values() for bucket in buckets}
+    free = (bucket for bucket in range(BUCKETS) if bucket not in used_buckets)
     for name, count in counts.items():
-        kept[name] += [next(free) for _ in range(count - len(kept[name]))]
-    return {name: _ranges(sorted(buckets)) for name, buckets in kept.items()}
+        buckets_by_name[name] += [next(free) for _ in range(count - len(buckets_by_name[name]))]
+    return {name: _ranges(sorted(buckets)) for name, buckets in buckets_by_name.items()}
 
 
 def _buckets(ranges: Ranges) -> list[int]:
-    return [each for start, stop in ranges for each in range(start, stop)]
+    return [bucket for start, stop in ranges for bucket in range(start, stop)]
 
 
 def _ranges(buckets: Iterable[int]) -> Ranges:
     runs = groupby(enumerate(buckets), lambda placed: placed[1] - placed[0])
-    found = []
+    ranges = []
     for _, run in runs:
-        each = [bucket for _, bucket in run]
-        found.append((each[0], each[-1] + 1))
-    return tuple(found)
+        run_buckets = [bucket for _, bucket in run]
+        ranges.append((run_buckets[0], run_buckets[-1] + 1))
+    return tuple(ranges)

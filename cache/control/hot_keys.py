@@ -59,10 +59,10 @@ class Report(NamedTuple):
 
     def arguments(self) -> list[Any]:
         """ARGV of `REPORT`."""
-        found: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
+        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
         for name, count in self.counts:
-            found += count, member(name)
-        return found + [member(name) for name in self.gone]
+            arguments += count, member(name)
+        return arguments + [member(name) for name in self.gone]
 
 
 def hour_of(at: float, window: Window = HOT) -> int:
@@ -80,8 +80,8 @@ def hottest(hours: Iterable[Sequence[bytes]]) -> list[Name]:
     counts: dict[bytes, float] = {}
     for replies in hours:
         # Read in pieces, between which members may have changed places: each counts once.
-        for each, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
-            counts[each] = counts.get(each, 0.0) + float(count)
+        for sketch_member, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
+            counts[sketch_member] = counts.get(sketch_member, 0.0) + float(count)
     ranked = sorted(counts, key=counts.__getitem__, reverse=True)[:MEMBERS_MAX]
-    parts = [each.partition(b":") for each in ranked]
+    parts = [sketch_member.partition(b":") for sketch_member in ranked]
     return [(table.decode(errors="replace"), raw) for table, _, raw in parts if raw]

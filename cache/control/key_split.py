@@ -42,11 +42,11 @@ class Owners:
 
     __slots__ = ("_names", "_owners", "_seed")
 
-    def __init__(self, salt: str, held: Mapping[str, Ranges]) -> None:
+    def __init__(self, salt: str, ranges_by_name: Mapping[str, Ranges]) -> None:
         self._seed = seed_of(salt)
-        self._names = (None, *held)
+        self._names = (None, *ranges_by_name)
         self._owners = bytearray(BUCKETS)
-        for number, ranges in enumerate(held.values(), 1):
+        for number, ranges in enumerate(ranges_by_name.values(), 1):
             for start, stop in ranges:
                 self._owners[start:stop] = bytes([number]) * (stop - start)
 

@@ -65,56 +65,58 @@ class Schedule:
         local = moment.astimezone(self._zone).replace(tzinfo=None)
         # Where clocks go back near `at`, later wall times may have come earlier: those are looked at as well.
         slack = self._slack(moment)
-        found: datetime | None = None
+        latest_tick: datetime | None = None
         for wall in self._walls_before(local + slack):
-            if found is not None and wall < local - slack:
+            if latest_tick is not None and wall < local - slack:
                 break
-            due = [each for each in self._moments(wall) if each <= moment]
-            found = max([*due, *([found] if found else [])], default=None)
-        if found is None:
+            due = [tick for tick in self._moments(wall) if tick <= moment]
+            latest_tick = max([*due, *([latest_tick] if latest_tick else [])], default=None)
+        if latest_tick is None:
             raise ConfigError(f"schedule {self.cron!r} has no tick before {moment.isoformat()}")
-        return found.timestamp()
+        return latest_tick.timestamp()
 
     def tick_after(self, at: float) -> float:
         """The first tick after `at`, both Unix seconds, to the second."""
-        before, step_s = self.tick_before(at), 60.0
-        while self.tick_before(at + step_s) <= before:
+        previous_tick, step_s = self.tick_before(at), 60.0
+        while self.tick_before(at + step_s) <= previous_tick:
             step_s *= 2
             if step_s > _AHEAD_MAX_S:
                 raise ConfigError(f"schedule {self.cron!r} has no tick in the next years")
         low, high = at, at + step_s
         while high - low > 0.5:
             middle = (low + high) / 2
-            low, high = (middle, high) if self.tick_before(middle) <= before else (low, middle)
+            low, high = (
+                (middle, high) if self.tick_before(middle) <= previous_tick else (low, middle)
+            )
         return self.tick_before(high)
 
-    def due(self, now: float) -> float:
-        """The newest tick whose generation should exist by `now`: its grace has passed."""
-        return self.tick_before(now - self.grace_s)
+    def due(self, now_s: float) -> float:
+        """The newest tick whose generation should exist by `now_s`: its grace has passed."""
+        return self.tick_before(now_s - self.grace_s)
 
-    def is_missing(self, now: float, created_at: float | None) -> bool:
+    def is_missing(self, now_s: float, created_at: float | None) -> bool:
         """True if the live generation (created at `created_at`; None: there is none) is older than the newest due tick.
 
         A generation that claims to be from the future proves nothing either.
         """
-        return self.missed(now, created_at, at_most=1) > 0
+        return self.missed(now_s, created_at, at_most=1) > 0
 
-    def missed(self, now: float, created_at: float | None, *, at_most: int = MISSED_MAX) -> int:
+    def missed(self, now_s: float, created_at: float | None, *, at_most: int = MISSED_MAX) -> int:
         """Number of due ticks that no live generation has followed, at most `at_most`."""
-        if created_at is None or created_at > now + CLOCKS_APART_S:
+        if created_at is None or created_at > now_s + CLOCKS_APART_S:
             return at_most
-        tick, count = self.due(now), 0
+        tick, count = self.due(now_s), 0
         while count < at_most:
-            before = self.tick_before(tick - 1)
-            if created_at >= tick - min(CLOCKS_APART_S, (tick - before) / 2):
+            previous_tick = self.tick_before(tick - 1)
+            if created_at >= tick - min(CLOCKS_APART_S, (tick - previous_tick) / 2):
                 break
-            tick, count = before, count + 1
+            tick, count = previous_tick, count + 1
         return count
 
     def _slack(self, moment: datetime) -> timedelta:
         around = [
-            (moment + each).astimezone(self._zone).utcoffset() or timedelta()
-            for each in (-_DAY, timedelta(), _DAY)
+            (moment + day_offset).astimezone(self._zone).utcoffset() or timedelta()
+            for day_offset in (-_DAY, timedelta(), _DAY)
         ]
         return max(around) - min(around)
 
@@ -125,10 +127,10 @@ class Schedule:
         cron.set_current(start, force=True)
         while True:
             try:
-                found: datetime = cron.get_prev(datetime)
+                wall_time: datetime = cron.get_prev(datetime)
             except CroniterError:
                 return
-            yield found
+            yield wall_time
 
     def _moments(self, wall: datetime) -> list[datetime]:
         """UTC moments at which the wall clock shows this time."""

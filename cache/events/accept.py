@@ -105,13 +105,13 @@ def call_of(
     keyspace: Keyspace,
     bounds: StreamBounds,
     events: Sequence[PackedEvent],
-    known: Position = BEGINNING,
+    known_position: Position = BEGINNING,
 ) -> tuple[list[bytes], list[Any]]:
-    """(KEYS, ARGV) of the script for some events, in their order; they stand behind a position that is `known`."""
-    keys, told = [keyspace.events.encode()], [*map(str, (*bounds, known))]
+    """(KEYS, ARGV) of the script for some events, in their order; they follow the `known_position`."""
+    keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]
     for event in events:
         keys += event[:2]
-    return keys, [*told, *(event.body for event in events)]
+    return keys, [*argv, *(event.body for event in events)]
 
 
 def outcomes(replies: Sequence[bytes]) -> list[Accepted]:

@@ -95,12 +95,16 @@ class AttributeEvents:
         if kind == "interaction" or not (values := event.values):
             return True
         of_kind = self._items if kind == "item" else self._users
-        before = of_kind.get(raw)
-        told = {} if before is None else _values(before)
-        told |= {name: [number, value] for name, value in values.items()}
-        packed = _packed(number, told)
-        more = len(packed) - len(before) if before else len(packed) + len(raw) + _ENTITY_BYTES
-        self.refusals += len(told) > VALUES_MAX
+        previous_packed = of_kind.get(raw)
+        numbered_values = {} if previous_packed is None else _values(previous_packed)
+        numbered_values |= {name: [number, value] for name, value in values.items()}
+        packed = _packed(number, numbered_values)
+        more = (
+            len(packed) - len(previous_packed)
+            if previous_packed
+            else len(packed) + len(raw) + _ENTITY_BYTES
+        )
+        self.refusals += len(numbered_values) > VALUES_MAX
         of_kind.pop(raw, None)
         of_kind[raw] = packed
         self.size_bytes += more
@@ -110,14 +114,14 @@ class AttributeEvents:
 
     def items_since(self, number: int) -> NewerValues:
         """Values of items set behind this position; their cost here is small, however many there are."""
-        until = max(number, self.newest_item)
-        newer: list[tuple[bytes, bytes]] = []
+        until_number = max(number, self.newest_item)
+        newer_values: list[tuple[bytes, bytes]] = []
         for raw, packed in islice(reversed(self._items.items()), _FEW):
             if _newest(packed) <= number:
-                return NewerValues(number, until, tuple(reversed(newer)))
-            newer.append((raw, packed))
+                return NewerValues(number, until_number, tuple(reversed(newer_values)))
+            newer_values.append((raw, packed))
         # All of them, in one piece of C code: which are newer is told where they are unpacked.
-        return NewerValues(number, until, tuple(self._items.items()))
+        return NewerValues(number, until_number, tuple(self._items.items()))
 
     def of_user(self, user: bytes, number: int) -> dict[str, Any]:
         """Values of a user set behind this position, by attribute."""
@@ -126,8 +130,10 @@ class AttributeEvents:
 
     def of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
         """Values of some items set behind this position."""
-        held = self._items
-        return ValuesOfItems(number, {raw: held[raw] for raw in items if raw in held})
+        packed_by_item = self._items
+        return ValuesOfItems(
+            number, {raw: packed_by_item[raw] for raw in items if raw in packed_by_item}
+        )
 
     def items_among(self, items: frozenset[bytes]) -> set[bytes]:
         """Items among these that have values."""
@@ -147,51 +153,53 @@ class AttributeEvents:
             if _newest(packed) > number
         }
 
-    def drop_until(self, number: int, most: int = sys.maxsize) -> int:
-        """Forgets entities without a value behind this position, `most` of them at a time; how many they were."""
-        gone, self.since = 0, max(self.since, number)
+    def drop_until(self, number: int, entities_max: int = sys.maxsize) -> int:
+        """Forgets at most `entities_max` entities without a value after this position; returns their number."""
+        forgotten_count, self.since = 0, max(self.since, number)
         for of_kind in (self._items, self._users):
             old: list[bytes] = []
             for raw, packed in of_kind.items():
-                if _newest(packed) > number or gone + len(old) >= most:
+                if _newest(packed) > number or forgotten_count + len(old) >= entities_max:
                     break
                 old.append(raw)
             for raw in old:
                 self._forget(of_kind, raw)
-            gone += len(old)
-        return gone
+            forgotten_count += len(old)
+        return forgotten_count
 
-    def become(self, other: "AttributeEvents") -> None:
+    def become(self, replacement: "AttributeEvents") -> None:
         """Holds from now on what another one holds, which is given up with that."""
-        self._items, self._users = other._items, other._users
-        self.size_bytes, self.last = other.size_bytes, other.last
-        self.newest_item, self.since = other.newest_item, other.since
-        self.refusals = max(self.refusals, other.refusals)
+        self._items, self._users = replacement._items, replacement._users
+        self.size_bytes, self.last = replacement.size_bytes, replacement.last
+        self.newest_item, self.since = replacement.newest_item, replacement.since
+        self.refusals = max(self.refusals, replacement.refusals)
 
-    def put_before(self, other: "AttributeEvents") -> None:
+    def put_before(self, earlier_events: "AttributeEvents") -> None:
         """Adds what another one holds of earlier positions: of an attribute that has a value here, this one counts."""
-        deque(self.put_before_in_turns(other), maxlen=0)
+        deque(self.put_before_in_turns(earlier_events), maxlen=0)
 
-    def put_before_in_turns(self, other: "AttributeEvents") -> Iterator[None]:
+    def put_before_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
         """As `put_before`, some entities between two yields; nothing else may be taken in before the end."""
-        items = yield from self._put_before(self._items, other._items)
-        users = yield from self._put_before(self._users, other._users)
+        items = yield from self._put_before(self._items, earlier_events._items)
+        users = yield from self._put_before(self._users, earlier_events._users)
         self._items, self._users = items, users
-        self.newest_item = max(self.newest_item, other.newest_item)
-        self.refusals += other.refusals
+        self.newest_item = max(self.newest_item, earlier_events.newest_item)
+        self.refusals += earlier_events.refusals
 
     def _put_before(
-        self, held: dict[bytes, bytes], earlier: dict[bytes, bytes]
+        self, packed_by_id: dict[bytes, bytes], earlier: dict[bytes, bytes]
     ) -> Generator[None, None, dict[bytes, bytes]]:
         """Both in the order of their newest positions, which each of them has already."""
         if not earlier:
-            return held
-        only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in held)
-        both = heapq.merge(held.items(), only_earlier, key=lambda entity: _newest(entity[1]))
+            return packed_by_id
+        only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in packed_by_id)
+        ordered_entities = heapq.merge(
+            packed_by_id.items(), only_earlier, key=lambda entity: _newest(entity[1])
+        )
         merged: dict[bytes, bytes] = {}
         grown = 0
-        for count, (raw, packed) in enumerate(both, 1):
-            if raw not in held:
+        for count, (raw, packed) in enumerate(ordered_entities, 1):
+            if raw not in packed_by_id:
                 merged[raw] = packed
                 grown += len(packed) + len(raw) + _ENTITY_BYTES
             elif raw in earlier:
@@ -219,23 +227,27 @@ def _newest(packed: bytes) -> int:
 
 
 def _values(packed: bytes) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = orjson.loads(packed[_NEWEST.size :])
-    return found
+    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_NEWEST.size :])
+    return numbered_values
 
 
-def _packed(number: int, told: dict[str, list[Any]]) -> bytes:
+def _packed(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
     """Values of one entity, whose newest position has this number; of more than VALUES_MAX the newest.
 
     Which these are depends on the stream alone, not on how far back a process has read it: replicas agree.
     """
-    if len(told) > VALUES_MAX:
-        newest = heapq.nlargest(VALUES_MAX, told.items(), key=lambda each: (each[1][0], each[0]))
-        told = dict(newest)
-    return _NEWEST.pack(number) + orjson.dumps(told, option=orjson.OPT_SORT_KEYS)
+    if len(numbered_values) > VALUES_MAX:
+        newest_values = heapq.nlargest(
+            VALUES_MAX,
+            numbered_values.items(),
+            key=lambda named_value: (named_value[1][0], named_value[0]),
+        )
+        numbered_values = dict(newest_values)
+    return _NEWEST.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
 
 
-def _merged(earlier: bytes, newer: bytes) -> bytes:
-    return _packed(_newest(newer), _values(earlier) | _values(newer))
+def _merged(earlier: bytes, newer_packed: bytes) -> bytes:
+    return _packed(_newest(newer_packed), _values(earlier) | _values(newer_packed))
 
 
 def _newer(packed: bytes, number: int) -> dict[str, Any]:

@@ -63,18 +63,18 @@ class Event:
 
     def to_bytes(self) -> bytes:
         """JSON without what is not set."""
-        told: dict[str, Any] = {"id": self.id, "at_us": self.at_us}
+        json_fields: dict[str, Any] = {"id": self.id, "at_us": self.at_us}
         for name, raw in (("user", self.user), ("item", self.item)):
             if raw is not None:
-                told[name] = raw.decode()
+                json_fields[name] = raw.decode()
         if self.type is not None:
-            told["type"] = self.type
+            json_fields["type"] = self.type
         if self.weight != 1.0:
-            told["weight"] = self.weight
+            json_fields["weight"] = self.weight
         for name in ("attributes", "features", "vector"):
             if (value := getattr(self, name)) is not None:
-                told[name] = value
-        return orjson.dumps(told)
+                json_fields[name] = value
+        return orjson.dumps(json_fields)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
@@ -82,7 +82,7 @@ class Event:
         try:
             data = orjson.loads(raw)
             user, item, vector = data.get("user"), data.get("item"), data.get("vector")
-            found = cls(
+            event = cls(
                 data["id"],
                 data["at_us"],
                 None if user is None else canonical_id(user),
@@ -93,16 +93,16 @@ class Event:
                 data.get("features"),
                 None if vector is None else tuple(vector),
             )
-            if found.user is None and found.item is None:
+            if event.user is None and event.item is None:
                 raise ValueError("it is of no user and no item")
             if not (
-                isinstance(found.id, str)
-                and isinstance(found.at_us, int)
-                and -_TIME_MAX <= found.at_us < _TIME_MAX
-                and isinstance(found.weight, int | float)
-                and isinstance(found.type, str | None)
+                isinstance(event.id, str)
+                and isinstance(event.at_us, int)
+                and -_TIME_MAX <= event.at_us < _TIME_MAX
+                and isinstance(event.weight, int | float)
+                and isinstance(event.type, str | None)
             ):
                 raise ValueError("its id and type are texts, its time and weight numbers")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptArtefact(f"not an event: {error}") from error
-        return found
+        return event

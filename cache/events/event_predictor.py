@@ -73,7 +73,7 @@ class EventPredictor:
         manifest: Manifest,
         root: Path,
         items: ItemTable,
-        seen: SeenItems,
+        seen_items: SeenItems,
         predictor: Predictor,
         *,
         exact_bytes: int,
@@ -82,11 +82,11 @@ class EventPredictor:
     ) -> Self | None:
         """Opens the users' models in fp32, beside those of `predictor`; None where events change none of the tables."""
         tables = {name: manifest.tables[name] for name in tables_changed(manifest)}
-        tables = {name: each for name, each in tables.items() if predictor.supports(name)}
+        tables = {name: table for name, table in tables.items() if predictor.supports(name)}
         if not tables or manifest.events is None:
             return None
         names = {name: str(table.producer.model) for name, table in tables.items()}
-        models = {each: manifest.models[each] for each in set(names.values())}
+        models = {model_name: manifest.models[model_name] for model_name in set(names.values())}
         exact = predictor.in_full(models, root, threads=threads, cores=cores)
         metrics = {
             manifest.indexes[str(table.producer.index)].metric
@@ -95,13 +95,13 @@ class EventPredictor:
         }
         scorers: dict[Metric, Scorer] = {}
         if items.count and len(metrics) * items.vectors.nbytes <= exact_bytes:
-            scorers = {each: Scorer.of(items.vectors, each) for each in metrics}
+            scorers = {metric: Scorer.of(items.vectors, metric) for metric in metrics}
         specs = {
             name: TowerSpec.from_json(manifest.models[model].spec) for name, model in names.items()
         }
         limit = manifest.events.history_limit
         without = bool(manifest.facts.get(FEATURED_USERS, False))
-        return cls(exact, items, seen, limit, specs, tables, scorers, without)
+        return cls(exact, items, seen_items, limit, specs, tables, scorers, without)
 
     def supports(self, table: str) -> bool:
         """True if newer events change what the table answers, and it can be computed here."""
@@ -111,36 +111,45 @@ class EventPredictor:
         self, table: str, inputs: Sequence[EventInput]
     ) -> list[Prepared | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
-        events = [event for each in inputs for event in each.events]
+        events = [event for event_input in inputs for event in event_input.events]
         raws = [event.item for event in events]
         ordinals, count = self.items.ordinals_of(raws), self.items.count
         times = np.array([event.at_us for event in events], np.int64)
-        ends = list(accumulate((len(each.events) for each in inputs), initial=0))
-        newer = [
+        ends = list(accumulate((len(event_input.events) for event_input in inputs), initial=0))
+        newer_items = [
             TimedItems(
-                each.new_items.numbers_of(raws[start:end], ordinals[start:end]), times[start:end]
+                event_input.new_items.numbers_of(raws[start:end], ordinals[start:end]),
+                times[start:end],
             )
-            for each, (start, end) in zip(inputs, pairwise(ends), strict=True)
+            for event_input, (start, end) in zip(inputs, pairwise(ends), strict=True)
         ]
-        bases = [self._base(each) for each in inputs]
+        bases = [self._base(event_input) for event_input in inputs]
         merged = merge(
-            [TimedItems(each.items, each.times) for each in bases], newer, self.history_limit
+            [TimedItems(base.items, base.times) for base in bases], newer_items, self.history_limit
         )
-        newest = np.concatenate([_NOTHING, *(each.newest for each in merged)])
+        history_ordinals = np.concatenate([_NOTHING, *(history.newest for history in merged)])
         # A new item takes its place among the newest, and the model knows none: as where the next night has it.
-        indices = self.items.to_model(Ordinals(np.where(newest < count, newest, -1)))
-        found: list[Prepared | InvalidInput | None] = []
+        indices = self.items.to_model(
+            Ordinals(np.where(history_ordinals < count, history_ordinals, -1))
+        )
+        prepared_inputs: list[Prepared | InvalidInput | None] = []
         end = 0
-        for each, base, history in zip(inputs, bases, merged, strict=True):
+        for event_input, base, history in zip(inputs, bases, merged, strict=True):
             start, end = end, end + len(history.newest)
             try:
-                had = history.had[history.had < count]
-                if each.sent is not None and each.position >= 0:
-                    had = np.union1d(had, self.seen.of(each.position))
-                found.append(self._prepared(table, each, base, indices[start:end], had))
+                interacted_items = history.had[history.had < count]
+                if event_input.sent is not None and event_input.position >= 0:
+                    interacted_items = np.union1d(
+                        interacted_items, self.seen.of(event_input.position)
+                    )
+                prepared_inputs.append(
+                    self._prepared(table, event_input, base, indices[start:end], interacted_items)
+                )
             except InvalidInput as error:
-                found.append(error.with_traceback(None))  # which holds this list, and so itself
-        return found
+                prepared_inputs.append(
+                    error.with_traceback(None)
+                )  # which holds this list, and so itself
+        return prepared_inputs
 
     def has_input(self, table: str, of_user: EventInput) -> bool:
         """True if the table's model takes the input of this user."""
@@ -159,22 +168,22 @@ class EventPredictor:
         Lists have the `new` items of each input among them. What is blocked stays in it, as in a night's list: whoever
         answers leaves it out. Raises UnfitValue.
         """
-        outputs, found = self.predictor.vectors(batch), self.tables[table]
-        if found.kind != "topk":
+        outputs, manifest_table = self.predictor.vectors(batch), self.tables[table]
+        if manifest_table.kind != "topk":
             return self.predictor.numbers(table, outputs, fingerprints, scored_at)
         search = self.predictor.search(table)
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            best = search.lists(batch, outputs, _NOTHING)
-            best = merged_lists(best, outputs, new, metric, found.layout)
+            ranked = search.lists(batch, outputs, _NOTHING)
+            ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
             return self.predictor.lists(
-                table, best, fingerprints, scored_at, flags=FLAG_APPROXIMATE
+                table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE
             )
-        gone = Histories.of([each.excluded for each in batch])
-        best = scorer.top(outputs, found.layout.width, gone, threads=1)
-        best = merged_lists(best, outputs, new, metric, found.layout)
-        return self.predictor.lists(table, best, fingerprints, scored_at)
+        exclusions = Histories.of([prepared.excluded for prepared in batch])
+        ranked = scorer.top(outputs, manifest_table.layout.width, exclusions, threads=1)
+        ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
+        return self.predictor.lists(table, ranked, fingerprints, scored_at)
 
     def warm(self) -> None:
         """Run every table once, so that no request pays for the first time."""
@@ -187,10 +196,10 @@ class EventPredictor:
     def _prepared(
         self,
         table: str,
-        each: EventInput,
+        event_input: EventInput,
         base: UserInput,
         indices: NDArray[np.int64],
-        had: NDArray[np.int64],
+        interacted_items: NDArray[np.int64],
     ) -> Prepared | None:
         spec, history = self.specs[table], indices[indices >= 0]
         is_answered = bool(len(history)) or (self.answers_without_history and spec.features)
@@ -198,20 +207,22 @@ class EventPredictor:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            given = features_with(base.features, each.values, spec.features)
-            if given is None:
+            unchecked_features = features_with(base.features, event_input.values, spec.features)
+            if unchecked_features is None:
                 return None
-            features = check_features(spec.features, given)
-        return Prepared(table, history, features, -1, had, 0)
+            features = check_features(spec.features, unchecked_features)
+        return Prepared(table, history, features, -1, interacted_items, 0)
 
-    def _base(self, each: EventInput) -> UserInput:
+    def _base(self, event_input: EventInput) -> UserInput:
         """The input without the events."""
-        if each.position >= 0 and each.sent is None:
-            return self.seen.input_of(each.position)
-        sent = each.sent or LiveInput()
-        items = self.items.ordinals_of(latest_of_each(sent.history or ()))
-        known = items[items >= 0]
-        return UserInput(known, np.full(len(known), _LONG_AGO_US), dict(sent.features or {}))
+        if event_input.position >= 0 and event_input.sent is None:
+            return self.seen.input_of(event_input.position)
+        live_input = event_input.sent or LiveInput()
+        items = self.items.ordinals_of(latest_of_each(live_input.history or ()))
+        known_items = items[items >= 0]
+        return UserInput(
+            known_items, np.full(len(known_items), _LONG_AGO_US), dict(live_input.features or {})
+        )
 
 
 def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
@@ -220,7 +231,7 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     These are lists, and what comes from a history or from features. A vector that a user brought along stays as it is:
     `GenerationEvents.changes` tells these users apart.
     """
-    found = {}
+    features_by_table = {}
     for name, table in manifest.tables.items():
         model = manifest.models.get(str(table.producer.model))
         if table.entity != "user" or model is None:
@@ -228,8 +239,8 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
         spec = TowerSpec.from_json(model.spec)
         is_changed = spec.history is not None or bool(spec.features)
         if table.kind == "topk" or is_changed:
-            found[name] = tuple(spec.features)
-    return found
+            features_by_table[name] = tuple(spec.features)
+    return features_by_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,18 +265,18 @@ class GenerationEvents:
         """
         if manifest.events is None:
             return None
-        own = manifest.namespace
-        if (manifest.events.namespace or own) != (namespace or own):
+        own_namespace = manifest.namespace
+        if (manifest.events.namespace or own_namespace) != (namespace or own_namespace):
             return None
-        until = Position.parse(manifest.events.until).number
-        return cls(until, tables_changed(manifest))
+        until_number = Position.parse(manifest.events.until).number
+        return cls(until_number, tables_changed(manifest))
 
     def opened(
         self,
         manifest: Manifest,
         root: Path,
         items: ItemTable,
-        seen: SeenItems,
+        seen_items: SeenItems,
         predictor: Predictor,
         *,
         exact_bytes: int,
@@ -274,7 +285,7 @@ class GenerationEvents:
     ) -> Self:
         """The same with models in fp32, beside those of `predictor`, and warm."""
         exact = EventPredictor.open(
-            manifest, root, items, seen, predictor, exact_bytes=exact_bytes, threads=threads, cores=cores
+            manifest, root, items, seen_items, predictor, exact_bytes=exact_bytes, threads=threads, cores=cores
         )  # fmt: skip
         if exact is not None:
             exact.warm()
@@ -303,12 +314,14 @@ class GenerationEvents:
             or (self.predictor.has_input(table.name, of_user))
         )
 
-    def changes(self, table: Table, position: int, seen: SeenItems | None) -> bool:
+    def changes(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
         """True if newer events change what the table answers for the user at this position (-1: nowhere).
 
         A night takes a vector that the user brought along as it is, whatever the user did.
         """
         if table.name not in self.tables:
             return False
-        is_vector_of_known = table.kind == "vector" and position >= 0 and seen is not None
-        return not (is_vector_of_known and seen is not None and seen.brought_vector(position))
+        is_vector_of_known = table.kind == "vector" and position >= 0 and seen_items is not None
+        return not (
+            is_vector_of_known and seen_items is not None and seen_items.brought_vector(position)
+        )

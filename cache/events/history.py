@@ -22,20 +22,28 @@ class Merged(NamedTuple):
     had: NDArray[np.int64]
 
 
-def merge(had: Sequence[TimedItems], events: Sequence[TimedItems], limit: int) -> list[Merged]:
+def merge(
+    published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
+) -> list[Merged]:
     """History of each user as a night groups rows, from what one published of them and the events behind its position.
 
-    Of each user `had` has the items oldest first, each once, with when it happened last; `events` are in the order of
-    their positions. Rows are ordered by time, those of one time as they came; of an item that comes again the last row
-    counts; models are given the newest `limit` items. Many users at once pay the fixed cost of numpy's calls once.
+    Of each user `published_histories` has the items oldest first, each once, with when it happened last; `events` are
+    in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
+    again the last row counts; models are given the newest `limit` items. Many users at once pay the fixed cost of
+    numpy's calls once.
     """
-    parts = [each for pair in zip(had, events, strict=True) for each in pair]
+    parts = [
+        timed_items
+        for pair in zip(published_histories, events, strict=True)
+        for timed_items in pair
+    ]
     if not parts:
         return []
-    items = np.concatenate([each.items for each in parts])
-    times = np.concatenate([each.times for each in parts])
+    items = np.concatenate([timed_items.items for timed_items in parts])
+    times = np.concatenate([timed_items.times for timed_items in parts])
     lengths = [
-        len(before.items) + len(after.items) for before, after in zip(had, events, strict=True)
+        len(history.items) + len(after.items)
+        for history, after in zip(published_histories, events, strict=True)
     ]
     users = np.repeat(np.arange(len(lengths)), lengths)
     order = np.lexsort((times, users))
@@ -47,10 +55,13 @@ def merge(had: Sequence[TimedItems], events: Sequence[TimedItems], limit: int) -
     placed = pairs[alike]
     is_last = np.ones(len(placed), np.bool_)
     np.not_equal(placed[1:], placed[:-1], out=is_last[:-1])
-    kept = alike[is_last]
-    kept.sort()
-    kept = kept[items[kept] >= 0]
-    items, ends = items[kept], users[kept].searchsorted(np.arange(len(lengths) + 1)).tolist()
+    latest_rows = alike[is_last]
+    latest_rows.sort()
+    latest_rows = latest_rows[items[latest_rows] >= 0]
+    items, ends = (
+        items[latest_rows],
+        users[latest_rows].searchsorted(np.arange(len(lengths) + 1)).tolist(),
+    )
     return [
         Merged(items[max(start, end - limit) : end], items[start:end])
         for start, end in pairwise(ends)

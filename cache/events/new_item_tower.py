@@ -106,25 +106,26 @@ class NewItemInputs:
             raise FixedItems(_FIXED, field="vector" if event.features is None else "features")
 
     def _check_features(self, event: Event) -> None:
-        columns = sorted(str(each.column) for each in self.features)
-        takes = f"the item tower of the live generation takes {', '.join(columns)}"
+        columns = sorted(str(input_spec.column) for input_spec in self.features)
+        requirement = f"the item tower of the live generation takes {', '.join(columns)}"
         if event.vector is not None:
             raise UnfitNewItem(
-                f"{takes} and makes the vector itself: send these as features, and no vector",
+                f"{requirement} and makes the vector itself: send these as features, and no vector",
                 field="vector",
             )
-        given = event.features or {}
-        if missing := [each for each in columns if each not in given]:
+        features = event.features or {}
+        if missing := [column for column in columns if column not in features]:
             raise UnfitNewItem(
-                f"{takes}: {', '.join(missing)} is missing; send all of them with a new item, and what changes of one "
+                f"{requirement}: {', '.join(missing)} is missing; send all of them with a new item, and what changes "
+                "of one "
                 "that is known as attributes",
                 field="features",
             )
         try:
-            check_features(self.features, {each: given[each] for each in columns})
+            check_features(self.features, {column: features[column] for column in columns})
         except InvalidInput as error:
             field = f"features.{error.details.get('field')}"
-            raise UnfitNewItem(f"{takes}: {error.message}", field=field) from error
+            raise UnfitNewItem(f"{requirement}: {error.message}", field=field) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,47 +157,76 @@ class NewItemTower:
     def items(
         self,
         table: ItemTable,
-        sent: Sequence[NewItem],
+        candidate_items: Sequence[NewItem],
         values: Mapping[bytes, Mapping[str, Any]],
-        before: NewItems = NO_NEW_ITEMS,
-        now: float = 0.0,
+        previous: NewItems = NO_NEW_ITEMS,
+        now_s: float = 0.0,
     ) -> NewItems:
-        """Those of `sent` that the generation does not know, and that its models can take; `now` is monotonic.
+        """New `candidate_items` that the generation's models can take; `now_s` is monotonic.
 
-        `values` are what events set for each, by column. Vectors of `before` whose inputs are the same stay. Anybody
+        `values` are what events set for each, by column. Vectors of `previous` whose inputs are the same stay. Anybody
         sends events: an item that the tower raises on costs the others nothing, and is tried again after RETRIES_S.
         """
-        known = table.ordinals_of([each.raw for each in sent]) >= 0
-        new = [each for each, is_known in zip(sent, known.tolist(), strict=True) if not is_known]
-        found = [(each, *self._input(each, values.get(each.raw, {}))) for each in new]
-        usable = [(item, given, row) for item, given, row in found if given]
-        held = dict(zip(before.inputs, before.vectors, strict=True))
-        failed = dict(before.failed)
-        done = held.keys() | before.refused | {raw for raw, each in failed.items() if each.at > now}
-        fresh = list({given: row for _, given, row in usable if given not in done}.items())
-        for start in range(0, len(fresh), _AT_ONCE):
-            some = fresh[start : start + _AT_ONCE]
-            for (given, _), vector, has_raised in zip(
-                some, *self._vectors([row for _, row in some]), strict=True
-            ):
-                last = failed.pop(given, NextTry(0, now))
-                if not has_raised:
-                    held[given] = vector
-                elif last.tries < len(RETRIES_S):
-                    failed[given] = NextTry(last.tries + 1, now + RETRIES_S[last.tries])
-        asked = {given for _, given, _ in usable}
-        failed = {given: each for given, each in failed.items() if given in asked}
-        refused = frozenset(
-            each for each in asked - failed.keys() if each not in held or not self._fits(held[each])
+        known_mask = table.ordinals_of([item.raw for item in candidate_items]) >= 0
+        new = [
+            item
+            for item, is_known in zip(candidate_items, known_mask.tolist(), strict=True)
+            if not is_known
+        ]
+        keyed_inputs = [(item, *self._input(item, values.get(item.raw, {}))) for item in new]
+        usable = [(item, input_key, row) for item, input_key, row in keyed_inputs if input_key]
+        vector_by_input = dict(zip(previous.inputs, previous.vectors, strict=True))
+        failed = dict(previous.failed)
+        settled_inputs = (
+            vector_by_input.keys()
+            | previous.refused
+            | {raw for raw, next_try in failed.items() if next_try.at > now_s}
         )
-        usable = [each for each in usable if each[1] not in refused and each[1] not in failed]
+        fresh = list(
+            {
+                input_key: row for _, input_key, row in usable if input_key not in settled_inputs
+            }.items()
+        )
+        for start in range(0, len(fresh), _AT_ONCE):
+            chunk = fresh[start : start + _AT_ONCE]
+            for (input_key, _), vector, has_raised in zip(
+                chunk, *self._vectors([row for _, row in chunk]), strict=True
+            ):
+                last = failed.pop(input_key, NextTry(0, now_s))
+                if not has_raised:
+                    vector_by_input[input_key] = vector
+                elif last.tries < len(RETRIES_S):
+                    failed[input_key] = NextTry(last.tries + 1, now_s + RETRIES_S[last.tries])
+        usable_keys = {input_key for _, input_key, _ in usable}
+        failed = {
+            input_key: next_try
+            for input_key, next_try in failed.items()
+            if input_key in usable_keys
+        }
+        refused = frozenset(
+            input_key
+            for input_key in usable_keys - failed.keys()
+            if input_key not in vector_by_input or not self._fits(vector_by_input[input_key])
+        )
+        usable = [
+            keyed_input
+            for keyed_input in usable
+            if keyed_input[1] not in refused and keyed_input[1] not in failed
+        ]
         if not usable:
             return NewItems(table.count, refused=refused, failed=failed)
-        vectors = np.ascontiguousarray([held[given] for _, given, _ in usable], np.float32)
+        vectors = np.ascontiguousarray(
+            [vector_by_input[input_key] for _, input_key, _ in usable], np.float32
+        )
         vectors.flags.writeable = False
         items = tuple(item for item, _, _ in usable)
         return NewItems(
-            table.count, items, vectors, tuple(given for _, given, _ in usable), refused, failed
+            table.count,
+            items,
+            vectors,
+            tuple(input_key for _, input_key, _ in usable),
+            refused,
+            failed,
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
@@ -205,10 +235,10 @@ class NewItemTower:
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """(what names the input, the input itself), the first empty where the models cannot take it."""
         if self.inputs.features:
-            given = features_with({}, values, self.inputs.features)
-            if given is None:
+            features = features_with({}, values, self.inputs.features)
+            if features is None:
                 return b"", None
-            return orjson.dumps(given, option=orjson.OPT_SORT_KEYS), given
+            return orjson.dumps(features, option=orjson.OPT_SORT_KEYS), features
         if self.inputs.dims and item.vector is not None and len(item.vector) == self.inputs.dims:
             return item.vector.tobytes(), item.vector
         return b"", None
@@ -217,8 +247,8 @@ class NewItemTower:
         """(vectors, mask of the rows on which the tower raised)."""
         if self.tower is None:
             return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
-        checked = [check_features(self.inputs.features, each) for each in rows]
+        checked = [check_features(self.inputs.features, features) for features in rows]
         return run_apart(self.tower, {
-            each.name: stack_features(each, [row[each.name] for row in checked])
-            for each in self.inputs.features
+            input_spec.name: stack_features(input_spec, [row[input_spec.name] for row in checked])
+            for input_spec in self.inputs.features
         })  # fmt: skip

@@ -40,7 +40,7 @@ class NewItemEvents:
     Positions only grow. The features themselves are values of `AttributeEvents`, where those set later count as well.
     """
 
-    def __init__(self, most: int = sys.maxsize) -> None:
+    def __init__(self, items_max: int = sys.maxsize) -> None:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was looked at."""
@@ -48,7 +48,7 @@ class NewItemEvents:
         """Number of changes: who knows it as it was at this one knows all."""
         self.evicted = 0
         """Number of items that had to go for newer ones."""
-        self._most = most
+        self._most = items_max
         self._evicted_until = 0
         # In the order of the newest positions, newest last.
         self._held: dict[bytes, NewItem] = {}
@@ -69,9 +69,9 @@ class NewItemEvents:
         if raw is None or event.kind != "item" or not brings_item(event):
             return True
         vector = None if event.vector is None else np.array(event.vector, np.float32)
-        before = self._forgotten(raw)
-        if vector is None and before is not None:
-            vector = before.vector
+        previous_item = self._forgotten(raw)
+        if vector is None and previous_item is not None:
+            vector = previous_item.vector
         self._put(NewItem(raw, number, vector))
         self._evict()
         self.version += 1
@@ -79,30 +79,38 @@ class NewItemEvents:
 
     def newer(self, number: int) -> list[NewItem]:
         """Items behind this position's number, in the order of their positions."""
-        return [each for each in self._held.values() if each.number > number]
+        return [item for item in self._held.values() if item.number > number]
 
     def drop_until(self, number: int) -> int:
         """Forgets items up to this position's number; how many they were."""
-        gone = [raw for raw, each in self._held.items() if each.number <= number]
-        for raw in gone:
+        dropped_ids = [raw for raw, item in self._held.items() if item.number <= number]
+        for raw in dropped_ids:
             self.forget(raw)
-        return len(gone)
+        return len(dropped_ids)
 
-    def become(self, other: "NewItemEvents") -> None:
+    def become(self, replacement: "NewItemEvents") -> None:
         """Holds from now on what another one holds, which is given up with that."""
-        self._held, self.size_bytes, self.last = other._held, other.size_bytes, other.last
+        self._held, self.size_bytes, self.last = (
+            replacement._held,
+            replacement.size_bytes,
+            replacement.last,
+        )
         self._evict()
         self.version += 1
 
-    def put_before(self, other: "NewItemEvents") -> None:
+    def put_before(self, earlier_events: "NewItemEvents") -> None:
         """Adds what another one holds of earlier positions."""
-        newer = self._held
-        earlier = {raw: each for raw, each in other._held.items() if raw not in newer}
+        newer_by_id = self._held
+        earlier = {
+            raw: item for raw, item in earlier_events._held.items() if raw not in newer_by_id
+        }
         if not earlier:
             return
         self._held = {}
-        for each in sorted([*earlier.values(), *newer.values()], key=lambda each: each.number):
-            self._held[each.raw] = each
+        for item in sorted(
+            [*earlier.values(), *newer_by_id.values()], key=lambda item: item.number
+        ):
+            self._held[item.raw] = item
         self.size_bytes = sum(map(_size_bytes, self._held.values()))
         self._evict()
         self.version += 1
@@ -117,10 +125,10 @@ class NewItemEvents:
         self.size_bytes += _size_bytes(item)
 
     def _forgotten(self, raw: bytes) -> NewItem | None:
-        found = self._held.pop(raw, None)
-        if found is not None:
-            self.size_bytes -= _size_bytes(found)
-        return found
+        item = self._held.pop(raw, None)
+        if item is not None:
+            self.size_bytes -= _size_bytes(item)
+        return item
 
     def _evict(self) -> None:
         while len(self._held) > self._most:
@@ -175,29 +183,29 @@ class NewItems:
     @cached_property
     def retry_at(self) -> float:
         """Time of the first next try, monotonic; infinite without any."""
-        return min((each.at for each in self.failed.values()), default=math.inf)
+        return min((next_try.at for next_try in self.failed.values()), default=math.inf)
 
     @cached_property
     def digest(self) -> bytes:
         """Digest of ids, positions and inputs: answers of equal digests had the same new items; empty without any."""
         if not self.items:
             return b""
-        whole = xxhash.xxh3_128()
-        for item, given in zip(self.items, self.inputs, strict=True):
-            for part in (item.raw, item.number.to_bytes(8, "little"), given):
-                whole.update(len(part).to_bytes(4, "little") + part)
-        return whole.digest()
+        hasher = xxhash.xxh3_128()
+        for item, input_key in zip(self.items, self.inputs, strict=True):
+            for part in (item.raw, item.number.to_bytes(8, "little"), input_key):
+                hasher.update(len(part).to_bytes(4, "little") + part)
+        return hasher.digest()
 
     @cached_property
     def numbers(self) -> Mapping[bytes, int]:
         """Numbers by id."""
-        return {each.raw: self.first + place for place, each in enumerate(self.items)}
+        return {item.raw: self.first + index for index, item in enumerate(self.items)}
 
-    def ids_of(self, own: ItemTable, numbers: NDArray[np.uint32]) -> list[str]:
+    def ids_of(self, item_table: ItemTable, numbers: NDArray[np.uint32]) -> list[str]:
         """External ids by number, of the generation's own items too."""
         if not self.items or not (is_new := numbers >= self.first).any():
-            return own.ids_of(numbers)
-        ids = iter(own.ids_of(numbers[~is_new]))
+            return item_table.ids_of(numbers)
+        ids = iter(item_table.ids_of(numbers[~is_new]))
         return [
             self.items[number - self.first].raw.decode() if number >= self.first else next(ids)
             for number in numbers.tolist()
@@ -208,35 +216,41 @@ class NewItems:
         if not self.items or not (ordinals < 0).any():
             return ordinals
         pairs = zip(raws, ordinals.tolist(), strict=True)
-        found = [at if at >= 0 else self.numbers.get(raw, -1) for raw, at in pairs]
-        return np.array(found, np.int64)
+        numbers = [at if at >= 0 else self.numbers.get(raw, -1) for raw, at in pairs]
+        return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
         """Those up to a position's number; their numbers stay."""
-        count = sum(each.number <= position for each in self.items)
+        count = sum(item.number <= position for item in self.items)
         if count == len(self.items):
             return self
         return type(self)(self.first, self.items[:count], self.vectors[:count], self.inputs[:count])
 
     def merged(
         self,
-        best: Ranked,
+        ranked: Ranked,
         row: int,
         vector: NDArray[np.float32],
-        gone: frozenset[int],
+        excluded_numbers: frozenset[int],
         metric: Metric,
     ) -> None:
-        """Puts those that are not `gone` into one row of lists found for a vector, in place, as if found with it."""
-        left = [place for place in range(len(self.items)) if self.first + place not in gone]
-        if not left:
+        """Puts new items but the `excluded_numbers` into one row of lists found for a vector, in place."""
+        remaining_indexes = [
+            index for index in range(len(self.items)) if self.first + index not in excluded_numbers
+        ]
+        if not remaining_indexes:
             return
-        numbers, scores = best[0][row], best[1][row]
+        numbers, scores = ranked[0][row], ranked[1][row]
         used = numbers != NO_ITEM
-        own = score(vector[None], self.vectors, np.array([left], np.int64), metric)[0]
-        both = np.concatenate([numbers[used], np.array(left, np.uint32) + np.uint32(self.first)])
-        all_scores = np.concatenate([scores[used], own])
-        order = np.lexsort((both, -all_scores))[: len(numbers)]
-        numbers[: len(order)], scores[: len(order)] = both[order], all_scores[order]
+        new_scores = score(
+            vector[None], self.vectors, np.array([remaining_indexes], np.int64), metric
+        )[0]
+        all_numbers = np.concatenate(
+            [numbers[used], np.array(remaining_indexes, np.uint32) + np.uint32(self.first)]
+        )
+        all_scores = np.concatenate([scores[used], new_scores])
+        order = np.lexsort((all_numbers, -all_scores))[: len(numbers)]
+        numbers[: len(order)], scores[: len(order)] = all_numbers[order], all_scores[order]
 
 
 NO_NEW_ITEMS: Final = NewItems()
@@ -258,7 +272,7 @@ NO_NEW: Final = NewItemsOf()
 
 
 def merged_lists(
-    best: Ranked,
+    ranked: Ranked,
     vectors: NDArray[np.float32],
     new: Sequence[NewItemsOf],
     metric: Metric,
@@ -268,12 +282,12 @@ def merged_lists(
 
     So does a row whose scores a record of this layout would not hold with them: anybody sends events.
     """
-    if not any(len(each.items) for each in new):
-        return best
-    found = best[0].copy(), best[1].copy()
-    for row, (items, gone, _) in enumerate(new):
+    if not any(len(row_items.items) for row_items in new):
+        return ranked
+    merged = ranked[0].copy(), ranked[1].copy()
+    for row, (items, excluded_numbers, _) in enumerate(new):
         if len(items):
-            items.merged(found, row, vectors[row], gone, metric)
-    bad = unfit(layout, found[1])
-    found[0][bad], found[1][bad] = best[0][bad], best[1][bad]
-    return found
+            items.merged(merged, row, vectors[row], excluded_numbers, metric)
+    unfit_mask = unfit(layout, merged[1])
+    merged[0][unfit_mask], merged[1][unfit_mask] = ranked[0][unfit_mask], ranked[1][unfit_mask]
+    return merged

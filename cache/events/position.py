@@ -18,12 +18,12 @@ class Position(NamedTuple):
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """Reads Redis' id of a stream entry, such as 1700000000000-3; raises InvalidInput for anything else."""
-        found = _TEXT.fullmatch(
+        id_match = _TEXT.fullmatch(
             text.decode("ascii", "replace") if isinstance(text, bytes) else text
         )
-        if found is None or int(found[2]) >> _SEQUENCE_BITS:
+        if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:
             raise InvalidInput(f"{text!r} is no position of an event, such as 1700000000000-0")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(id_match[1]), int(id_match[2]))
 
     @property
     def number(self) -> int:

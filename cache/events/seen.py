@@ -35,19 +35,24 @@ class _Part:
 
     @classmethod
     def open(cls, root: Path, part: SeenPart) -> "_Part":
-        times, ends, features, brought = part.times, part.feature_ends, part.features, part.brought
+        times, ends, features, vector_flags = (
+            part.times,
+            part.feature_ends,
+            part.features,
+            part.brought,
+        )
         return cls(
             map_file(root / part.ends.path, "<u8"),
             map_file(root / part.items.path, "<u4"),
             None if times is None else map_file(root / times.path, "<i8"),
             None if ends is None else map_file(root / ends.path, "<u8"),
             None if features is None else map_file(root / features.path, "u1"),
-            None if brought is None else map_file(root / brought.path, "u1"),
+            None if vector_flags is None else map_file(root / vector_flags.path, "u1"),
         )
 
 
-def _span(ends: NDArray[np.uint64], place: int) -> slice:
-    return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
+def _span(ends: NDArray[np.uint64], shard_row: int) -> slice:
+    return slice(int(ends[shard_row - 1]) if shard_row else 0, int(ends[shard_row]))
 
 
 class SeenItems:
@@ -66,25 +71,25 @@ class SeenItems:
 
     def of(self, position: int) -> NDArray[np.int64]:
         """Ordinals of the user at a position of the directory, int64."""
-        shard, place = self._directory.place(position)
+        shard, shard_row = self._directory.place(position)
         part = self._parts[shard]
-        return part.items[_span(part.ends, place)].astype(np.int64)
+        return part.items[_span(part.ends, shard_row)].astype(np.int64)
 
     def brought_vector(self, position: int) -> bool:
         """True if the user at a position of the directory brought a vector along."""
-        shard, place = self._directory.place(position)
-        brought = self._parts[shard].brought
-        return brought is not None and bool(brought[place])
+        shard, shard_row = self._directory.place(position)
+        vector_flags = self._parts[shard].brought
+        return vector_flags is not None and bool(vector_flags[shard_row])
 
     def input_of(self, position: int) -> UserInput:
         """Input of the user at a position of the directory; the manifest must say which events it has."""
-        shard, place = self._directory.place(position)
+        shard, shard_row = self._directory.place(position)
         part = self._parts[shard]
-        span = _span(part.ends, place)
+        span = _span(part.ends, shard_row)
         items = part.items[span].astype(np.int64)
         times = np.zeros(len(items), np.int64) if part.times is None else part.times[span].copy()
         features: dict[str, Any] = {}
         if part.feature_ends is not None and part.features is not None:
-            row = part.features[_span(part.feature_ends, place)].tobytes()
+            row = part.features[_span(part.feature_ends, shard_row)].tobytes()
             features = orjson.loads(row) if row else {}
         return UserInput(items, times, features)

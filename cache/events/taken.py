@@ -11,11 +11,11 @@ from cache.store.artefacts import ArtefactStore
 FILE: Final = "events/taken.json"
 
 
-def note_taken(store: ArtefactStore, until: Position) -> None:
+def note_taken(store: ArtefactStore, position: Position) -> None:
     """Writes the position, unless it is there."""
-    told = orjson.dumps({"until": str(until)})
-    if store.read(FILE) != told:
-        store.write(FILE, told)
+    position_json = orjson.dumps({"until": str(position)})
+    if store.read(FILE) != position_json:
+        store.write(FILE, position_json)
 
 
 def read_taken(store: ArtefactStore) -> Position:

@@ -62,12 +62,12 @@ class UserEvents:
             return True
         if user is None or item is None:
             return True
-        before = self.packed.get(user)
-        if before is None:
-            before = b""
+        previous_packed = self.packed.get(user)
+        if previous_packed is None:
+            previous_packed = b""
             self.size_bytes += _USER_BYTES + len(user)
         packed = item + _TAIL.pack(event.at_us, number, len(item))
-        self.packed[user] = before + packed
+        self.packed[user] = previous_packed + packed
         self.size_bytes += len(packed)
         return True
 
@@ -80,7 +80,7 @@ class UserEvents:
 
     def has_newer_item(self, user: bytes, number: int) -> bool:
         """True if one of the user's events behind this position's number is of an item."""
-        return any(each.item for each in self._backwards(user, number))
+        return any(event.item for event in self._backwards(user, number))
 
     def newer(self, user: bytes, number: int) -> list[UserEvent]:
         """Events of the user behind this position's number, in the order of their positions."""
@@ -88,46 +88,55 @@ class UserEvents:
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
         """Forgets events up to this position's number, of all or of some users; how many users have none left."""
-        gone, self.since = 0, max(self.since, number)
+        forgotten_count, self.since = 0, max(self.since, number)
         for user in list(self.packed) if users is None else users:
-            if (before := self.packed.get(user)) is None:
+            if (previous_packed := self.packed.get(user)) is None:
                 continue
-            kept = self.newer(user, number)
-            if not kept:
+            remaining_events = self.newer(user, number)
+            if not remaining_events:
                 self.forget(user)
-                gone += 1
+                forgotten_count += 1
                 continue
             packed = b"".join(
-                each.item + _TAIL.pack(each.at_us, each.number, len(each.item)) for each in kept
+                event.item + _TAIL.pack(event.at_us, event.number, len(event.item))
+                for event in remaining_events
             )
-            if len(packed) < len(before):
+            if len(packed) < len(previous_packed):
                 self.packed[user] = packed
-                self.size_bytes -= len(before) - len(packed)
-        return gone
+                self.size_bytes -= len(previous_packed) - len(packed)
+        return forgotten_count
 
-    def become(self, other: "UserEvents") -> None:
+    def become(self, replacement: "UserEvents") -> None:
         """Holds from now on what another one holds, which is given up with that; probes go on where they were."""
-        deque(self.become_in_turns(other), maxlen=0)
+        deque(self.become_in_turns(replacement), maxlen=0)
 
-    def become_in_turns(self, other: "UserEvents") -> Iterator[None]:
+    def become_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
         """As `become`, some users between two yields. Until the end some have their old events, others the new ones."""
-        held, coming = self.packed, other.packed
-        for count, user in enumerate([*held, *(user for user in coming if user not in held)], 1):
+        packed_by_user, coming = self.packed, replacement.packed
+        for count, user in enumerate(
+            [*packed_by_user, *(user for user in coming if user not in packed_by_user)], 1
+        ):
             packed = coming.get(user)
             if packed is None:
-                del held[user]
-            elif held.get(user) != packed:  # who has the same keeps the very object
-                held[user] = packed
+                del packed_by_user[user]
+            elif packed_by_user.get(user) != packed:  # who has the same keeps the very object
+                packed_by_user[user] = packed
             if not count % AT_ONCE:
                 yield
-        self.size_bytes, self.last, self.since = other.size_bytes, other.last, other.since
+        self.size_bytes, self.last, self.since = (
+            replacement.size_bytes,
+            replacement.last,
+            replacement.since,
+        )
 
-    def put_before(self, other: "UserEvents", users: Iterable[bytes]) -> None:
+    def put_before(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:
         """Puts what another one holds of these users before their events here, which are all newer."""
         for user in users:
-            earlier, held = other.packed[user], self.packed.get(user)
-            self.packed[user] = earlier if held is None else earlier + held
-            self.size_bytes += len(earlier) + (_USER_BYTES + len(user) if held is None else 0)
+            earlier, newer_packed = earlier_events.packed[user], self.packed.get(user)
+            self.packed[user] = earlier if newer_packed is None else earlier + newer_packed
+            self.size_bytes += len(earlier) + (
+                _USER_BYTES + len(user) if newer_packed is None else 0
+            )
 
     def forget(self, user: bytes) -> None:
         """Forgets a user's events, for one who was erased."""
@@ -140,8 +149,8 @@ class UserEvents:
         end = len(packed)
         while end:
             at = end - _TAIL.size
-            at_us, found, length = _TAIL.unpack_from(packed, at)
-            if found <= number:
+            at_us, event_number, length = _TAIL.unpack_from(packed, at)
+            if event_number <= number:
                 return
             end = at - length
-            yield UserEvent(packed[end:at], at_us, found)
+            yield UserEvent(packed[end:at], at_us, event_number)

@@ -17,20 +17,20 @@ def features_with(
     `published` is the user's row of the generation, `values` what `AttributeEvents.of_user` has behind its position;
     `inputs` are the feature inputs of the model. A value that an input cannot take counts as none.
     """
-    found: dict[str, FeatureValue] = {}
-    for each in inputs:
-        column = str(each.column)
-        given = values[column] if column in values else published.get(column)
-        value = tuple(given) if isinstance(given, list) else given
-        if value is None or not _fits(each, value):
+    feature_by_column: dict[str, FeatureValue] = {}
+    for input_spec in inputs:
+        column = str(input_spec.column)
+        raw_value = values[column] if column in values else published.get(column)
+        value = tuple(raw_value) if isinstance(raw_value, list) else raw_value
+        if value is None or not _fits(input_spec, value):
             return None
-        found[column] = value
-    return found
+        feature_by_column[column] = value
+    return feature_by_column
 
 
 def takes_any(values: Mapping[str, Any], inputs: Sequence[InputSpec]) -> bool:
     """True if a model takes one of these attributes: then a user with newer values is one with newer events."""
-    return any(each.column in values for each in inputs)
+    return any(input_spec.column in values for input_spec in inputs)
 
 
 def _fits(spec: InputSpec, value: FeatureValue) -> bool:

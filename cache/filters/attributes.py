@@ -47,14 +47,14 @@ class Names:
 
     def code_of(self, text: str) -> int:
         """Code of a text, -1 if no item has it; found by halving."""
-        wanted, low, high = text.encode(errors="replace"), 0, len(self)
+        encoded_text, low, high = text.encode(errors="replace"), 0, len(self)
         while low < high:
             middle = (low + high) // 2
-            if self.raw(middle) < wanted:
+            if self.raw(middle) < encoded_text:
                 low = middle + 1
             else:
                 high = middle
-        return low if low < len(self) and self.raw(low) == wanted else -1
+        return low if low < len(self) and self.raw(low) == encoded_text else -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,9 +73,9 @@ class AttributeColumn:
             return np.zeros(len(ordinals), np.bool_)
         if self.offsets is None:
             return np.asarray(self.values[ordinals] == np.uint32(code), np.bool_)
-        spans = [self.offsets[each : each + 2].tolist() for each in ordinals.tolist()]
-        found = [bool((self.values[first:last] == code).any()) for first, last in spans]
-        return np.array(found, np.bool_)
+        spans = [self.offsets[ordinal : ordinal + 2].tolist() for ordinal in ordinals.tolist()]
+        has_text = [bool((self.values[first:last] == code).any()) for first, last in spans]
+        return np.array(has_text, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +91,11 @@ class ItemAttributes:
         return cls.of_files(
             root,
             {
-                name: (each.kind, {part: file.path for part, file in each.parts().items()})
-                for name, each in manifest.items.attributes.items()
+                name: (
+                    attribute.kind,
+                    {part: file.path for part, file in attribute.parts().items()},
+                )
+                for name, attribute in manifest.items.attributes.items()
             },
             manifest.items.count,
         )
@@ -102,12 +105,15 @@ class ItemAttributes:
         cls, root: Path, files: Mapping[str, tuple[AttributeKind, Mapping[str, str]]], count: int
     ) -> Self:
         """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
-        return cls(count, {name: _open(root, *each, count) for name, each in files.items()})
+        return cls(
+            count,
+            {name: _open(root, *kind_and_files, count) for name, kind_and_files in files.items()},
+        )
 
     @property
     def kinds(self) -> dict[str, str]:
         """Kind of each attribute, as refusals tell them."""
-        return {name: each.kind for name, each in sorted(self.columns.items())}
+        return {name: column.kind for name, column in sorted(self.columns.items())}
 
 
 def _open(root: Path, kind: AttributeKind, files: Mapping[str, str], count: int) -> AttributeColumn:

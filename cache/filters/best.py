@@ -36,31 +36,40 @@ class BestOf:
 
         Order and bits are those of `cache.model.ranking.rank` over all of them.
         """
-        found = min(k, len(ordinals))
+        result_count = min(k, len(ordinals))
         if len(ordinals) > max(_DIRECT, 4 * k):
             ordinals = self._candidates(vector, ordinals, k, metric)
         items, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
-        return items[0, :found], scores[0, :found]
+        return items[0, :result_count], scores[0, :result_count]
 
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
         """Those that the rounding of a product may put among the best k; all where numbers are out of bounds."""
-        sent = np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64)
-        scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*sent), np.float32)
-        own = float(np.sqrt(np.dot(vector, vector)))
+        kernel_arguments = (
+            np.ascontiguousarray(vector, np.float32),
+            self._vectors,
+            ordinals.astype(np.int64),
+        )
+        scores: NDArray[np.float32] = np.frombuffer(
+            loader.kernels.dots(*kernel_arguments), np.float32
+        )
+        vector_length = float(np.sqrt(np.dot(vector, vector)))
         lengths = self._lengths[ordinals]
         if metric == "cosine":
             scores = np.divide(
-                scores, lengths * own, out=np.zeros_like(scores), where=lengths * own > 0
+                scores,
+                lengths * vector_length,
+                out=np.zeros_like(scores),
+                where=lengths * vector_length > 0,
             )
             size = 1.0
         else:
-            size = own * float(lengths.max())
+            size = vector_length * float(lengths.max())
         # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
         slack = 4 * (len(vector) + 64) * 2.0**-23 * size
-        place = len(scores) - k
-        least = float(np.partition(scores, place)[place])
-        if not np.isfinite(slack) or not np.isfinite(least):
+        kth_index = len(scores) - k
+        kth_score = float(np.partition(scores, kth_index)[kth_index])
+        if not np.isfinite(slack) or not np.isfinite(kth_score):
             return ordinals
-        return ordinals[scores >= least - slack]
+        return ordinals[scores >= kth_score - slack]

@@ -66,26 +66,28 @@ def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> Chan
             unknown += 1
     columns = dict(attributes.columns)
     unfit: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, given in of_column.items():
-        kept, bad = _kept(columns[name].kind, given)
-        columns[name] = _SET[columns[name].kind](columns[name], kept)
-        if bad:
-            unfit[name] = {why: tuple(sorted(each)) for why, each in bad.items()}
-    changed = {name for name in of_column if columns[name] is not attributes.columns[name]}
-    found = replace(attributes, columns=columns) if changed else attributes
-    return ChangedColumns(found, frozenset(changed), unfit, unknown)
+    for name, value_by_ordinal in of_column.items():
+        parsed_by_ordinal, ordinals_by_reason = _kept(columns[name].kind, value_by_ordinal)
+        columns[name] = _SET[columns[name].kind](columns[name], parsed_by_ordinal)
+        if ordinals_by_reason:
+            unfit[name] = {
+                reason: tuple(sorted(ordinals)) for reason, ordinals in ordinals_by_reason.items()
+            }
+    changed_names = {name for name in of_column if columns[name] is not attributes.columns[name]}
+    updated_attributes = replace(attributes, columns=columns) if changed_names else attributes
+    return ChangedColumns(updated_attributes, frozenset(changed_names), unfit, unknown)
 
 
 def of_new_items(attributes: ItemAttributes, values: Sequence[Mapping[str, Any]]) -> ItemAttributes:
     """Columns of the same attributes for items that are none of these, with a row for the values of each."""
     count = len(values)
-    blank = {name: _blank(each.kind, count) for name, each in attributes.columns.items()}
-    given = [
-        ItemValue(place, name, value)
-        for place, each in enumerate(values)
-        for name, value in each.items()
+    blank = {name: _blank(column.kind, count) for name, column in attributes.columns.items()}
+    item_values = [
+        ItemValue(ordinal, name, value)
+        for ordinal, value_by_name in enumerate(values)
+        for name, value in value_by_name.items()
     ]
-    return with_values(ItemAttributes(count, blank), given).attributes
+    return with_values(ItemAttributes(count, blank), item_values).attributes
 
 
 def _blank(kind: AttributeKind, count: int) -> AttributeColumn:
@@ -99,18 +101,18 @@ def _blank(kind: AttributeKind, count: int) -> AttributeColumn:
 
 
 def _kept(
-    kind: AttributeKind, given: Mapping[int, Any]
+    kind: AttributeKind, value_by_ordinal: Mapping[int, Any]
 ) -> tuple[dict[int, Any], dict[str, list[int]]]:
     """(what an attribute of this kind holds of the values, ascending by ordinal; ordinals by why theirs is unfit)."""
-    kept: dict[int, Any] = {}
-    bad: dict[str, list[int]] = {}
-    for ordinal in sorted(given):
-        value = given[ordinal]
-        found, why = (None, None) if value is None else _READ[kind](value)
-        if why is not None:
-            bad.setdefault(why, []).append(ordinal)
-        kept[ordinal] = found
-    return kept, bad
+    parsed_by_ordinal: dict[int, Any] = {}
+    ordinals_by_reason: dict[str, list[int]] = {}
+    for ordinal in sorted(value_by_ordinal):
+        value = value_by_ordinal[ordinal]
+        parsed, reason = (None, None) if value is None else _READ[kind](value)
+        if reason is not None:
+            ordinals_by_reason.setdefault(reason, []).append(ordinal)
+        parsed_by_ordinal[ordinal] = parsed
+    return parsed_by_ordinal, ordinals_by_reason
 
 
 _Read = tuple[Any, str | None]
@@ -125,10 +127,10 @@ def _text(value: object) -> _Read:
 
 
 def _texts(value: object) -> _Read:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
         return None, _UNFIT["texts"]
-    raws = [each.encode(errors="replace") for each in value]
-    return [each for each in raws if len(each) <= TEXT_BYTES_MAX], None
+    raws = [text.encode(errors="replace") for text in value]
+    return [raw for raw in raws if len(raw) <= TEXT_BYTES_MAX], None
 
 
 def _number(value: object) -> _Read:
@@ -144,8 +146,8 @@ def _flag(value: object) -> _Read:
 
 
 def _time(value: object) -> _Read:
-    found = moment_us(value)
-    return (None, _UNFIT["time"]) if found is None else (found, None)
+    time_us = moment_us(value)
+    return (None, _UNFIT["time"]) if time_us is None else (time_us, None)
 
 
 _READ: Final[Mapping[AttributeKind, Callable[[object], _Read]]] = {
@@ -153,53 +155,54 @@ _READ: Final[Mapping[AttributeKind, Callable[[object], _Read]]] = {
 }  # fmt: skip
 
 
-def _set_scalars(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
+def _set_scalars(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
     absent = _ABSENT[column.kind]
-    stored = [absent if each is None else each for each in kept.values()]
-    wanted = np.array(stored, column.values.dtype)
-    ordinals = np.fromiter(kept, np.int64, len(kept))
-    if np.array_equal(column.values[ordinals], wanted, equal_nan=column.kind == "number"):
+    stored_values = [absent if parsed is None else parsed for parsed in parsed_by_ordinal.values()]
+    new_values = np.array(stored_values, column.values.dtype)
+    ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
+    if np.array_equal(column.values[ordinals], new_values, equal_nan=column.kind == "number"):
         return column
     values = np.array(column.values)
-    values[ordinals] = wanted
+    values[ordinals] = new_values
     return replace(column, values=values)
 
 
 _ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
 
 
-def _set_text(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
-    texts = _Texts.of(column, [each for each in kept.values() if each is not None])
-    ordinals = np.fromiter(kept, np.int64, len(kept))
-    wanted = np.array(
-        [NO_CODE if each is None else texts.codes[each] for each in kept.values()], np.uint32
+def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
+    texts = _Texts.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
+    ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
+    new_codes = np.array(
+        [NO_CODE if text is None else texts.codes[text] for text in parsed_by_ordinal.values()],
+        np.uint32,
     )
-    if np.array_equal(column.values[ordinals], wanted):
+    if np.array_equal(column.values[ordinals], new_codes):
         return column
     values = np.array(column.values)
-    values[ordinals] = wanted
+    values[ordinals] = new_codes
     return texts.in_order(column, values)
 
 
-def _set_texts(column: AttributeColumn, kept: Mapping[int, Any]) -> AttributeColumn:
+def _set_texts(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
     assert column.offsets is not None  # noqa: S101 - a column of several texts has them
-    lists = [each or [] for each in kept.values()]
-    texts = _Texts.of(column, [each for several in lists for each in several])
-    coded = [[texts.codes[each] for each in several] for several in lists]
+    lists = [item_texts or [] for item_texts in parsed_by_ordinal.values()]
+    texts = _Texts.of(column, [text for several in lists for text in several])
+    coded = [[texts.codes[text] for text in several] for several in lists]
     offsets = column.offsets.astype(np.int64)
     if all(
         column.values[offsets[ordinal] : offsets[ordinal + 1]].tolist() == codes
-        for ordinal, codes in zip(kept, coded, strict=True)
+        for ordinal, codes in zip(parsed_by_ordinal, coded, strict=True)
     ):
         return column
-    before = np.diff(offsets)
-    after, is_set = before.copy(), np.zeros(len(before), np.bool_)
-    ordinals = np.fromiter(kept, np.int64, len(kept))
-    after[ordinals], is_set[ordinals] = [len(each) for each in coded], True
+    old_lengths = np.diff(offsets)
+    after, is_set = old_lengths.copy(), np.zeros(len(old_lengths), np.bool_)
+    ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
+    after[ordinals], is_set[ordinals] = [len(codes) for codes in coded], True
     values = np.empty(int(after.sum()), np.uint32)
-    values[np.repeat(~is_set, after)] = column.values[np.repeat(~is_set, before)]
+    values[np.repeat(~is_set, after)] = column.values[np.repeat(~is_set, old_lengths)]
     values[np.repeat(is_set, after)] = np.array(
-        [each for codes in coded for each in codes], np.uint32
+        [code for codes in coded for code in codes], np.uint32
     )
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(after).astype(np.uint64)])
     return texts.in_order(replace(column, offsets=ends), values)
@@ -227,54 +230,54 @@ class _Texts:
         assert names is not None  # noqa: S101 - a column of texts has them
         codes: dict[bytes, int] = {}
         new: list[bytes] = []
-        places: list[int] = []
+        insertion_indexes: list[int] = []
         count = len(names)
         for text in sorted(set(texts)):
-            place = bisect_left(range(count), text, key=names.raw)
-            if place < count and names.raw(place) == text:
-                codes[text] = place
+            insertion_index = bisect_left(range(count), text, key=names.raw)
+            if insertion_index < count and names.raw(insertion_index) == text:
+                codes[text] = insertion_index
             else:
                 codes[text] = count + len(new)
                 new.append(text)
-                places.append(place)
-        return cls(names, codes, new, np.array(places, np.int64))
+                insertion_indexes.append(insertion_index)
+        return cls(names, codes, new, np.array(insertion_indexes, np.int64))
 
     def in_order(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
         """The column with these codes, renumbered by the order of the texts; names that no item has any more leave."""
         count, more = len(self.names), len(self.new)
         used = np.zeros(count + more + 1, np.bool_)
         used[np.minimum(values, count + more)] = True
-        kept = used[:count]
-        if more == 0 and kept.all():
+        is_used = used[:count]
+        if more == 0 and is_used.all():
             return replace(column, values=values)
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+        kept_ranks = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_used)])
         between = np.cumsum(np.bincount(self.places, minlength=count + 1))
         codes = np.empty(count + more + 1, np.uint32)
-        codes[:count] = before[:-1] + between[:count]
-        codes[count:-1] = before[self.places] + np.arange(more)
+        codes[:count] = kept_ranks[:-1] + between[:count]
+        codes[count:-1] = kept_ranks[self.places] + np.arange(more)
         codes[-1] = NO_CODE
         values = codes[np.minimum(values, count + more)]
-        return replace(column, values=values, names=self._names(kept))
+        return replace(column, values=values, names=self._names(is_used))
 
-    def _names(self, kept: NDArray[np.bool_]) -> Names:
+    def _names(self, is_used: NDArray[np.bool_]) -> Names:
         """Names that are kept and the new ones, joined piece by piece: mostly a few long ones."""
-        data, offsets, count = self.names.data, self.names.offsets.astype(np.int64), len(kept)
+        data, offsets, count = self.names.data, self.names.offsets.astype(np.int64), len(is_used)
         # A name that left ends a piece as a new one does, and has no text in its place.
         cuts = [
-            (place, 1, text) for place, text in zip(self.places.tolist(), self.new, strict=True)
+            (index, 1, text) for index, text in zip(self.places.tolist(), self.new, strict=True)
         ]
-        cuts += [(place, 2, b"") for place in np.flatnonzero(~kept).tolist()]
+        cuts += [(index, 2, b"") for index in np.flatnonzero(~is_used).tolist()]
         pieces, lengths, start = [], [], 0
         sizes = np.diff(offsets)
-        for place, kind, text in sorted(cuts):
-            pieces.append(data[offsets[start] : offsets[place]])
-            lengths.append(sizes[start:place])
-            start = place
+        for index, kind, text in sorted(cuts):
+            pieces.append(data[offsets[start] : offsets[index]])
+            lengths.append(sizes[start:index])
+            start = index
             if kind == 1:
                 pieces.append(np.frombuffer(text, np.uint8))
                 lengths.append(np.array([len(text)]))
             else:
-                start = place + 1
+                start = index + 1
         pieces.append(data[offsets[start] : offsets[count]])
         lengths.append(sizes[start:])
         ends = np.cumsum(np.concatenate(lengths))

@@ -70,8 +70,8 @@ def _names_in(expression: Expression) -> Iterator[str]:
     if isinstance(expression, Comparing):
         yield expression.attribute
         return
-    for each in expression.parts:
-        yield from _names_in(each)
+    for part in expression.parts:
+        yield from _names_in(part)
 
 
 def read_filter(value: object) -> Filter:
@@ -90,87 +90,89 @@ class _FilterReader:
     def __init__(self) -> None:
         self.nodes = self.values = 0
 
-    def read(self, value: object, place: str, depth: int) -> Expression:
+    def read(self, value: object, path: str, depth: int) -> Expression:
         self.nodes += 1
         if self.nodes > NODES_MAX:
-            raise _refused(f"a filter has at most {NODES_MAX} expressions", place, limit=NODES_MAX)
+            raise _refused(f"a filter has at most {NODES_MAX} expressions", path, limit=NODES_MAX)
         if depth > DEPTH_MAX:
             raise _refused(
-                f"expressions stand at most {DEPTH_MAX} deep in one another", place, limit=DEPTH_MAX
+                f"expressions stand at most {DEPTH_MAX} deep in one another", path, limit=DEPTH_MAX
             )
         if not isinstance(value, dict) or len(value) != 1:
             raise _refused(
                 'an expression is a JSON object with one operator, such as {"<": ["price", 20]}',
-                place,
+                path,
             )
         ((operator, operand),) = value.items()
-        below = f"{place}.{operator}" if place else operator
+        below = f"{path}.{operator}" if path else operator
         if operator in _COMBINATIONS:
             return Combining(operator, self._parts(operator, operand, below, depth))
         if operator in _COMPARISONS:
             return self._comparing(operator, operand, below)
-        known = ", ".join((*_COMBINATIONS, *_COMPARISONS))
-        raise _refused(f"there is no operator {operator[:40]!r}; there are {known}", place)
+        operator_names = ", ".join((*_COMBINATIONS, *_COMPARISONS))
+        raise _refused(f"there is no operator {operator[:40]!r}; there are {operator_names}", path)
 
     def _parts(
-        self, operator: str, operand: object, place: str, depth: int
+        self, operator: str, operand: object, path: str, depth: int
     ) -> tuple[Expression, ...]:
         if operator == "not":
-            return (self.read(operand, place, depth + 1),)
+            return (self.read(operand, path, depth + 1),)
         if not isinstance(operand, list) or not operand:
-            raise _refused(f"{operator} takes a list of one or more expressions", place)
+            raise _refused(f"{operator} takes a list of one or more expressions", path)
         return tuple(
-            self.read(each, f"{place}[{number}]", depth + 1) for number, each in enumerate(operand)
+            self.read(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(operand)
         )
 
-    def _comparing(self, operator: Comparison, operand: object, place: str) -> Comparing:
+    def _comparing(self, operator: Comparison, operand: object, path: str) -> Comparing:
         if operator == "exists":
-            return Comparing(operator, _name(operand, place), (), place)
+            return Comparing(operator, _name(operand, path), (), path)
         if not isinstance(operand, list) or len(operand) != 2:
             raise _refused(
-                f'{operator} takes a list of an attribute and a value, such as ["price", 20]', place
+                f'{operator} takes a list of an attribute and a value, such as ["price", 20]', path
             )
-        name, given = _name(operand[0], f"{place}[0]"), operand[1]
+        name, comparand = _name(operand[0], f"{path}[0]"), operand[1]
         if operator != "in":
-            self._count(1, place)
-            return Comparing(operator, name, (_scalar(given, f"{place}[1]"),), place)
-        if not isinstance(given, list) or not given:
-            raise _refused("in takes an attribute and a list of one or more values", f"{place}[1]")
-        self._count(len(given), f"{place}[1]")
-        values = (_scalar(each, f"{place}[1][{number}]") for number, each in enumerate(given))
-        return Comparing(operator, name, tuple(values), place)
+            self._count(1, path)
+            return Comparing(operator, name, (_scalar(comparand, f"{path}[1]"),), path)
+        if not isinstance(comparand, list) or not comparand:
+            raise _refused("in takes an attribute and a list of one or more values", f"{path}[1]")
+        self._count(len(comparand), f"{path}[1]")
+        values = (
+            _scalar(raw_value, f"{path}[1][{number}]") for number, raw_value in enumerate(comparand)
+        )
+        return Comparing(operator, name, tuple(values), path)
 
-    def _count(self, values: int, place: str) -> None:
+    def _count(self, values: int, path: str) -> None:
         self.values += values
         if self.values > VALUES_MAX:
             raise _refused(
-                f"a filter compares with at most {VALUES_MAX} values", place, limit=VALUES_MAX
+                f"a filter compares with at most {VALUES_MAX} values", path, limit=VALUES_MAX
             )
 
 
-def _name(value: object, place: str) -> str:
+def _name(value: object, path: str) -> str:
     if not isinstance(value, str):
-        raise _refused("the name of an attribute is a text", place)
-    return _text(value, place)
+        raise _refused("the name of an attribute is a text", path)
+    return _text(value, path)
 
 
-def _scalar(value: Any, place: str) -> Scalar:
+def _scalar(value: Any, path: str) -> Scalar:
     if isinstance(value, str):
-        return _text(value, place)
+        return _text(value, path)
     if isinstance(value, bool):
         return value
     if isinstance(value, int) and abs(value) <= _NUMBER_MAX:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise _refused("a value is a text, a finite number up to 2**53, true or false", place)
+    raise _refused("a value is a text, a finite number up to 2**53, true or false", path)
 
 
-def _text(value: str, place: str) -> str:
+def _text(value: str, path: str) -> str:
     if len(value.encode(errors="replace")) > TEXT_BYTES_MAX:
-        raise _refused(f"a text has at most {TEXT_BYTES_MAX} bytes", place, limit=TEXT_BYTES_MAX)
+        raise _refused(f"a text has at most {TEXT_BYTES_MAX} bytes", path, limit=TEXT_BYTES_MAX)
     return value
 
 
-def _refused(message: str, place: str, **details: object) -> InvalidFilter:
-    return InvalidFilter(message, **({"field": place} if place else {}), **details)
+def _refused(message: str, path: str, **details: object) -> InvalidFilter:
+    return InvalidFilter(message, **({"field": path} if path else {}), **details)

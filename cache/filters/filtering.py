@@ -34,10 +34,10 @@ class UnknownFilter(InvalidFilter):
 
 def unknown_filter(name: str, declared: Collection[str] = ()) -> UnknownFilter:
     """Refusal of a filter by its name, with the names of those that the generation has."""
-    known = sorted(declared)
+    declared_names = sorted(declared)
     return UnknownFilter(
-        f"this generation has no filter {name[:64]!r}; there are {', '.join(known) or 'none'}",
-        declared=known,
+        f"this generation has no filter {name[:64]!r}; there are {', '.join(declared_names) or 'none'}",
+        declared=declared_names,
     )
 
 
@@ -65,75 +65,83 @@ class Filtering:
         """Maps the attributes of a generation; None where its items have none."""
         if not manifest.items.attributes:
             return None
-        declared = {name: read_filter(each.expression) for name, each in manifest.filters.items()}
+        declared = {
+            name: read_filter(named_filter.expression)
+            for name, named_filter in manifest.filters.items()
+        }
         return cls(ItemAttributes.open(root, manifest), items.vectors, declared=declared)
 
     def changed_by(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
         """Filtering with values of some items set anew, and what came of them; this one where nothing differs."""
-        found = with_values(self.attributes, values)
-        if not found.changed:
-            return self, found
-        made = copy(self)
-        made.attributes, made.changed = found.attributes, self.changed | found.changed
-        made._masks = self._masks.changed(found.attributes, found.changed)
-        return made, found
+        changed_columns = with_values(self.attributes, values)
+        if not changed_columns.changed:
+            return self, changed_columns
+        filtering = copy(self)
+        filtering.attributes, filtering.changed = (
+            changed_columns.attributes,
+            self.changed | changed_columns.changed,
+        )
+        filtering._masks = self._masks.changed(changed_columns.attributes, changed_columns.changed)
+        return filtering, changed_columns
 
     def with_new(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
         """Filtering of these items, and behind them of new ones with the attributes and vectors [n, dims] of each."""
-        made = copy(self)
-        made.new = None
+        filtering = copy(self)
+        filtering.new = None
         if len(values):
             attributes = of_new_items(self.attributes, values)
-            made.new = Filtering(attributes, vectors, declared=self._declared)
-        return made
+            filtering.new = Filtering(attributes, vectors, declared=self._declared)
+        return filtering
 
     def differs(self, name: str) -> bool:
         """True if a declared filter may let other items pass than it did in the night."""
-        found = self._declared.get(name)
-        return found is not None and not found.attributes.isdisjoint(self.changed)
+        declared_filter = self._declared.get(name)
+        return declared_filter is not None and not declared_filter.attributes.isdisjoint(
+            self.changed
+        )
 
     def kept(self, filter_: Filter | str) -> Passing | None:
         """Items that pass, where that is known already."""
-        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        passing = None if found is None else self._masks.kept(found)
-        return None if passing is None else self._with_new(passing, filter_)
+        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        filter_mask = None if resolved_filter is None else self._masks.kept(resolved_filter)
+        return None if filter_mask is None else self._with_new(filter_mask, filter_)
 
     def cost(self, filter_: Filter | str) -> int:
         """Estimate of the work of `passing` where nothing is kept, in comparisons of one number."""
-        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        return 0 if found is None else cost_of(found.root, self.attributes)
+        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        return 0 if resolved_filter is None else cost_of(resolved_filter.root, self.attributes)
 
     def passing(self, filter_: Filter | str) -> Passing:
         """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
-        found = self._declared.get(filter_) if isinstance(filter_, str) else filter_
-        if found is None:
+        resolved_filter = self._declared.get(filter_) if isinstance(filter_, str) else filter_
+        if resolved_filter is None:
             raise unknown_filter(str(filter_), self._declared)
-        return self._with_new(self._masks.of(found), filter_)
+        return self._with_new(self._masks.of(resolved_filter), filter_)
 
     def best(
         self,
         vector: NDArray[np.float32],
-        passing: Passing,
-        gone: NDArray[np.int64],
+        filter_mask: Passing,
+        exclusions: NDArray[np.int64],
         k: int,
         metric: Metric,
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """(ordinals uint32, scores float32) of the best k that pass and are not `gone`, fewer where there are fewer."""
-        ordinals = passing.ordinals()
-        if len(gone):
-            ordinals = ordinals[~np.isin(ordinals, gone)]
-        own = int(ordinals.searchsorted(self.attributes.count))
-        found = self._best.of(vector, ordinals[:own], k, metric)
-        if self.new is None or own == len(ordinals):
-            return found
+        """(ordinals uint32, scores float32) of the best k that pass and are no `exclusions`; there may be fewer."""
+        ordinals = filter_mask.ordinals()
+        if len(exclusions):
+            ordinals = ordinals[~np.isin(ordinals, exclusions)]
+        own_count = int(ordinals.searchsorted(self.attributes.count))
+        own_ranked = self._best.of(vector, ordinals[:own_count], k, metric)
+        if self.new is None or own_count == len(ordinals):
+            return own_ranked
         count = self.attributes.count
-        new, scores = self.new._best.of(vector, ordinals[own:] - count, k, metric)
-        numbers = np.concatenate([found[0], new + np.uint32(count)])
-        both = np.concatenate([found[1], scores])
-        order = np.lexsort((numbers, -both))[:k]
-        return numbers[order], both[order]
+        new, scores = self.new._best.of(vector, ordinals[own_count:] - count, k, metric)
+        numbers = np.concatenate([own_ranked[0], new + np.uint32(count)])
+        all_scores = np.concatenate([own_ranked[1], scores])
+        order = np.lexsort((numbers, -all_scores))[:k]
+        return numbers[order], all_scores[order]
 
-    def _with_new(self, passing: Passing, filter_: Filter | str) -> Passing:
+    def _with_new(self, filter_mask: Passing, filter_: Filter | str) -> Passing:
         if self.new is None:
-            return passing
-        return passing.followed_by(self.new.passing(filter_), self.attributes.count)
+            return filter_mask
+        return filter_mask.followed_by(self.new.passing(filter_), self.attributes.count)

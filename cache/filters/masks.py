@@ -39,11 +39,17 @@ class UnknownAttribute(InvalidFilter):
     code = "unknown_attribute"
 
 
-def unknown_attribute(name: str, known: Mapping[str, str], place: str) -> UnknownAttribute:
+def unknown_attribute(
+    name: str, kind_by_attribute: Mapping[str, str], path: str
+) -> UnknownAttribute:
     """Refusal of an attribute by its name, with the kinds of those that items have."""
-    has = f"; they have {', '.join(known)}" if known else " here, nor any other"
+    has = (
+        f"; they have {', '.join(kind_by_attribute)}"
+        if kind_by_attribute
+        else " here, nor any other"
+    )
     return UnknownAttribute(
-        f"items have no attribute {name!r}{has}", field=place, attributes=dict(known)
+        f"items have no attribute {name!r}{has}", field=path, attributes=dict(kind_by_attribute)
     )
 
 
@@ -61,17 +67,21 @@ class Passing:
 
     def among(self, ordinals: NDArray[Any]) -> Mask:
         """Mask of the ordinals that pass."""
-        places = np.asarray(ordinals, np.int64)
-        found: Mask = (self.bits[places >> 3] >> (places & 7).astype(np.uint8) & 1).astype(np.bool_)
-        return found
+        bit_indexes = np.asarray(ordinals, np.int64)
+        mask: Mask = (self.bits[bit_indexes >> 3] >> (bit_indexes & 7).astype(np.uint8) & 1).astype(
+            np.bool_
+        )
+        return mask
 
-    def followed_by(self, other: "Passing", items: int) -> "Passing":
+    def followed_by(self, appended_mask: "Passing", items: int) -> "Passing":
         """These of `items` items, and behind them what passes of others, whose numbers go on from there."""
-        whole = items >> 3
-        last = np.unpackbits(self.bits[whole:], count=items & 7, bitorder="little")
-        more = np.unpackbits(other.bits, bitorder="little")
+        full_byte_count = items >> 3
+        last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
+        more = np.unpackbits(appended_mask.bits, bitorder="little")
         tail = np.packbits(np.concatenate([last, more]), bitorder="little")
-        return Passing(np.concatenate([self.bits[:whole], tail]), self.count + other.count)
+        return Passing(
+            np.concatenate([self.bits[:full_byte_count], tail]), self.count + appended_mask.count
+        )
 
     def ordinals(self) -> NDArray[np.int64]:
         """All that pass, ascending."""
@@ -84,34 +94,34 @@ class Masks:
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
         self._kept: LRUCache[bytes, tuple[Passing, frozenset[str]]] = LRUCache(
-            bytes_max, getsizeof=lambda each: each[0].bits.nbytes + _OVERHEAD
+            bytes_max, getsizeof=lambda cached_mask: cached_mask[0].bits.nbytes + _OVERHEAD
         )
         self._lock = threading.Lock()
 
     def kept(self, filter_: Filter) -> Passing | None:
         """Items that pass, where that is known already."""
         with self._lock:
-            found = self._kept.get(filter_.key)
-        return None if found is None else found[0]
+            cached_mask = self._kept.get(filter_.key)
+        return None if cached_mask is None else cached_mask[0]
 
-    def changed(self, attributes: ItemAttributes, changed: Set[str]) -> "Masks":
+    def changed(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
         """Masks over other columns, which keep what is known of filters that compare none of the changed ones."""
-        made = Masks(attributes, int(self._kept.maxsize))
+        masks = Masks(attributes, int(self._kept.maxsize))
         with self._lock:
-            for key, each in self._kept.items():
-                if not each[1] & changed:
-                    made._kept[key] = each
-        return made
+            for key, cached_mask in self._kept.items():
+                if not cached_mask[1] & changed_attributes:
+                    masks._kept[key] = cached_mask
+        return masks
 
     def of(self, filter_: Filter) -> Passing:
         """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
-        found = self.kept(filter_)
-        if found is None:
-            found = Passing.of(mask_of(filter_.root, self.attributes))
-            if found.bits.nbytes + _OVERHEAD <= self._kept.maxsize:
+        filter_mask = self.kept(filter_)
+        if filter_mask is None:
+            filter_mask = Passing.of(mask_of(filter_.root, self.attributes))
+            if filter_mask.bits.nbytes + _OVERHEAD <= self._kept.maxsize:
                 with self._lock:
-                    self._kept[filter_.key] = found, filter_.attributes
-        return found
+                    self._kept[filter_.key] = filter_mask, filter_.attributes
+        return filter_mask
 
 
 _OVERHEAD: Final = 1_024
@@ -130,15 +140,15 @@ def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
             return 0
         passes = max(1, len(expression.values))
         return len(column.values) * (_TEXTS_COST if column.kind == "texts" else passes)
-    own = attributes.count * len(expression.parts)
-    return own + sum(cost_of(part, attributes) for part in expression.parts)
+    combining_cost = attributes.count * len(expression.parts)
+    return combining_cost + sum(cost_of(part, attributes) for part in expression.parts)
 
 
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
     """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
     if isinstance(expression, Comparing):
         return _comparing(expression, attributes)
-    return _combining(expression, [mask_of(each, attributes) for each in expression.parts])
+    return _combining(expression, [mask_of(part, attributes) for part in expression.parts])
 
 
 def _combining(expression: Combining, masks: list[Mask]) -> Mask:
@@ -150,75 +160,81 @@ def _combining(expression: Combining, masks: list[Mask]) -> Mask:
     return combined
 
 
-def _comparing(each: Comparing, attributes: ItemAttributes) -> Mask:
-    column = attributes.columns.get(each.attribute)
+def _comparing(comparison: Comparing, attributes: ItemAttributes) -> Mask:
+    column = attributes.columns.get(comparison.attribute)
     if column is None:
-        raise unknown_attribute(each.attribute, attributes.kinds, each.place)
-    if each.operator not in OPERATORS[column.kind]:
+        raise unknown_attribute(comparison.attribute, attributes.kinds, comparison.place)
+    if comparison.operator not in OPERATORS[column.kind]:
         raise InvalidFilter(
-            f"{each.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",
-            field=each.place,
+            f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",
+            field=comparison.place,
         )
-    return _HOW[column.kind](each, column)
+    return _HOW[column.kind](comparison, column)
 
 
-def _text(each: Comparing, column: AttributeColumn) -> Mask:
-    if each.operator == "exists":
+def _text(comparison: Comparing, column: AttributeColumn) -> Mask:
+    if comparison.operator == "exists":
         return _mask(column.values != NO_CODE)
-    codes = [_code(column, value, each) for value in each.values]
-    known = np.array([code for code in codes if code >= 0], np.uint32)
-    return _mask(column.values == known[0]) if len(known) == 1 else np.isin(column.values, known)
-
-
-def _texts(each: Comparing, column: AttributeColumn) -> Mask:
-    assert column.offsets is not None  # noqa: S101 - a column of several texts has them
-    if each.operator == "exists":
-        return column.offsets[1:] > column.offsets[:-1]
-    mask = np.zeros(len(column.offsets) - 1, np.bool_)
-    if (code := _code(column, each.values[0], each)) >= 0:
-        places = np.flatnonzero(column.values == np.uint32(code)).astype(np.uint64)
-        mask[np.searchsorted(column.offsets, places, side="right") - 1] = True
-    return mask
-
-
-def _flag(each: Comparing, column: AttributeColumn) -> Mask:
-    if each.operator == "exists":
-        return _mask(column.values != NO_FLAG)
-    for value in each.values:
-        if not isinstance(value, bool):
-            raise _unfit(each, "true or false")
-    return np.isin(column.values, np.array(each.values, np.uint8))
-
-
-def _number(each: Comparing, column: AttributeColumn) -> Mask:
-    if each.operator == "exists":
-        return _mask(~np.isnan(column.values))
-    for value in each.values:
-        if isinstance(value, bool | str):
-            raise _unfit(each, "a number")
-    return _ordered(each.operator, column.values, np.array(each.values, np.float64))
-
-
-def _time(each: Comparing, column: AttributeColumn) -> Mask:
-    there: Mask = column.values != NO_TIME
-    if each.operator == "exists":
-        return there
+    codes = [_code(column, value, comparison) for value in comparison.values]
+    known_codes = np.array([code for code in codes if code >= 0], np.uint32)
     return (
-        _ordered(
-            each.operator, column.values, np.array([_moment(value, each) for value in each.values])
-        )
-        & there
+        _mask(column.values == known_codes[0])
+        if len(known_codes) == 1
+        else np.isin(column.values, known_codes)
     )
 
 
-def _ordered(operator: str, values: NDArray[Any], wanted: NDArray[Any]) -> Mask:
+def _texts(comparison: Comparing, column: AttributeColumn) -> Mask:
+    assert column.offsets is not None  # noqa: S101 - a column of several texts has them
+    if comparison.operator == "exists":
+        return column.offsets[1:] > column.offsets[:-1]
+    mask = np.zeros(len(column.offsets) - 1, np.bool_)
+    if (code := _code(column, comparison.values[0], comparison)) >= 0:
+        value_indexes = np.flatnonzero(column.values == np.uint32(code)).astype(np.uint64)
+        mask[np.searchsorted(column.offsets, value_indexes, side="right") - 1] = True
+    return mask
+
+
+def _flag(comparison: Comparing, column: AttributeColumn) -> Mask:
+    if comparison.operator == "exists":
+        return _mask(column.values != NO_FLAG)
+    for value in comparison.values:
+        if not isinstance(value, bool):
+            raise _unfit(comparison, "true or false")
+    return np.isin(column.values, np.array(comparison.values, np.uint8))
+
+
+def _number(comparison: Comparing, column: AttributeColumn) -> Mask:
+    if comparison.operator == "exists":
+        return _mask(~np.isnan(column.values))
+    for value in comparison.values:
+        if isinstance(value, bool | str):
+            raise _unfit(comparison, "a number")
+    return _ordered(comparison.operator, column.values, np.array(comparison.values, np.float64))
+
+
+def _time(comparison: Comparing, column: AttributeColumn) -> Mask:
+    has_time: Mask = column.values != NO_TIME
+    if comparison.operator == "exists":
+        return has_time
+    return (
+        _ordered(
+            comparison.operator,
+            column.values,
+            np.array([_moment(value, comparison) for value in comparison.values]),
+        )
+        & has_time
+    )
+
+
+def _ordered(operator: str, values: NDArray[Any], operands: NDArray[Any]) -> Mask:
     if (compared := _COMPARED.get(operator)) is not None:
-        return _mask(compared(values, wanted[0]))
-    return _mask(values == wanted[0]) if len(wanted) == 1 else np.isin(values, wanted)
+        return _mask(compared(values, operands[0]))
+    return _mask(values == operands[0]) if len(operands) == 1 else np.isin(values, operands)
 
 
-def _mask(found: Any) -> Mask:
-    return np.asarray(found, np.bool_)
+def _mask(mask_like: Any) -> Mask:
+    return np.asarray(mask_like, np.bool_)
 
 
 _HOW: Final[Mapping[AttributeKind, Callable[[Comparing, AttributeColumn], Mask]]] = {
@@ -226,19 +242,21 @@ _HOW: Final[Mapping[AttributeKind, Callable[[Comparing, AttributeColumn], Mask]]
 }  # fmt: skip
 
 
-def _code(column: AttributeColumn, value: Scalar, each: Comparing) -> int:
+def _code(column: AttributeColumn, value: Scalar, comparison: Comparing) -> int:
     if not isinstance(value, str):
-        raise _unfit(each, "a text")
+        raise _unfit(comparison, "a text")
     assert column.names is not None  # noqa: S101 - a column of texts has them
     return column.names.code_of(value)
 
 
-def _moment(value: Scalar, each: Comparing) -> int:
-    found = moment_us(value)
-    if found is None:
-        raise _unfit(each, "a time (ISO 8601, or seconds since 1970)")
-    return found
+def _moment(value: Scalar, comparison: Comparing) -> int:
+    time_us = moment_us(value)
+    if time_us is None:
+        raise _unfit(comparison, "a time (ISO 8601, or seconds since 1970)")
+    return time_us
 
 
-def _unfit(each: Comparing, wanted: str) -> InvalidFilter:
-    return InvalidFilter(f"{each.attribute} is compared with {wanted}", field=each.place)
+def _unfit(comparison: Comparing, expected_kind: str) -> InvalidFilter:
+    return InvalidFilter(
+        f"{comparison.attribute} is compared with {expected_kind}", field=comparison.place
+    )

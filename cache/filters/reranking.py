@@ -75,75 +75,85 @@ def read_reranking(value: object, boost_max: float) -> Reranking:
 
     Factors are within 1 / `boost_max` to `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's filter.
     """
-    given = _fields(value, "", _FIELDS)
-    if not given:
+    fields = _fields(value, "", _FIELDS)
+    if not fields:
         raise _refused("a re-ranking has boost, diversify or both", "")
-    sent = given.get("boost", ())
-    if not isinstance(sent, list | tuple) or ("boost" in given and not sent):
+    raw_boosts = fields.get("boost", ())
+    if not isinstance(raw_boosts, list | tuple) or ("boost" in fields and not raw_boosts):
         raise _refused("boost is a list of one or more boosts", "boost")
-    if len(sent) > BOOSTS_MAX:
+    if len(raw_boosts) > BOOSTS_MAX:
         raise _refused(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
-    boosts = tuple(_boost(each, f"boost[{place}]", boost_max) for place, each in enumerate(sent))
-    return Reranking(boosts, _diversify(given["diversify"]) if "diversify" in given else None)
+    boosts = tuple(
+        _boost(raw_boost, f"boost[{index}]", boost_max)
+        for index, raw_boost in enumerate(raw_boosts)
+    )
+    return Reranking(boosts, _diversify(fields["diversify"]) if "diversify" in fields else None)
 
 
-def _boost(value: object, place: str, boost_max: float) -> Boost:
-    given = _fields(value, place, _BOOST_FIELDS)
-    factor = _number(given.get("factor"), f"{place}.factor")
+def _boost(value: object, path: str, boost_max: float) -> Boost:
+    fields = _fields(value, path, _BOOST_FIELDS)
+    factor = _number(fields.get("factor"), f"{path}.factor")
     if not 1 / boost_max <= factor <= boost_max:
         raise _refused(
             f"factor is {1 / boost_max:g} to {boost_max:g} here, not {factor:g}",
-            f"{place}.factor",
+            f"{path}.factor",
             limit=boost_max,
         )
     try:
-        return Boost(read_filter(given.get("filter")), factor)
+        return Boost(read_filter(fields.get("filter")), factor)
     except InvalidFilter as error:
-        raise below(error, f"{place}.filter") from error
+        raise below(error, f"{path}.filter") from error
 
 
 def _diversify(value: object) -> Diversify:
-    place = "diversify"
-    given = _fields(value, place, _DIVERSIFY_FIELDS)
-    attribute, most, mmr = (given.get(name) for name in _DIVERSIFY_FIELDS)
-    if (attribute is None) != (most is None) or (attribute is None and mmr is None):
-        raise _refused("diversify has attribute and most, or mmr, or all three", place)
+    path = "diversify"
+    fields = _fields(value, path, _DIVERSIFY_FIELDS)
+    attribute, items_per_value_max, mmr = (fields.get(name) for name in _DIVERSIFY_FIELDS)
+    if (attribute is None) != (items_per_value_max is None) or (attribute is None and mmr is None):
+        raise _refused("diversify has attribute and most, or mmr, or all three", path)
     if attribute is not None and (
         not isinstance(attribute, str) or len(attribute.encode(errors="replace")) > TEXT_BYTES_MAX
     ):
-        raise _refused("attribute is the name of one", f"{place}.attribute")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise _refused("most is a whole number, 1 or more", f"{place}.most")
-    if mmr is not None and not 0 < (mmr := _number(mmr, f"{place}.mmr")) <= 1:
-        raise _refused(f"mmr is above 0, up to 1, not {mmr:g}", f"{place}.mmr")
-    return Diversify(attribute, most, mmr)
+        raise _refused("attribute is the name of one", f"{path}.attribute")
+    if items_per_value_max is not None and (
+        isinstance(items_per_value_max, bool)
+        or not isinstance(items_per_value_max, int)
+        or items_per_value_max < 1
+    ):
+        raise _refused("most is a whole number, 1 or more", f"{path}.most")
+    if mmr is not None and not 0 < (mmr := _number(mmr, f"{path}.mmr")) <= 1:
+        raise _refused(f"mmr is above 0, up to 1, not {mmr:g}", f"{path}.mmr")
+    return Diversify(attribute, items_per_value_max, mmr)
 
 
-def _fields(value: object, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+def _fields(value: object, path: str, field_names: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _refused(f"{place or 'a re-ranking'} is a JSON object of {', '.join(known)}", place)
+        raise _refused(
+            f"{path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}", path
+        )
     for name in value:
-        if name not in known:
+        if name not in field_names:
             raise _refused(
-                f"there is no field {str(name)[:40]!r} here; there are {', '.join(known)}", place
+                f"there is no field {str(name)[:40]!r} here; there are {', '.join(field_names)}",
+                path,
             )
     return value
 
 
-def _number(value: object, place: str) -> float:
+def _number(value: object, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _refused(f"{place.rpartition('.')[2]} is a finite number", place)
+        raise _refused(f"{path.rpartition('.')[2]} is a finite number", path)
     return float(value)
 
 
-def _refused(message: str, place: str, **details: object) -> InvalidReranking:
-    return InvalidReranking(message, **({"field": place} if place else {}), **details)
+def _refused(message: str, path: str, **details: object) -> InvalidReranking:
+    return InvalidReranking(message, **({"field": path} if path else {}), **details)
 
 
-def below(error: InvalidFilter, place: str) -> InvalidFilter:
-    """The same refusal, of a filter that stands at `place`."""
+def below(error: InvalidFilter, path: str) -> InvalidFilter:
+    """The same refusal, of a filter that stands at `path`."""
     inner = error.details.get("field")
-    details = error.details | {"field": place if inner is None else f"{place}.{inner}"}
+    details = error.details | {"field": path if inner is None else f"{path}.{inner}"}
     return type(error)(error.message, **details)
 
 
@@ -161,7 +171,8 @@ class Reranker:
         vectors: NDArray[np.float32],
     ) -> None:
         self._boosts = tuple(
-            (passing, each.factor) for each, passing in zip(reranking.boosts, boosted, strict=True)
+            (filter_mask, boost.factor)
+            for boost, filter_mask in zip(reranking.boosts, boosted, strict=True)
         )
         self._diversify = reranking.diversify or Diversify()
         self._column = _column(self._diversify, attributes)
@@ -172,19 +183,21 @@ class Reranker:
     ) -> NDArray[np.int64]:
         """Places int64 of at most k of the candidates, in their new order; these come best first."""
         boosted = scores.astype(np.float64)
-        for passing, factor in self._boosts:
-            mask = passing.among(ordinals)
+        for filter_mask, factor in self._boosts:
+            mask = filter_mask.among(ordinals)
             boosted[mask] *= np.where(boosted[mask] >= 0, factor, 1 / factor)
         order = np.argsort(-boosted, kind="stable")
         if self._column is None and self._diversify.mmr is None:
             return order[:k]
         room = _Room(self._column, self._diversify.most or 0, ordinals[order])
         if self._diversify.mmr is None:
-            chosen = list(islice(filter(room.takes, range(len(order))), k))
+            chosen_positions = list(islice(filter(room.takes, range(len(order))), k))
         else:
             units = _units(self._vectors[ordinals[order]])
-            chosen = _least_alike(_scaled(boosted[order]), units, self._diversify.mmr, room, k)
-        return order[chosen]
+            chosen_positions = _least_alike(
+                _scaled(boosted[order]), units, self._diversify.mmr, room, k
+            )
+        return order[chosen_positions]
 
 
 def _least_alike(
@@ -196,35 +209,35 @@ def _least_alike(
 ) -> list[int]:
     """Places of at most k, each the best by its relevance less its likeness to one before it."""
     worth, likeness = weight * relevance, np.zeros(len(units), np.float32)
-    chosen: list[int] = []
+    chosen_positions: list[int] = []
     for _ in range(len(units)):
-        place = int(np.argmax(worth - (1 - weight) * likeness))
-        worth[place] = -np.inf
-        if room.takes(place):
-            chosen.append(place)
-            if len(chosen) == k:
+        position = int(np.argmax(worth - (1 - weight) * likeness))
+        worth[position] = -np.inf
+        if room.takes(position):
+            chosen_positions.append(position)
+            if len(chosen_positions) == k:
                 break
-            np.maximum(likeness, units @ units[place], out=likeness)
-    return chosen
+            np.maximum(likeness, units @ units[position], out=likeness)
+    return chosen_positions
 
 
 class _Room:
     """Count of chosen items by value; an item without the attribute counts for none."""
 
     def __init__(
-        self, column: AttributeColumn | None, most: int, ordinals: NDArray[np.uint32]
+        self, column: AttributeColumn | None, items_per_value_max: int, ordinals: NDArray[np.uint32]
     ) -> None:
         self._column = column
-        self._most = most
+        self._most = items_per_value_max
         self._ordinals = ordinals.tolist()
         self._counts: Counter[Any] = Counter()
 
-    def takes(self, place: int) -> bool:
+    def takes(self, position: int) -> bool:
         """True, and counted, if none of the item's values is full."""
         if self._column is None:
             return True
-        values = _values(self._column, self._ordinals[place])
-        if any(self._counts[each] >= self._most for each in values):
+        values = _values(self._column, self._ordinals[position])
+        if any(self._counts[attribute_value] >= self._most for attribute_value in values):
             return False
         self._counts.update(values)
         return True
@@ -246,8 +259,8 @@ def _column(diversify: Diversify, attributes: ItemAttributes | None) -> Attribut
         return None
     column = None if attributes is None else attributes.columns.get(diversify.attribute)
     if column is None:
-        known = {} if attributes is None else attributes.kinds
-        raise unknown_attribute(diversify.attribute, known, "diversify.attribute")
+        kind_by_attribute = {} if attributes is None else attributes.kinds
+        raise unknown_attribute(diversify.attribute, kind_by_attribute, "diversify.attribute")
     return column
 
 

@@ -57,9 +57,9 @@ class Directory:
         """The position of a hash, or -1."""
         shard = bisect_right(self._firsts, hash_) - 1
         part = self.parts[shard]
-        place = int(part.searchsorted(np.uint64(hash_)))
-        if place < len(part) and part.item(place) == hash_:
-            return self._starts[shard] + place
+        part_position = int(part.searchsorted(np.uint64(hash_)))
+        if part_position < len(part) and part.item(part_position) == hash_:
+            return self._starts[shard] + part_position
         return -1
 
     def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -50,11 +50,11 @@ def hash_id(raw: bytes, seed: int) -> int:
 
 def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
     """uint64[n] of `hash_id`."""
-    listed = raws if type(raws) is list else list(raws)
-    found = loader.kernels.hashes(listed, seed)
-    if found is None:  # longer than what is compiled takes
-        found = pure.hashes(listed, seed)
-    return np.frombuffer(found, np.uint64)
+    raw_ids = raws if type(raws) is list else list(raws)
+    hash_bytes = loader.kernels.hashes(raw_ids, seed)
+    if hash_bytes is None:  # longer than what is compiled takes
+        hash_bytes = pure.hashes(raw_ids, seed)
+    return np.frombuffer(hash_bytes, np.uint64)
 
 
 def are_ids(raws: list[bytes]) -> bool:
@@ -138,5 +138,5 @@ def _all_finite(name: str, value: Sequence[object]) -> bytes:
         raise InvalidInput(f"feature {name!r} holds numbers beside other values", field=name)
     numbers = [part + 0.0 for part in value]  # type: ignore[operator]  # as above
     if not all(map(math.isfinite, numbers)):
-        _finite(name, next(each for each in numbers if not math.isfinite(each)))
+        _finite(name, next(number for number in numbers if not math.isfinite(number)))
     return struct.pack(f"<{len(numbers)}d", *numbers)

@@ -42,20 +42,20 @@ class Texts:
 
     def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
         """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
-        known = self._known
-        if known is None:
-            known = self._known = np.full(self._count, None, object)
+        json_by_ordinal = self._known
+        if json_by_ordinal is None:
+            json_by_ordinal = self._known = np.full(self._count, None, object)
             self._is_known = np.zeros(self._count, np.bool_)
         if not self._is_known[ordinals].all():
-            self._read(known, np.unique(ordinals))
-        found: list[list[bytes]] = known[ordinals].tolist()
+            self._read(json_by_ordinal, np.unique(ordinals))
+        json_rows: list[list[bytes]] = json_by_ordinal[ordinals].tolist()
         if self._kept > TEXTS_MAX:
             self._known, self._kept = None, 0
-        return found
+        return json_rows
 
-    def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
+    def _read(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
         new = ordinals[~self._is_known[ordinals]]
         for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
-            known[ordinal] = orjson.dumps(text)
+            json_by_ordinal[ordinal] = orjson.dumps(text)
         self._is_known[new] = True
         self._kept += len(new)

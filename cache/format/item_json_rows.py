@@ -27,8 +27,8 @@ class Lines:
             return None
         size = ordinals.shape[1] * self._kept.width
         lines = np.empty((len(ordinals), size + 1), np.uint8)
-        found = np.frombuffer(self._kept.texts(slots), np.uint8)
-        lines[:, :-1] = found.reshape(-1, size)
+        padded_texts = np.frombuffer(self._kept.texts(slots), np.uint8)
+        lines[:, :-1] = padded_texts.reshape(-1, size)
         lines[:, 0] = _PAD[0]  # the comma before the first
         lines[:, -1] = _END[0]
         return lines.tobytes().translate(None, _PAD).split(_END)[:-1]

@@ -90,19 +90,21 @@ class ItemTable:
         """int64[n] ordinals, -1 where an id is unknown."""
         if len(raws) < 8:  # below that, numpy's fixed cost per call exceeds the searches
             return Ordinals(np.array([self.ordinal_of(raw) for raw in raws], np.int64))
-        found = self.directory.find_many(hash_ids(raws, self.directory.seed))
-        places = np.flatnonzero(found >= 0)
-        named = found[places]
-        sent = [raws[at] for at in places.tolist()]
+        ordinals = self.directory.find_many(hash_ids(raws, self.directory.seed))
+        hit_indexes = np.flatnonzero(ordinals >= 0)
+        named = ordinals[hit_indexes]
+        hit_raws = [raws[at] for at in hit_indexes.tolist()]
         starts, ends = (
             self._offsets[named].astype(np.int64),
             self._offsets[named + 1].astype(np.int64),
         )
-        if not self._are(sent, starts, ends):
-            kept = [bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)]
-            same = np.fromiter(map(eq, kept, sent), np.bool_, len(kept))
-            found[places[~same]] = -1
-        return Ordinals(found)
+        if not self._are(hit_raws, starts, ends):
+            stored_ids = [
+                bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)
+            ]
+            is_equal = np.fromiter(map(eq, stored_ids, hit_raws), np.bool_, len(stored_ids))
+            ordinals[hit_indexes[~is_equal]] = -1
+        return Ordinals(ordinals)
 
     def _are(
         self, raws: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
@@ -114,15 +116,17 @@ class ItemTable:
         if not np.array_equal(np.fromiter(map(len, raws), np.int64, len(raws)), lengths):
             return False
         firsts = np.cumsum(lengths) - lengths
-        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
-        kept = np.frombuffer(self._ids, np.uint8)[places]
-        joined: bytes = kept.tobytes()
+        byte_indexes = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+        id_bytes = np.frombuffer(self._ids, np.uint8)[byte_indexes]
+        joined: bytes = id_bytes.tobytes()
         return joined == b"".join(raws)
 
     def to_model(self, ordinals: Ordinals) -> ModelIndices:
         """Maps ordinals to the model's own indices, the only place that does; -1 stays -1."""
-        known = ordinals >= 0
-        return ModelIndices(np.where(known, self._model_index[np.where(known, ordinals, 0)], -1))
+        is_known = ordinals >= 0
+        return ModelIndices(
+            np.where(is_known, self._model_index[np.where(is_known, ordinals, 0)], -1)
+        )
 
 
 def _ids_of(

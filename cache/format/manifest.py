@@ -185,24 +185,26 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Readable JSON with sorted keys: equal manifests are equal bytes."""
-        told = asdict(self)
-        for model in told["models"].values():
+        document = asdict(self)
+        for model in document["models"].values():
             if model["weights"] is None:  # format 1 has no such field
                 del model["weights"]
-        if not told["seen"] and not told["items"].get("attributes"):  # nor has format 2 these
-            del told["seen"]
-            told["items"].pop("attributes", None)
-        if not told["filters"]:  # nor has format 3 this
-            del told["filters"]
-        if told["events"] is None:  # nor has format 4 these
-            del told["events"]
-            for part in told.get("seen", ()):
+        if not document["seen"] and not document["items"].get(
+            "attributes"
+        ):  # nor has format 2 these
+            del document["seen"]
+            document["items"].pop("attributes", None)
+        if not document["filters"]:  # nor has format 3 this
+            del document["filters"]
+        if document["events"] is None:  # nor has format 4 these
+            del document["events"]
+            for part in document.get("seen", ()):
                 for name in ("times", "feature_ends", "features", "brought"):
                     del part[name]
-        elif not told["events"]["namespace"]:
-            del told["events"]["namespace"]
+        elif not document["events"]["namespace"]:
+            del document["events"]["namespace"]
         return orjson.dumps(
-            told,
+            document,
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
         )
 
@@ -220,8 +222,12 @@ class Manifest:
         """Every file a serving host needs; pages live in Redis and stay in the store."""
         items = self.items
         files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
-        files += [each for one in items.attributes.values() for each in one.parts().values()]
-        files += [each for part in self.seen for each in part.files]
+        files += [
+            artefact
+            for attribute in items.attributes.values()
+            for artefact in attribute.parts().values()
+        ]
+        files += [artefact for part in self.seen for artefact in part.files]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
         for model in self.models.values():
@@ -231,8 +237,12 @@ class Manifest:
     @property
     def stored(self) -> dict[str, Table]:
         """All tables that have pages, by their own names: those that are asked, and those made under filters."""
-        made = [table for each in self.filters.values() for table in each.tables.values()]
-        return {**self.tables, **{table.name: table for table in made}}
+        filtered_tables = [
+            table
+            for named_filter in self.filters.values()
+            for table in named_filter.tables.values()
+        ]
+        return {**self.tables, **{table.name: table for table in filtered_tables}}
 
     def pages(self) -> list[Artefact]:
         """Every file of pages and their checksums."""

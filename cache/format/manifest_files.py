@@ -42,10 +42,10 @@ class Attribute:
 
     def parts(self) -> dict[str, Artefact]:
         """Files of the column, by their names here."""
-        found = {
+        file_by_name = {
             "values": self.values, "offsets": self.offsets, "names": self.names, "name_offsets": self.name_offsets,
         }  # fmt: skip
-        return {name: each for name, each in found.items() if each is not None}
+        return {name: file for name, file in file_by_name.items() if file is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ class SeenPart:
     @classmethod
     def of(cls, files: Iterable[Artefact]) -> Self:
         """Part of these files, each named by its ending, such as `seen/0000.ends`."""
-        return cls(**{each.path.rpartition(".")[2]: each for each in files})
+        return cls(**{file.path.rpartition(".")[2]: file for file in files})
 
     @property
     def files(self) -> list[Artefact]:
         """Files that there are."""
         all_ = (self.ends, self.items, self.times, self.feature_ends, self.features, self.brought)
-        return [each for each in all_ if each is not None]
+        return [file for file in all_ if file is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,19 +46,19 @@ class Reuse:
     def of(cls, facts: Mapping[str, Any]) -> Self | None:
         """Copies as a manifest's facts have them; None where they have none, or another version's."""
         try:
-            told = facts[FACT]
-            nights = tuple(map(_counted, told["nights"]))[-NIGHTS:]
-            base = None if told["base"] is None else str(told["base"])
-            return cls(_counted(told), base, str(told["why"]), str(told["read_because"]), nights)
+            fact = facts[FACT]
+            nights = tuple(map(_counted, fact["nights"]))[-NIGHTS:]
+            base = None if fact["base"] is None else str(fact["base"])
+            return cls(_counted(fact), base, str(fact["why"]), str(fact["read_because"]), nights)
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
     @property
     def lately(self) -> UsersByReason:
         """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
-        spared_s = sum(each.spared_s for each in self.nights)
+        spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
-            _added(each.users for each in self.nights), spared_s / max(1, len(self.nights))
+            _added(night.users for night in self.nights), spared_s / max(1, len(self.nights))
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,13 +69,13 @@ class Reuse:
         }  # fmt: skip
 
 
-def _counted(told: Mapping[str, Any]) -> UsersByReason:
-    return UsersByReason(_added([told["users"]]), float(told["spared_s"]))
+def _counted(night_fact: Mapping[str, Any]) -> UsersByReason:
+    return UsersByReason(_added([night_fact["users"]]), float(night_fact["spared_s"]))
 
 
 def _added(parts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    found = dict.fromkeys(REASONS, 0)
+    user_count_by_reason = dict.fromkeys(REASONS, 0)
     for users in parts:
         for name in REASONS:
-            found[name] += int(users.get(name, 0))
-    return found
+            user_count_by_reason[name] += int(users.get(name, 0))
+    return user_count_by_reason

@@ -33,11 +33,11 @@ class Breaker:
         """Returns whether a call may be made now; True after the cooldown takes the turn of a probe."""
         if self.state == "closed":
             return True
-        now = self._timer()
-        if now < self._next_probe_at:
+        now_s = self._timer()
+        if now_s < self._next_probe_at:
             return False
         self.state = "half_open"
-        self._next_probe_at = now + self._cooldown_s
+        self._next_probe_at = now_s + self._cooldown_s
         return True
 
     def success(self) -> None:

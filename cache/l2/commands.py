@@ -170,10 +170,10 @@ class Packer:
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
         named, payload = write.hash_hex.encode(), write.payload
         of = write.generation, write.table, len(named), len(payload)
-        before, after = self._writes.get(of) or self._begin_writes(*of)
+        bytes_before_hash, after = self._writes.get(of) or self._begin_writes(*of)
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
-        pieces += before, named, after, payload, tail
+        pieces += bytes_before_hash, named, after, payload, tail
         if write.mark is not None:
             pieces.append(pack_mark(write.mark))
 
@@ -184,10 +184,10 @@ class Packer:
         if len(self._writes) >= _WRITES_MAX:
             self._writes.clear()
         prefix = self._keyspace.overlay(generation, table, "").encode()
-        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (len(prefix) + digits, prefix)
-        found = before, b"\r\n$%d\r\n" % size_bytes
-        self._writes[generation, table, digits, size_bytes] = found
-        return found
+        bytes_before_hash = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (len(prefix) + digits, prefix)
+        fragments = bytes_before_hash, b"\r\n$%d\r\n" % size_bytes
+        self._writes[generation, table, digits, size_bytes] = fragments
+        return fragments
 
     def _head(self, generation: str, table: str, page: int) -> bytes:
         if len(self._heads) >= _HEADS_MAX:
@@ -211,11 +211,11 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
     if type(replies) is Frames:  # every one of them is a record
         return replies
     answers: list[Answer] = []
-    place = iter(replies)
+    remaining_replies = iter(replies)
     for command in commands:
-        reply = next(place)
+        reply = next(remaining_replies)
         if type(command) is OverlayRead:
-            value = next(place)
+            value = next(remaining_replies)
             if isinstance(value, bytes) and isinstance(reply, int):
                 answers.append(Overlay(value, max(0, reply) / 1000))
                 continue
@@ -224,7 +224,7 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
             answers.append(reply)
             continue
         elif type(command) is OverlayWrite and command.mark is not None:
-            next(place)  # the mark's: without it the lease ends by itself
+            next(remaining_replies)  # the mark's: without it the lease ends by itself
         elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
             # None would mean that it was taken.
             is_sound = reply is None or type(reply) is bytes
@@ -232,8 +232,11 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
             continue
         elif type(command) is Asking:
             parts = OVERLAY_COMMANDS if isinstance(command.command, OverlayRead) else 1
-            own = [next(place), *(list(islice(place, 2))[1] for _ in range(parts - 1))]
-            answers.extend(unpack((command.command,), own))
+            command_replies = [
+                next(remaining_replies),
+                *(list(islice(remaining_replies, 2))[1] for _ in range(parts - 1)),
+            ]
+            answers.extend(unpack((command.command,), command_replies))
             continue
         # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.
         answers.append(refused(reply) if isinstance(reply, hiredis.ReplyError) else None)

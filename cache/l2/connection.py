@@ -45,14 +45,14 @@ class PipelineConnection(asyncio.Protocol):
     """
 
     def __init__(
-        self, opened: AbstractConnection, lost: Callable[["PipelineConnection"], None]
+        self, opened: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]
     ) -> None:
         writer = opened._writer
         if writer is None:
             raise TierUnavailable("the connection is not open", reason="connection")
         # Held for its life: redis-py closes the socket when the connection object goes.
         self.redis_connection = opened
-        self._lost = lost
+        self._lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._scanner = scanner_of(RECORD_REPLIES)
         self._replies: list[Any] = []
@@ -83,9 +83,9 @@ class PipelineConnection(asyncio.Protocol):
         self._pipelines.append(pipeline)
         self._transport.write(pipeline.packed)
 
-    def abort(self, why: TierUnavailable) -> None:
-        """Closes at once; every pipeline under way lands with `why`."""
-        self._why = self._why or why
+    def abort(self, error: TierUnavailable) -> None:
+        """Closes at once; every pipeline under way lands with `error`."""
+        self._why = self._why or error
         self._transport.abort()
         self._fail_all()
 
@@ -144,7 +144,7 @@ class PipelineConnection(asyncio.Protocol):
         self._lost(self)
 
     def _fail_all(self) -> None:
-        why = self._why or TierUnavailable("connection closed", reason="connection")
+        error = self._why or TierUnavailable("connection closed", reason="connection")
         self._replies, self._held = [], b""
         while self._pipelines:
-            self._pipelines.popleft().land(why)
+            self._pipelines.popleft().land(error)

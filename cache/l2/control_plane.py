@@ -72,12 +72,17 @@ class ControlPlane(Protocol):
         seconds, microseconds = await self.ask("TIME")
         return float(seconds) + float(microseconds) / 1e6
 
-    async def heartbeat(self, payload: bytes, at: float, before: bytes | None = None) -> None:
+    async def heartbeat(
+        self, payload: bytes, at: float, previous_payload: bytes | None = None
+    ) -> None:
         """Registers what a replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
 
-        It takes the place of the replica's payload `before`, in one step, also while Redis is at maxmemory.
+        It takes the place of the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
         """
-        replicas, old = self.keyspace.replicas, () if before is None else (before,)
+        replicas, old = (
+            self.keyspace.replicas,
+            () if previous_payload is None else (previous_payload,),
+        )
         try:
             await self.ask("EVAL", _BEAT, 1, replicas, at, payload, *old)
         except TierUnavailable as error:
@@ -85,8 +90,8 @@ class ControlPlane(Protocol):
                 raise
             # The user's rights are those of an earlier version: then as before, which needs free memory.
             await self.ask("ZADD", replicas, at, payload)
-            if before is not None and before != payload:
-                await self.ask("ZREM", replicas, before)
+            if previous_payload is not None and previous_payload != payload:
+                await self.ask("ZREM", replicas, previous_payload)
 
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
@@ -108,19 +113,21 @@ class ControlPlane(Protocol):
 
     async def infos(self) -> list[dict[str, Any]]:
         """`INFO` of every server."""
-        found = await self.ask_servers("INFO")
-        for each in found:
-            if isinstance(each, TierUnavailable):
-                raise each
-        return found
+        replies = await self.ask_servers("INFO")
+        for reply in replies:
+            if isinstance(reply, TierUnavailable):
+                raise reply
+        return replies
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any."""
-        found = await self.ask_servers("INFO", "memory")
-        policies = [str(each.get("maxmemory_policy", "")) for each in found if type(each) is dict]
+        replies = await self.ask_servers("INFO", "memory")
+        policies = [
+            str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict
+        ]
         if not policies:
-            raise found[0]
-        return next((each for each in policies if each.startswith("allkeys")), policies[0])
+            raise replies[0]
+        return next((policy for policy in policies if policy.startswith("allkeys")), policies[0])
 
 
 class ServerControl(ControlPlane):
@@ -188,12 +195,12 @@ def _sketch_keys(keyspace: Keyspace, number: int, window: Window) -> tuple[str, 
 
 
 async def _members(control: ControlPlane, key: str) -> list[bytes]:
-    found: list[bytes] = []
+    scored_members: list[bytes] = []
     for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
         last = start + READ_AT_ONCE - 1
         reply = await control.ask("ZREVRANGE", key, start, last, "WITHSCORES")
         with as_unavailable():
-            found += (piece := checked("ZREVRANGE", reply, SCORED_MEMBERS))
+            scored_members += (piece := checked("ZREVRANGE", reply, SCORED_MEMBERS))
         if len(piece) < 2 * READ_AT_ONCE:
             break
-    return found
+    return scored_members

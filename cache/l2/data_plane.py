@@ -28,14 +28,14 @@ class DataPlaneStats:
     breaker_opened: int = 0
     breaker: State = "closed"
 
-    def __add__(self, other: "DataPlaneStats") -> "DataPlaneStats":
+    def __add__(self, addend: "DataPlaneStats") -> "DataPlaneStats":
         """Stats of both."""
         return DataPlaneStats(
-            self.batches + other.batches,
-            self.commands + other.commands,
-            self.shed + other.shed,
-            self.breaker_opened + other.breaker_opened,
-            max(self.breaker, other.breaker, key=_WORST_LAST.index),
+            self.batches + addend.batches,
+            self.commands + addend.commands,
+            self.shed + addend.shed,
+            self.breaker_opened + addend.breaker_opened,
+            max(self.breaker, addend.breaker, key=_WORST_LAST.index),
         )
 
 

@@ -35,11 +35,11 @@ def is_redirect(reply: Any) -> bool:
 def refused(reply: Any) -> TierUnavailable:
     """An error reply as the reason why an answer is not known, whatever it says: who waits has no other end."""
     message = f"Redis refused: {reply}"
-    if found := _WHERE.match(str(reply)):
-        kind, slot, host, port = found.groups()
+    if redirect_match := _WHERE.match(str(reply)):
+        kind, slot, host, port = redirect_match.groups()
         if int(slot) < SLOTS and 0 < int(port) < 1 << 16:
-            there = join_address(host.strip("[]"), int(port))
-            return Redirected(message, slot=int(slot), address=there, is_ask=kind == "ASK")
+            target_address = join_address(host.strip("[]"), int(port))
+            return Redirected(message, slot=int(slot), address=target_address, is_ask=kind == "ASK")
     return TierUnavailable(message, reason="connection")
 
 
@@ -59,15 +59,17 @@ def as_unavailable() -> Iterator[None]:
 
 
 @contextmanager
-def translated(place: str = "", variable: str = "REDIS_URL") -> Iterator[None]:
-    """Raises an error of Redis with its remedy, for the operator; `place` is the URL to name, without a password.
+def translated(shown_url: str = "", variable: str = "REDIS_URL") -> Iterator[None]:
+    """Raises an error of Redis with its remedy, for the operator; `shown_url` is the URL to name, without a password.
 
     `variable` is the one of the environment that the URL stands in.
     """
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
-        raise _with_remedy(error, f"{variable} {place}" if place else variable, variable) from error
+        raise _with_remedy(
+            error, f"{variable} {shown_url}" if shown_url else variable, variable
+        ) from error
 
 
 def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
@@ -79,25 +81,27 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
                 rule="redis_memory",
             )
         case exceptions.ReadOnlyError():
-            said = f"Redis is a read-only replica; point {variable} at the primary"
+            message = f"Redis is a read-only replica; point {variable} at the primary"
         case exceptions.NoPermissionError() | exceptions.AuthenticationError():
             return ConfigError(
                 f"Redis refused the user of {variable}: {error}; it needs the loader's ACL"
             )
         case exceptions.BusyLoadingError():
-            said = f"Redis is still loading its data: {error}; wait for it, then run the step again"
+            message = (
+                f"Redis is still loading its data: {error}; wait for it, then run the step again"
+            )
         case exceptions.TimeoutError():
             return TierUnavailable(
                 f"Redis did not answer in time ({where}): {error}; run the step again, or raise redis_timeout_s",
                 reason="timeout",
             )
         case exceptions.ConnectionError():
-            said = (
+            message = (
                 f"Redis cannot be reached ({where}): {error}; start it or correct {variable}, then run the "
                 "step again"
             )
         case exceptions.InvalidResponse():
-            said = (
+            message = (
                 f"the server at {where} does not answer as Redis does: {error}; check that the address is Redis', then "
                 "run the step again"
             )
@@ -106,10 +110,10 @@ def _with_remedy(error: Exception, where: str, variable: str) -> LarderError:
                 f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
             )
         case exceptions.RedisClusterException():
-            said = (
+            message = (
                 f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct {variable}, then run "
                 "the step again"
             )
         case _:
-            said = f"Redis refused a command: {error}; run the step again once that is over"
-    return TierUnavailable(said, reason="connection")
+            message = f"Redis refused a command: {error}; run the step again once that is over"
+    return TierUnavailable(message, reason="connection")

@@ -62,15 +62,15 @@ def pack_lease(command: Lease) -> bytes:
         return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
             _TAKING, len(key), key, len(token), token, _UNLESS, len(life), life,
         )  # fmt: skip
-    seen, value = command.seen, command.value
+    expected_value, value = command.seen, command.value
     return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        _SWAPPING, len(key), key, len(seen), seen, len(value), value, len(life), life,
+        _SWAPPING, len(key), key, len(expected_value), expected_value, len(value), value, len(life), life,
     )  # fmt: skip
 
 
-def pack_mark(mark: Mark) -> bytes:
+def pack_mark(lease_mark: Mark) -> bytes:
     """RESP that marks a lease as done, whoever leads by now: the answer is there."""
-    key, value = mark.key.encode(), DONE + mark.token
+    key, value = lease_mark.key.encode(), DONE + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _DONE_LIFE,
     )  # fmt: skip

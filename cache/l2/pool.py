@@ -79,10 +79,10 @@ class PipelinePool:
 
         What is under way lands as unavailable. Not again within seconds: there may be no other.
         """
-        now = asyncio.get_running_loop().time()
-        if now < self._renewed_at + _RENEWED_S:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._renewed_at + _RENEWED_S:
             return
-        self._renewed_at = now
+        self._renewed_at = now_s
         for connection in tuple(self._connections):
             connection.abort(TierUnavailable("Redis takes no writes any more", reason="connection"))
 
@@ -91,10 +91,10 @@ class PipelinePool:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        gone = TierUnavailable("this client was closed", reason="connection")
-        self._fail_waiting(gone)
+        closed_error = TierUnavailable("this client was closed", reason="connection")
+        self._fail_waiting(closed_error)
         for connection in tuple(self._connections):
-            connection.abort(gone)
+            connection.abort(closed_error)
             self._lost(connection)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
@@ -125,14 +125,14 @@ class PipelinePool:
         finally:
             self._opening = None
 
-    def _fail_waiting(self, why: TierUnavailable) -> None:
+    def _fail_waiting(self, error: TierUnavailable) -> None:
         waiting, self._waiting = self._waiting, {}
         for pipeline in waiting:
-            pipeline.land(why)
+            pipeline.land(error)
 
-    def _expire(self, pipeline: Pipeline, deadline_s: float, seen: bool) -> None:
+    def _expire(self, pipeline: Pipeline, deadline_s: float, is_second_look: bool) -> None:
         loop = asyncio.get_running_loop()
-        if not seen:
+        if not is_second_look:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
             # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
             look_s = deadline_for(SECOND_LOOK_S, pipeline.count)

@@ -47,14 +47,14 @@ class Frames(Sequence[bytes]):
     @classmethod
     def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
         """Merges runs of replies, all of one length, into one, by the place of each of their replies in the whole."""
-        count, length = sum(len(places) for places, _ in parts), parts[0][1]._length
-        whole = np.empty(count, f"V{stride(length)}")
-        for places, frames in parts:
+        count, length = sum(len(indexes) for indexes, _ in parts), parts[0][1]._length
+        merged_rows = np.empty(count, f"V{stride(length)}")
+        for indexes, frames in parts:
             first = frames._at - len(_head(length))
-            whole[np.asarray(places)] = np.ndarray(
-                frames._count, whole.dtype, frames._data, first, (frames._stride,)
+            merged_rows[np.asarray(indexes)] = np.ndarray(
+                frames._count, merged_rows.dtype, frames._data, first, (frames._stride,)
             )
-        return cls(whole.tobytes(), count, length)
+        return cls(merged_rows.tobytes(), count, length)
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""

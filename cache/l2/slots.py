@@ -27,27 +27,27 @@ def seed_urls(url: str) -> list[str]:
 
     Raises ConfigError, which never repeats the URL: it may hold a password.
     """
-    scheme, _, rest = url.partition("+cluster://")
-    parts = urlsplit(f"{scheme}://{rest}")
+    scheme, _, location = url.partition("+cluster://")
+    parts = urlsplit(f"{scheme}://{location}")
     user, at, hosts = parts.netloc.rpartition("@")
-    found = []
+    urls = []
     for host in hosts.split(","):
-        plain = parts._replace(netloc=f"{user}{at}{host}")
+        node_parts = parts._replace(netloc=f"{user}{at}{host}")
         try:
-            is_host = bool(plain.hostname) and plain.port != 0
+            is_host = bool(node_parts.hostname) and node_parts.port != 0
         except ValueError:
             is_host = False
         if not is_host:
             raise ConfigError(
                 f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url"
             )
-        found.append(plain.geturl())
+        urls.append(node_parts.geturl())
     if parts.path not in ("", "/", "/0"):
         raise ConfigError(
             f"a Redis Cluster has database 0 only, its URL ends in {parts.path!r}",
             field="redis_url",
         )
-    return found
+    return urls
 
 
 def address_of(url: str) -> str:
@@ -68,18 +68,18 @@ def node_url(seed: str, address: str) -> str:
     return parts._replace(netloc=f"{user}{at}{address}").geturl()
 
 
-def owners_of(reply: Sequence[Any], asked: str) -> Owners:
-    """The slot map in a reply to `CLUSTER SLOTS`; `asked`, "host:port", answered it.
+def owners_of(reply: Sequence[Any], node_address: str) -> Owners:
+    """The slot map in a reply to `CLUSTER SLOTS`; `node_address`, "host:port", answered it.
 
     A node that does not know its own address, or is told to keep it (`?`), is where it was asked.
     """
-    here = asked.rpartition(":")[0].strip("[]")
-    found: Owners = {}
+    node_host = node_address.rpartition(":")[0].strip("[]")
+    owners: Owners = {}
     for first, last, (host, port, *_), *_replicas in reply:
         name = "" if host is None else host.decode() if isinstance(host, bytes) else str(host)
-        address = join_address(here if name in ("", "?") else name, int(port))
-        found.update(dict.fromkeys(range(int(first), int(last) + 1), address))
-    return found
+        address = join_address(node_host if name in ("", "?") else name, int(port))
+        owners.update(dict.fromkeys(range(int(first), int(last) + 1), address))
+    return owners
 
 
 class PageSlots(dict[int, int]):

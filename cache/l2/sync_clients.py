@@ -30,12 +30,12 @@ class Cluster(RedisCluster):
     """
 
     def __init__(self, url: str, settings: dict[str, Any]) -> None:
-        seed, *others = seed_urls(url)
+        seed, *node_urls = seed_urls(url)
         self.named = url, settings
         try:
             super().__init__(
                 url=seed,
-                startup_nodes=[_node(each) for each in others],
+                startup_nodes=[_node(node_url) for node_url in node_urls],
                 require_full_coverage=False,
                 retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
@@ -107,14 +107,14 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
         return check_replies(redis.Redis(connection_pool=own))
     changes.pop("retry", None)
     url, settings = client.named
-    again = Cluster(url, {**settings, **changes})
-    nodes = again.nodes_manager
+    cluster = Cluster(url, {**settings, **changes})
+    nodes = cluster.nodes_manager
     nodes.connection_pool_class = partial(pool, **BOUNDED)
     for node in nodes.nodes_cache.values():
         if node.redis_connection is not None:
             disconnect(node.redis_connection)
             node.redis_connection = None
-    return again
+    return cluster
 
 
 def masters(client: "redis.Redis") -> dict[str, "redis.Redis"]:
@@ -123,7 +123,7 @@ def masters(client: "redis.Redis") -> dict[str, "redis.Redis"]:
         return {"primary": client}
     return {
         f"primary {join_address(node.host, node.port)}": client.get_redis_connection(node)
-        for node in sorted(client.get_primaries(), key=lambda each: (each.host, each.port))
+        for node in sorted(client.get_primaries(), key=lambda node: (node.host, node.port))
     }
 
 
@@ -140,14 +140,14 @@ def by_server(
     """A plain client of each server that holds some of these keys, and the places of those in `names`."""
     if not isinstance(client, Cluster):
         return [(client, range(len(names)))]
-    found: dict[str, tuple[redis.Redis, list[int]]] = {}
-    for place, name in enumerate(names):
+    group_by_node: dict[str, tuple[redis.Redis, list[int]]] = {}
+    for index, name in enumerate(names):
         node = client.get_node_from_key(name)
-        entry = found.get(node.name)
+        entry = group_by_node.get(node.name)
         if entry is None:
-            entry = found[node.name] = (client.get_redis_connection(node), [])
-        entry[1].append(place)
-    return found.values()
+            entry = group_by_node[node.name] = (client.get_redis_connection(node), [])
+        entry[1].append(index)
+    return group_by_node.values()
 
 
 def shares(client: "redis.Redis") -> dict[str, float]:
@@ -155,8 +155,8 @@ def shares(client: "redis.Redis") -> dict[str, float]:
     if not isinstance(client, Cluster):
         return {"primary": 1.0}
     slots = client.nodes_manager.slots_cache
-    found = dict.fromkeys(masters(client), 0.0)
+    fraction_by_server = dict.fromkeys(masters(client), 0.0)
     for nodes in slots.values():
         name = f"primary {join_address(nodes[0].host, nodes[0].port)}"
-        found[name] = found.get(name, 0.0) + 1 / SLOTS
-    return found
+        fraction_by_server[name] = fraction_by_server.get(name, 0.0) + 1 / SLOTS
+    return fraction_by_server

@@ -83,13 +83,13 @@ class PipelinePart:
         if self.answers.done():
             return
         try:
-            kept = self.keep(answers)
+            future_result = self.keep(answers)
         except (
             Exception
         ) as error:  # costs one caller its answer, and none of the others of this turn
             self.answers.set_exception(error)
         else:
-            self.answers.set_result(kept)
+            self.answers.set_result(future_result)
 
 
 class RemoteTier:
@@ -158,14 +158,18 @@ class RemoteTier:
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
         answers = await self.submit(writes, list) if writes else []
-        return [each if isinstance(each, TierUnavailable) else None for each in answers]
+        return [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
 
     def _flush(self) -> None:
-        turn, self._turn = self._turn, []
+        queued_parts, self._turn = self._turn, []
         parts: list[PipelinePart] = []
         count = 0
         # What is answered at one length lies together: such replies need no parser.
-        for part in sorted(turn, key=attrgetter("length")) if len(turn) > 1 else turn:
+        for part in (
+            sorted(queued_parts, key=attrgetter("length"))
+            if len(queued_parts) > 1
+            else queued_parts
+        ):
             if parts and (
                 count + part.count > self.config.batch_commands_max
                 or part.length != parts[0].length
@@ -196,8 +200,8 @@ class RemoteTier:
     def _landed(
         self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float
     ) -> None:
-        now = time.monotonic()
-        self._landings.append((now, now - sent_at))
+        landed_at = time.monotonic()
+        self._landings.append((landed_at, landed_at - sent_at))
         if isinstance(outcome, TierUnavailable):
             # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
             if outcome is not self._counted:
@@ -209,7 +213,7 @@ class RemoteTier:
             isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome
         ):
             # Loading, no permission: there, but no use. Of writes alone it says nothing of reads: out of memory, say.
-            reads = any(isinstance(each, Read) for part in parts for each in part.commands)
+            reads = any(isinstance(command, Read) for part in parts for command in part.commands)
             self.breaker.failure() if reads else self.breaker.success()
         else:
             self.breaker.success()
@@ -226,10 +230,10 @@ class RemoteTier:
             self._in_flight -= part.count
             part.land(_unpacked(part.commands, replies))
 
-    def _answer_all(self, parts: list[PipelinePart], why: TierUnavailable) -> None:
+    def _answer_all(self, parts: list[PipelinePart], error: TierUnavailable) -> None:
         for part in parts:
             self._in_flight -= part.count
-            part.land([why] * len(part.commands))
+            part.land([error] * len(part.commands))
 
     def bound_s(self) -> float:
         """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
@@ -240,16 +244,16 @@ class RemoteTier:
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any."""
-        since = time.monotonic() - within_s
-        seconds = sorted(took for at, took in self._landings if at >= since)
+        window_start_s = time.monotonic() - within_s
+        seconds = sorted(elapsed_s for at, elapsed_s in self._landings if at >= window_start_s)
         return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for."""
         key = self.control.keyspace.page(read.generation, read.table, read.page)
         last = read.offset + read.length - 1
-        found = cast(bytes, await self.control.ask("GETRANGE", key, read.offset, last))
-        return found if len(found) == read.length else None
+        page_part = cast(bytes, await self.control.ask("GETRANGE", key, read.offset, last))
+        return page_part if len(page_part) == read.length else None
 
     async def connect_ahead(self) -> None:
         """Opens a connection before the first read comes; raises nothing."""

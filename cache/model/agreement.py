@@ -14,56 +14,62 @@ class Errors(NamedTuple):
     mean: float
 
 
-def overlap(ours: Iterable[Hashable], theirs: Iterable[Hashable], of: int) -> float:
+def overlap(first_items: Iterable[Hashable], theirs: Iterable[Hashable], of: int) -> float:
     """Different items that both hold, as a share of `of` items; 1 where there are none to share."""
-    return len(set(ours).intersection(theirs)) / of if of else 1.0
+    return len(set(first_items).intersection(theirs)) / of if of else 1.0
 
 
-def jaccard(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> float:
+def jaccard(first_items: Iterable[Hashable], theirs: Iterable[Hashable]) -> float:
     """Different items that both hold, as a share of those that either does; 1 where neither holds any."""
-    a, b = set(ours), set(theirs)
+    a, b = set(first_items), set(theirs)
     return overlap(a, b, len(a | b))
 
 
-def recalls(wanted: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [n]: of each row of `wanted` [n, k] the share that the same row of `found` [n, m] holds, in any order."""
-    pairs = zip(wanted.tolist(), found.tolist(), strict=True)
-    return np.array([overlap(ours, theirs, len(ours)) for ours, theirs in pairs])
+def recalls(expected_ids: NDArray[Any], retrieved_ids: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [n]: share of each row of `expected_ids` [n, k] that is in the same row of `retrieved_ids` [n, m]."""
+    pairs = zip(expected_ids.tolist(), retrieved_ids.tolist(), strict=True)
+    return np.array(
+        [overlap(expected_row, theirs, len(expected_row)) for expected_row, theirs in pairs]
+    )
 
 
-def cosine(ours: NDArray[np.floating], theirs: NDArray[np.floating]) -> float | None:
+def cosine(first_vector: NDArray[np.floating], theirs: NDArray[np.floating]) -> float | None:
     """Cosine of two vectors of one size; None where one of them has no direction."""
-    lengths = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
-    return float(ours @ theirs) / lengths if lengths else None
+    lengths = float(np.linalg.norm(first_vector) * np.linalg.norm(theirs))
+    return float(first_vector @ theirs) / lengths if lengths else None
 
 
-def row_cosines(ours: NDArray[np.floating], theirs: NDArray[np.floating]) -> NDArray[np.float64]:
+def row_cosines(
+    first_vectors: NDArray[np.floating], theirs: NDArray[np.floating]
+) -> NDArray[np.float64]:
     """float64 [n] cosines of rows; two zero rows agree, one with another does not."""
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    a, b = first_vectors.astype(np.float64), theirs.astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     both_zero = ~a.any(axis=1) & ~b.any(axis=1)
     products = np.einsum("nd,nd->n", a, b)
-    found: NDArray[np.float64] = np.divide(
+    cosines: NDArray[np.float64] = np.divide(
         products, lengths, out=np.asarray(both_zero, np.float64), where=lengths > 0
     )
-    return found
+    return cosines
 
 
-def absolute_errors(found: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
+def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
     """Errors of one or more numbers in their own unit."""
-    sizes = np.abs(found - exact)
+    sizes = np.abs(approximate - exact)
     return Errors(float(sizes.max()), float(sizes.mean()))
 
 
-def relative_errors(found: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
+def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
     """Errors as shares of the largest of the exact numbers; in their own unit where all of these are 0."""
     largest = float(np.abs(exact).max()) or 1.0
-    errors = absolute_errors(found, exact)
+    errors = absolute_errors(approximate, exact)
     return Errors(errors.largest / largest, errors.mean / largest)
 
 
-def worst_errors(found: NDArray[np.floating], exact: NDArray[np.floating]) -> NDArray[np.float64]:
+def worst_errors(
+    approximate: NDArray[np.floating], exact: NDArray[np.floating]
+) -> NDArray[np.float64]:
     """[n]: the largest error of each row [n, d] as a share of the largest number of its exact row."""
     largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
-    errors: NDArray[np.float64] = np.abs(exact - found).max(axis=1) / largest
+    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
     return errors

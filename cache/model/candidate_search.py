@@ -74,13 +74,13 @@ class Searcher:
             # A model may give infinity for a blank input, such as the logarithm of a price of 0.
             with np.errstate(invalid="ignore"):
                 queries = (queries / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        found = np.empty((len(queries), count), np.int64)
+        ordinals = np.empty((len(queries), count), np.int64)
         parameters = None if blocked is None else self._without(blocked)
         for start in range(0, len(queries), _QUERIES_PER_CALL):
             rows = slice(start, start + _QUERIES_PER_CALL)
             part = np.ascontiguousarray(queries[rows], np.float32)
-            found[rows] = self._index.search(part, count, params=parameters)[1]
-        return found
+            ordinals[rows] = self._index.search(part, count, params=parameters)[1]
+        return ordinals
 
     @staticmethod
     def filters(blocked: NDArray[np.int64]) -> bool:

@@ -59,38 +59,48 @@ def prepare_all(
         ends.append(len(ids))
     ordinals = items.ordinals_of(ids)
     indices = items.to_model(ordinals)
-    known, known_ends = _kept(indices, ends)
+    known_indices, known_ends = _kept(indices, ends)
     excluded, excluded_ends = _kept(ordinals, ends)
-    own = np.array([-1 if each.item is None else each.item for each in sources], np.int64)
-    own_indices = items.to_model(Ordinals(own)).tolist() if own.max(initial=-1) >= 0 else None
-    binds = {each.bind for each in spec.inputs}
-    found: list[Prepared | InvalidInput | None] = []
+    item_ordinals = np.array(
+        [-1 if source.item is None else source.item for source in sources], np.int64
+    )
+    own_indices = (
+        items.to_model(Ordinals(item_ordinals)).tolist()
+        if item_ordinals.max(initial=-1) >= 0
+        else None
+    )
+    binds = {input_spec.bind for input_spec in spec.inputs}
+    prepared_inputs: list[Prepared | InvalidInput | None] = []
     for row, source in enumerate(sources):
-        history = known[known_ends[row] : known_ends[row + 1]]
-        dropped = ends[row + 1] - ends[row] - len(history)
-        barred = excluded[excluded_ends[row] : excluded_ends[row + 1]]
-        if len(barred) > history_limit:
-            newest = items.to_model(Ordinals(barred[-history_limit:]))
-            history = newest[newest >= 0]
+        history = known_indices[known_ends[row] : known_ends[row + 1]]
+        dropped_count = ends[row + 1] - ends[row] - len(history)
+        excluded_ordinals = excluded[excluded_ends[row] : excluded_ends[row + 1]]
+        if len(excluded_ordinals) > history_limit:
+            newest_indices = items.to_model(Ordinals(excluded_ordinals[-history_limit:]))
+            history = newest_indices[newest_indices >= 0]
         item_index = -1
         if source.item is not None:
             item_index = -1 if own_indices is None else own_indices[row]
-            barred = np.union1d(barred, [source.item])
+            excluded_ordinals = np.union1d(excluded_ordinals, [source.item])
         try:
-            sent = source.features
-            features = {} if sent is None else check_features(spec.features, sent)
+            raw_features = source.features
+            features = {} if raw_features is None else check_features(spec.features, raw_features)
         except InvalidInput as error:
-            found.append(error.with_traceback(None))  # which holds this list, and so itself
+            prepared_inputs.append(
+                error.with_traceback(None)
+            )  # which holds this list, and so itself
             continue
         is_usable = not (
             ("feature" in binds and source.features is None)
             or ("item_index" in binds and item_index < 0)
             or (binds == {"history"} and not len(history))
         )
-        found.append(
-            Prepared(table, history, features, item_index, barred, dropped) if is_usable else None
+        prepared_inputs.append(
+            Prepared(table, history, features, item_index, excluded_ordinals, dropped_count)
+            if is_usable
+            else None
         )
-    return found
+    return prepared_inputs
 
 
 def latest_of_each(history: Sequence[bytes]) -> list[bytes]:
@@ -101,5 +111,5 @@ def latest_of_each(history: Sequence[bytes]) -> list[bytes]:
 def _kept(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
     """The numbers that are not -1, and where each row of them ends."""
     is_known = numbers >= 0
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
-    return numbers[is_known], before[np.asarray(ends)].tolist()
+    known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
+    return numbers[is_known], known_counts[np.asarray(ends)].tolist()

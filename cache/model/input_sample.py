@@ -58,9 +58,9 @@ def probe_part(
 
 def write_probe(root: Path, parts: Sequence[ProbePart]) -> str:
     """Writes the parts, in hash order, as one file; returns its path relative to `root`."""
-    ends, flat = _joined([each for part in parts for each in part.histories], np.uint32)
-    texts = [each for part in parts for each in part.features]
-    feature_ends, characters = _joined([np.frombuffer(each, np.uint8) for each in texts], np.uint8)
+    ends, flat = _joined([history for part in parts for history in part.histories], np.uint32)
+    texts = [text for part in parts for text in part.features]
+    feature_ends, characters = _joined([np.frombuffer(text, np.uint8) for text in texts], np.uint8)
     sink = io.BytesIO()
     np.savez(
         sink,
@@ -102,9 +102,9 @@ class Probe:
 
     def of(self, hash_: int) -> LiveInput | None:
         """The input of the user with this hash, as a caller would send it."""
-        wanted = np.uint64(hash_)
-        row = int(self._hashes.searchsorted(wanted))
-        if row >= len(self._hashes) or self._hashes[row] != wanted:
+        user_hash = np.uint64(hash_)
+        row = int(self._hashes.searchsorted(user_hash))
+        if row >= len(self._hashes) or self._hashes[row] != user_hash:
             return None
         history = self._histories[self._history_ends[row] : self._history_ends[row + 1]].tolist()
         text = self._features[self._feature_ends[row] : self._feature_ends[row + 1]].tobytes()

@@ -30,23 +30,25 @@ class ListSearch:
     def excluded(self, batch: Sequence[Prepared], blocked: Ordinals) -> list[Ordinals]:
         """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
         if not len(blocked) or self.searcher.filters(blocked):
-            return [each.excluded for each in batch]
-        return [np.concatenate([each.excluded, blocked]) for each in batch]
+            return [prepared.excluded for prepared in batch]
+        return [np.concatenate([prepared.excluded, blocked]) for prepared in batch]
 
     def counts(self, excluded: Sequence[Ordinals]) -> Ordinals:
         """Number of candidates [n] that are sure to hold a whole list of each input, without what it leaves out."""
-        return self.searcher.fetch(self.width, np.array([len(each) for each in excluded]))
+        return self.searcher.fetch(
+            self.width, np.array([len(exclusions) for exclusions in excluded])
+        )
 
     def candidates(self, vectors: Vectors, counts: Ordinals, blocked: Ordinals) -> list[Ordinals]:
         """Ordinals that the index finds for each vector, best first, so many; -1 stands where there are no more."""
         inside = blocked if self.searcher.filters(blocked) else None
-        found: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
+        candidate_lists: list[Ordinals] = [np.empty(0, np.int64)] * len(vectors)
         for count in np.unique(counts).tolist():
             rows = np.flatnonzero(counts == count)
             searched = self.searcher.search(vectors[rows], count, inside)
-            for row, each in zip(rows.tolist(), searched, strict=True):
-                found[row] = each
-        return found
+            for row, row_candidates in zip(rows.tolist(), searched, strict=True):
+                candidate_lists[row] = row_candidates
+        return candidate_lists
 
     def best(
         self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
@@ -54,7 +56,7 @@ class ListSearch:
         """The best of each input's candidates, without what it leaves out."""
         ordinals = np.empty((len(vectors), self.width), np.uint32)
         scores = np.empty((len(vectors), self.width), np.float32)
-        counts = np.array([len(each) for each in candidates])
+        counts = np.array([len(row_candidates) for row_candidates in candidates])
         for count in np.unique(counts).tolist():
             rows = np.flatnonzero(counts == count).tolist()
             ordinals[rows], scores[rows] = rank(
@@ -70,13 +72,13 @@ class ListSearch:
     def lists(self, batch: Sequence[Prepared], vectors: Vectors, blocked: Ordinals) -> Ranked:
         """The list of each input, by both steps."""
         excluded = self.excluded(batch, blocked)
-        found = self.candidates(vectors, self.counts(excluded), blocked)
-        return self.best(vectors, found, excluded)
+        candidates = self.candidates(vectors, self.counts(excluded), blocked)
+        return self.best(vectors, candidates, excluded)
 
     def scores(self, vectors: Vectors, ordinals: Ordinals) -> Vectors:
         """float32 [n] score of one item for each vector."""
-        found = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
-        return found[:, 0]
+        scores = score(vectors, self.items.vectors, ordinals[:, None], self.searcher.metric)
+        return scores[:, 0]
 
     def reach(self) -> float | None:
         """The most that an item's score can change over a distance of one; None unless the index is exact.

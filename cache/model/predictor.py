@@ -70,10 +70,10 @@ class Predictor:
         A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
         be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback` says why.
         """
-        wanted = {table.producer.model for table in manifest.tables.values()}
-        models = {name: model for name, model in manifest.models.items() if name in wanted}
+        model_names = {table.producer.model for table in manifest.tables.values()}
+        models = {name: model for name, model in manifest.models.items() if name in model_names}
         files = {name: _file(model, precision) for name, model in models.items()}
-        precisions = {name: chosen for name, (chosen, _) in files.items()}
+        precisions = {name: model_precision for name, (model_precision, _) in files.items()}
         fallback = None if accelerator is None else accelerator.missing()
         if accelerator is not None and fallback is None and "int8" in precisions.values():
             fallback = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
@@ -86,7 +86,7 @@ class Predictor:
                 root / file, spec, threads=threads, cores=cores, accelerator=accelerator
             )
         if accelerator is not None:
-            fallback = accelerator.left_out(each.provider for each in towers.values())
+            fallback = accelerator.left_out(tower.provider for tower in towers.values())
         searchers = {
             name: Searcher.open(
                 root / index.file.path, index.metric, count=items.count, threads=threads
@@ -94,8 +94,8 @@ class Predictor:
             for name, index in manifest.indexes.items()
         }
         digest = hashlib.sha256()
-        for name, chosen in sorted(precisions.items()):
-            digest.update(f"{name}\0{chosen}\0{manifest.models[name].digest}\0".encode())
+        for name, model_precision in sorted(precisions.items()):
+            digest.update(f"{name}\0{model_precision}\0{manifest.models[name].digest}\0".encode())
         return cls(
             manifest.tables, items, towers, searchers, precisions, digest.hexdigest(), fallback,
             int(manifest.facts.get(HISTORY_LIMIT, sys.maxsize)),
@@ -127,24 +127,24 @@ class Predictor:
     @property
     def providers(self) -> dict[str, str]:
         """ONNX Runtime's provider of each model: cpu, cuda or tensorrt."""
-        return {name: each.provider for name, each in self._towers.items()}
+        return {name: tower.provider for name, tower in self._towers.items()}
 
     def supports(self, table: str) -> bool:
         """True if the table has a producer whose model and index are here."""
-        known = self._tables.get(table)
-        if known is None or known.producer.model not in self._towers:
+        manifest_table = self._tables.get(table)
+        if manifest_table is None or manifest_table.producer.model not in self._towers:
             return False
-        return known.kind != "topk" or known.producer.index in self._searchers
+        return manifest_table.kind != "topk" or manifest_table.producer.index in self._searchers
 
     def prepare(self, table: str, source: LiveInput) -> Prepared | None:
         """Input for the table's tower, or None if nothing usable was sent (unknown items are dropped).
 
         Raises InvalidInput for features that the model does not take as sent.
         """
-        (found,) = self.prepare_all(table, [source])
-        if isinstance(found, InvalidInput):
-            raise found
-        return found
+        (prepared,) = self.prepare_all(table, [source])
+        if isinstance(prepared, InvalidInput):
+            raise prepared
+        return prepared
 
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
@@ -167,33 +167,33 @@ class Predictor:
         outputs = self.vectors(batch)
         if self._tables[table].kind != "topk":
             return self.numbers(table, outputs, fingerprints, scored_at)
-        best = self.search(table).lists(batch, outputs, blocked)
-        return self.lists(table, best, fingerprints, scored_at)
+        ranked = self.search(table).lists(batch, outputs, blocked)
+        return self.lists(table, ranked, fingerprints, scored_at)
 
     def vectors(self, batch: Sequence[Prepared]) -> NDArray[np.float32]:
         """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
-        inputs = {each.name: _column(each, batch) for each in tower.spec.inputs}
+        inputs = {input_spec.name: _column(input_spec, batch) for input_spec in tower.spec.inputs}
         return tower.run(inputs)
 
     def search(self, table: str) -> ListSearch:
         """Search for the lists of a top-K table."""
-        found, width = self._tables[table], self._tables[table].layout.width
-        return ListSearch(self._searchers[str(found.producer.index)], self._items, width)
+        manifest_table, width = self._tables[table], self._tables[table].layout.width
+        return ListSearch(self._searchers[str(manifest_table.producer.index)], self._items, width)
 
     def lists(
         self,
         table: str,
-        best: Ranked,
+        ranked: Ranked,
         fingerprints: Sequence[int],
         scored_at: int,
         *,
         flags: int = 0,
     ) -> list[bytes]:
-        """A record of a top-K table for each row of `best`, with `flags` beside that of a live one."""
+        """A record of a top-K table for each row of `ranked`, with `flags` beside that of a live one."""
         layout, prints = self._tables[table].layout, np.array(fingerprints, np.uint64)
         flags |= FLAG_LIVE
-        return _split(layout, encode_topk(layout, prints, *best, scored_at, flags=flags))
+        return _split(layout, encode_topk(layout, prints, *ranked, scored_at, flags=flags))
 
     def numbers(
         self,
@@ -209,19 +209,21 @@ class Predictor:
     def takes_numbers_alone(self, table: str) -> bool:
         """True if the table's model takes features that are float32, and nothing else."""
         inputs = self._tower(table).spec.inputs
-        return all(each.bind == "feature" and each.dtype == "float32" for each in inputs)
+        return all(
+            input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs
+        )
 
     def sent_vectors(self, table: str, batch: Sequence[Prepared]) -> NDArray[np.float32]:
         """Numbers float32 [n, dims] that were sent to a model that takes numbers alone, side by side."""
         columns = [
-            stack_features(each, [prepared.features[each.name] for prepared in batch])
-            for each in self._tower(table).spec.inputs
+            stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])
+            for input_spec in self._tower(table).spec.inputs
         ]
-        return np.concatenate([each.reshape(len(batch), -1) for each in columns], axis=1)
+        return np.concatenate([column.reshape(len(batch), -1) for column in columns], axis=1)
 
     def sent_dims(self, table: str) -> int:
         """Width of what `sent_vectors` makes."""
-        return sum(each.width or 1 for each in self._tower(table).spec.inputs)
+        return sum(input_spec.width or 1 for input_spec in self._tower(table).spec.inputs)
 
     def output_dims(self, table: str) -> int:
         """Width of the vectors that the table's model makes."""
@@ -269,11 +271,13 @@ def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]
     return "fp32", model.fp32.path
 
 
-def _column(each: InputSpec, batch: Sequence[Prepared]) -> Histories | NDArray[Any]:
-    match each.bind:
+def _column(input_spec: InputSpec, batch: Sequence[Prepared]) -> Histories | NDArray[Any]:
+    match input_spec.bind:
         case "history":
             return Histories.of([prepared.history for prepared in batch])
         case "item_index":
-            return np.array([prepared.item_index for prepared in batch], each.dtype)
+            return np.array([prepared.item_index for prepared in batch], input_spec.dtype)
         case _:
-            return stack_features(each, [prepared.features[each.name] for prepared in batch])
+            return stack_features(
+                input_spec, [prepared.features[input_spec.name] for prepared in batch]
+            )

@@ -98,17 +98,21 @@ def _among(
     candidates: NDArray[np.int64], excluded: Sequence[NDArray[np.int64]], items: int
 ) -> NDArray[np.bool_]:
     """True where a candidate is excluded for its own row; one sorted search for the whole batch."""
-    lengths = np.fromiter((len(each) for each in excluded), np.int64, len(excluded))
+    lengths = np.fromiter(
+        (len(row_exclusions) for row_exclusions in excluded), np.int64, len(excluded)
+    )
     rows = np.repeat(np.arange(len(excluded)), lengths)
     ordinals = np.concatenate([*excluded, np.empty(0, np.int64)])
     # An unknown ordinal (-1) would otherwise land on the last item of the row before.
-    known = (ordinals >= 0) & (ordinals < items)
-    banned = np.sort(rows[known] * items + ordinals[known])
+    is_known = (ordinals >= 0) & (ordinals < items)
+    banned = np.sort(rows[is_known] * items + ordinals[is_known])
     if not len(banned):
         return np.zeros(candidates.shape, np.bool_)
-    wanted = np.arange(len(candidates))[:, None] * items + candidates
-    found = np.searchsorted(banned, wanted)
-    hit: NDArray[np.bool_] = banned[np.minimum(found, len(banned) - 1)] == wanted
+    candidate_keys = np.arange(len(candidates))[:, None] * items + candidates
+    insertion_indexes = np.searchsorted(banned, candidate_keys)
+    hit: NDArray[np.bool_] = (
+        banned[np.minimum(insertion_indexes, len(banned) - 1)] == candidate_keys
+    )
     return hit & (candidates >= 0)
 
 

@@ -44,37 +44,39 @@ class RecentVectors(Generic[Entry]):
         if not self._entries:
             return [None] * len(queries)
         faiss.omp_set_num_threads(1)
-        found: list[Nearest[Entry] | None] = []
+        nearest_entries: list[Nearest[Entry] | None] = []
         lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
         for start in range(0, len(queries), _QUERIES_PER_CALL):
             part = np.ascontiguousarray(queries[start : start + _QUERIES_PER_CALL], np.float32)
-            squares, places = self._index.search(part, 1)
-            pairs = zip(squares[:, 0].tolist(), places[:, 0].tolist(), strict=True)
-            for length, (square, place) in zip(lengths[start:], pairs, strict=False):
-                usable = length > 0 and place >= 0
+            squares, slots = self._index.search(part, 1)
+            pairs = zip(squares[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
+            for length, (square, slot) in zip(lengths[start:], pairs, strict=False):
+                usable = length > 0 and slot >= 0
                 distance = square**0.5 / length if usable else 0.0
-                found.append(Nearest(place, self._entries[place], distance) if usable else None)
-        return found
+                nearest_entries.append(
+                    Nearest(slot, self._entries[slot], distance) if usable else None
+                )
+        return nearest_entries
 
-    def touch(self, place: int) -> None:
+    def touch(self, slot: int) -> None:
         """Counts the entry as used: what was not used for longest is replaced first."""
         self._tick += 1
-        self._used[place] = self._tick
+        self._used[slot] = self._tick
 
     def add(self, vector: NDArray[np.float32], entry: Entry) -> None:
         """Adds a vector with what belongs to it; once all places are taken, in that of the one longest unused."""
-        place = len(self._entries)
-        if place < self._capacity:
+        slot = len(self._entries)
+        if slot < self._capacity:
             self._index.add(vector[None])
             self._entries.append(entry)
         else:
             if self._rows is None:  # FAISS' own memory, which grows no more
                 flat = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
                 self._rows = flat.reshape(self._capacity, self._dims)
-            place = int(self._used.argmin())
-            self._rows[place] = vector
-            self._entries[place] = entry
-        self.touch(place)
+            slot = int(self._used.argmin())
+            self._rows[slot] = vector
+            self._entries[slot] = entry
+        self.touch(slot)
 
     def clear(self) -> None:
         """Forgets all of them."""

@@ -39,12 +39,12 @@ class Accelerator:
 
     def left_out(self, used: Iterable[str]) -> str | None:
         """Reason why models run elsewhere though ONNX Runtime has the provider; None where all `used` it."""
-        others = sorted({each for each in used if each != self.provider})
-        if not others:
+        other_providers = sorted({provider for provider in used if provider != self.provider})
+        if not other_providers:
             return None
         return (
             f"ONNX Runtime could not load {_PROVIDERS[self.provider]} for device {self.number} and took "
-            f"{', '.join(others)}: check the driver, CUDA, cuDNN and TensorRT that this release wants"
+            f"{', '.join(other_providers)}: check the driver, CUDA, cuDNN and TensorRT that this release wants"
         )
 
     def providers(self) -> list[Any]:
@@ -52,13 +52,13 @@ class Accelerator:
         options: dict[str, Any] = {"device_id": self.number, "use_tf32": 0}
         if self.limit_bytes:
             options["gpu_mem_limit"] = self.limit_bytes
-        found: list[Any] = [(_PROVIDERS["cuda"], options), _PROVIDERS[CPU]]
+        providers: list[Any] = [(_PROVIDERS["cuda"], options), _PROVIDERS[CPU]]
         if self.provider == "tensorrt":
-            found.insert(0, (_PROVIDERS["tensorrt"], {"device_id": self.number}))
-        return found
+            providers.insert(0, (_PROVIDERS["tensorrt"], {"device_id": self.number}))
+        return providers
 
 
 def provider_of(session: ort.InferenceSession) -> str:
     """The provider that a session's nodes go to first: cpu where that of a GPU could not be loaded."""
     first = session.get_providers()[0]
-    return next((name for name, each in _PROVIDERS.items() if each == first), CPU)
+    return next((name for name, onnx_provider in _PROVIDERS.items() if onnx_provider == first), CPU)

@@ -41,8 +41,8 @@ def repeated(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np
         return np.repeat(values, counts)
     filled = np.flatnonzero(counts)
     steps = np.zeros(int(ends[-1]), np.int64)
-    some = values[filled]
-    steps[(ends - counts)[filled]] = np.diff(some, prepend=np.int64(0))
+    filled_values = values[filled]
+    steps[(ends - counts)[filled]] = np.diff(filled_values, prepend=np.int64(0))
     return np.cumsum(steps, out=steps)
 
 
@@ -78,14 +78,14 @@ class Histories:
         length: int,
         pad: int,
         dtype: str,
-        out: NDArray[Any] | None = None,
+        buffer: NDArray[Any] | None = None,
     ) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Matrix [len(rows), length] (`out`, if given): the last `length` indices of each row, then `pad`."""
+        """Matrix [len(rows), length] (`buffer`, if given): the last `length` indices of each row, then `pad`."""
         ends = self.indptr[rows + 1]
         counts = np.minimum(ends - self.indptr[rows], length)
         slots = np.arange(length)
         used = slots < counts[:, None]
-        matrix = np.empty((len(rows), length), dtype) if out is None else out
+        matrix = np.empty((len(rows), length), dtype) if buffer is None else buffer
         matrix.fill(pad)
         matrix[used] = self.indices[((ends - counts)[:, None] + slots)[used]]
         return matrix
@@ -147,15 +147,15 @@ class Tower:
         `max_length`), and run grouped by it: so neither padding nor order of summation depends on
         the batch.
         """
-        out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         for rows, feed in self.batches(inputs, self._buffers):
-            out[rows] = self.fed(feed)[: len(rows)]
-        return out
+            outputs[rows] = self.fed(feed)[: len(rows)]
+        return outputs
 
     def fed(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """Outputs for one batch of `batches`."""
-        found: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
-        return found
+        outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
+        return outputs
 
     def batches(
         self, inputs: Inputs, buffers: "_Buffers | None" = None, tile: Tile | None = None
@@ -166,18 +166,25 @@ class Tower:
         other code, whose last bits differ. A `tile` other than that of a processor is a device's.
         """
         tile = tile or OF_CACHES
-        histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
+        histories = next(
+            (
+                input_values
+                for input_values in inputs.values()
+                if isinstance(input_values, Histories)
+            ),
+            None,
+        )
         if histories is None:
             lengths: tuple[int, ...] = (0,)
-            which = np.zeros(rows_of(inputs), np.int64)
+            bucket_by_row = np.zeros(rows_of(inputs), np.int64)
         else:
             lengths = self.buckets
-            which = np.minimum(
+            bucket_by_row = np.minimum(
                 np.searchsorted(lengths, np.diff(histories.indptr)), len(lengths) - 1
             )
-        for bucket in np.unique(which):
+        for bucket in np.unique(bucket_by_row):
             length = lengths[bucket]
-            members = np.flatnonzero(which == bucket)
+            members = np.flatnonzero(bucket_by_row == bucket)
             numbers = max(1, length) * self.spec.output_dims
             step = max(1, min(tile.rows, tile.numbers // numbers))
             for start in range(0, len(members), step):
@@ -193,17 +200,19 @@ class Tower:
         buffers: "_Buffers | None",
     ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
-        for each in self.spec.inputs:
-            value = inputs[each.name]
+        for input_spec in self.spec.inputs:
+            value = inputs[input_spec.name]
             if isinstance(value, Histories):
                 space = None
                 if buffers is not None:
-                    space = buffers.matrix(each.name, len(rows), length, each.dtype)
-                feed[each.name] = value.padded(rows, length, each.pad or 0, each.dtype, space)
-            elif each.dtype == "string":
-                feed[each.name] = value[rows].astype(object)
+                    space = buffers.matrix(input_spec.name, len(rows), length, input_spec.dtype)
+                feed[input_spec.name] = value.padded(
+                    rows, length, input_spec.pad or 0, input_spec.dtype, space
+                )
+            elif input_spec.dtype == "string":
+                feed[input_spec.name] = value[rows].astype(object)
             else:
-                feed[each.name] = np.ascontiguousarray(value[rows], each.dtype)
+                feed[input_spec.name] = np.ascontiguousarray(value[rows], input_spec.dtype)
         return feed
 
 
@@ -237,8 +246,8 @@ def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if cores and threads > 1:
         # ONNX Runtime counts processors from 1, and wants a set for each thread but the caller's own.
-        each = ",".join(str(core + 1) for core in cores)
-        affinities = ";".join([each] * (threads - 1))
+        thread_affinity = ",".join(str(core + 1) for core in cores)
+        affinities = ";".join([thread_affinity] * (threads - 1))
         options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
     return options
 
@@ -251,8 +260,8 @@ def rows_of(inputs: Inputs) -> int:
 def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
     """Some rows of a set of inputs, in the order given."""
     return {
-        name: each.take(rows) if isinstance(each, Histories) else each[rows]
-        for name, each in inputs.items()
+        name: input_values.take(rows) if isinstance(input_values, Histories) else input_values[rows]
+        for name, input_values in inputs.items()
     }
 
 
@@ -271,16 +280,16 @@ def run_apart(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDA
     Rows that raise cost the others nothing but runs: halves are tried until each of them is alone.
     """
     count = rows_of(inputs)
-    found = np.full((count, tower.spec.output_dims), np.nan, np.float32)
+    outputs = np.full((count, tower.spec.output_dims), np.nan, np.float32)
     raised = np.zeros(count, np.bool_)
-    left = [np.arange(count)] if count else []
-    while left:
-        rows = left.pop()
+    pending_rows = [np.arange(count)] if count else []
+    while pending_rows:
+        rows = pending_rows.pop()
         try:
-            found[rows] = tower.run(rows_taken(inputs, rows))
+            outputs[rows] = tower.run(rows_taken(inputs, rows))
         except Exception:  # ONNX Runtime's errors share no base class of their own
             if len(rows) == 1:
                 raised[rows] = True
             else:
-                left += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
-    return found, raised
+                pending_rows += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+    return outputs, raised

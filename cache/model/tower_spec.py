@@ -51,27 +51,31 @@ class TowerSpec:
     @property
     def history(self) -> InputSpec | None:
         """The history input, if the tower has one."""
-        return next((each for each in self.inputs if each.bind == "history"), None)
+        return next(
+            (input_spec for input_spec in self.inputs if input_spec.bind == "history"), None
+        )
 
     @property
     def features(self) -> tuple[InputSpec, ...]:
         """Inputs that are filled from the caller's feature columns."""
-        return tuple(each for each in self.inputs if each.bind == "feature")
+        return tuple(input_spec for input_spec in self.inputs if input_spec.bind == "feature")
 
     def blank_features(self) -> dict[str, FeatureValue]:
         """A value for each feature input, by input name: 0, an empty text, or a list of `width` of them."""
         blank: dict[str, FeatureValue] = {}
-        for each in self.features:
-            if each.dtype == "string":
-                blank[each.name] = "" if each.width is None else ("",) * each.width
+        for input_spec in self.features:
+            if input_spec.dtype == "string":
+                blank[input_spec.name] = (
+                    "" if input_spec.width is None else ("",) * input_spec.width
+                )
             else:
-                blank[each.name] = 0 if each.width is None else (0,) * each.width
+                blank[input_spec.name] = 0 if input_spec.width is None else (0,) * input_spec.width
         return blank
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the specification, as in `bundle.json` and the manifest."""
         return {
-            "inputs": [asdict(each) for each in self.inputs],
+            "inputs": [asdict(input_spec) for input_spec in self.inputs],
             "output": self.output,
             "output_dims": self.output_dims,
         }
@@ -79,16 +83,17 @@ class TowerSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Reads `to_json`; raises BundleError for anything else."""
-        known = [each.name for each in fields(InputSpec)]
+        field_names = [field.name for field in fields(InputSpec)]
         try:
-            for sent in data["inputs"]:
-                if unknown := sorted(sent.keys() - known):
+            for raw_input in data["inputs"]:
+                if unknown := sorted(raw_input.keys() - field_names):
                     raise BundleError(
-                        f"input {sent.get('name')!r} has no field {unknown[0]!r}; there are {', '.join(known)} "
+                        f"input {raw_input.get('name')!r} has no field {unknown[0]!r}; there are "
+                        f"{', '.join(field_names)} "
                         "(width is the length of a feature's lists)",
-                        input=sent.get("name"),
+                        input=raw_input.get("name"),
                     )
-            inputs = tuple(InputSpec(**each) for each in data["inputs"])
+            inputs = tuple(InputSpec(**raw_input) for raw_input in data["inputs"])
             return cls(inputs, str(data["output"]), int(data["output_dims"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"not a tower specification: {error}") from error
@@ -106,31 +111,35 @@ def buckets_up_to(max_length: int) -> tuple[int, ...]:
 
 def check_fits(file: str, session: Any, spec: TowerSpec) -> tuple[int, ...]:
     """Padded lengths of histories in an ONNX session; raises BundleError naming both sides where it does not fit."""
-    found = {each.name: each for each in session.get_inputs()}
-    wanted = {each.name: each for each in spec.inputs}
-    if not wanted or found.keys() != wanted.keys():
+    onnx_input_by_name = {onnx_input.name: onnx_input for onnx_input in session.get_inputs()}
+    spec_by_name = {input_spec.name: input_spec for input_spec in spec.inputs}
+    if not spec_by_name or onnx_input_by_name.keys() != spec_by_name.keys():
         raise BundleError(
-            f"{file} has the inputs {sorted(found)}, the specification binds {sorted(wanted)}",
-            onnx=sorted(found),
-            specification=sorted(wanted),
+            f"{file} has the inputs {sorted(onnx_input_by_name)}, the specification binds {sorted(spec_by_name)}",
+            onnx=sorted(onnx_input_by_name),
+            specification=sorted(spec_by_name),
         )
-    if sum(each.bind == "history" for each in spec.inputs) > 1:
+    if sum(input_spec.bind == "history" for input_spec in spec.inputs) > 1:
         raise BundleError(f"{file}: a tower has one history input at most")
     buckets: tuple[int, ...] = ()
-    for name, each in wanted.items():
-        onnx_type, shape = found[name].type, list(found[name].shape)
-        if onnx_type != f"tensor({_ONNX_TYPES[each.dtype]})":
+    for name, input_spec in spec_by_name.items():
+        onnx_type, shape = onnx_input_by_name[name].type, list(onnx_input_by_name[name].shape)
+        if onnx_type != f"tensor({_ONNX_TYPES[input_spec.dtype]})":
             raise BundleError(
-                f"{file}: input {name!r} is {onnx_type} in the model, {each.dtype} in the specification",
+                f"{file}: input {name!r} is {onnx_type} in the model, {input_spec.dtype} in the specification",
                 input=name,
             )
         inner: list[int | None] = (
-            [None] if each.bind == "history" else [each.width] if each.width else []
+            [None]
+            if input_spec.bind == "history"
+            else [input_spec.width]
+            if input_spec.width
+            else []
         )
         if len(shape) != 1 + len(inner) or isinstance(shape[0], int):
             raise BundleError(
                 f"{file}: input {name!r} has shape {shape} in the model; the specification "
-                f"({each.bind}) needs [rows, any number of them{', ...' if inner else ''}]",
+                f"({input_spec.bind}) needs [rows, any number of them{', ...' if inner else ''}]",
                 input=name,
             )
         if inner and inner[0] and isinstance(shape[1], int) and shape[1] != inner[0]:
@@ -138,21 +147,21 @@ def check_fits(file: str, session: Any, spec: TowerSpec) -> tuple[int, ...]:
                 f"{file}: input {name!r} has width {shape[1]} in the model, {inner[0]} in the specification",
                 input=name,
             )
-        if each.bind == "history":
+        if input_spec.bind == "history":
             fixed = shape[1] if isinstance(shape[1], int) else None
-            if fixed is not None and fixed != each.max_length:
+            if fixed is not None and fixed != input_spec.max_length:
                 raise BundleError(
                     f"{file}: input {name!r} has length {fixed} in the model, max_length "
-                    f"{each.max_length} in the specification",
+                    f"{input_spec.max_length} in the specification",
                     input=name,
                 )
-            buckets = (fixed,) if fixed is not None else buckets_up_to(each.max_length or 1)
+            buckets = (fixed,) if fixed is not None else buckets_up_to(input_spec.max_length or 1)
     _check_output(file, session, spec)
     return buckets
 
 
 def _check_output(file: str, session: Any, spec: TowerSpec) -> None:
-    outputs = {each.name: each for each in session.get_outputs()}
+    outputs = {onnx_output.name: onnx_output for onnx_output in session.get_outputs()}
     if spec.output not in outputs:
         raise BundleError(
             f"{file} has the outputs {sorted(outputs)}, the specification wants {spec.output!r}",

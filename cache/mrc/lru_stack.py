@@ -66,13 +66,15 @@ class RecencyStack:
         if sum(self._blocks) > depth:
             through = list(accumulate(reversed(sizes)))
             start = max(0, len(sizes) - bisect_right(through, depth) - 1)
-        kept = sizes[start:]
-        self._slots = dict(zip(islice(self._slots, start, None), range(len(kept)), strict=True))
-        self._sizes = kept + [0] * (len(self._sizes) - len(kept))
+        kept_sizes = sizes[start:]
+        self._slots = dict(
+            zip(islice(self._slots, start, None), range(len(kept_sizes)), strict=True)
+        )
+        self._sizes = kept_sizes + [0] * (len(self._sizes) - len(kept_sizes))
         self._blocks = [
             sum(self._sizes[at : at + _BLOCK]) for at in range(0, len(self._sizes), _BLOCK)
         ]
-        self._next = len(kept)
+        self._next = len(kept_sizes)
 
     def within(self, depths: Sequence[float]) -> list[int]:
         """Number of keys that the top of the stack holds within each number of bytes."""

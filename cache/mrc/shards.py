@@ -44,32 +44,32 @@ class Shards:
         """Number of keys in the sample."""
         return len(self._stack)
 
-    def count(self, found: int, reads: int) -> None:
-        """Count so many reads, of sampled keys and of others; `found`: those that some capacity would answer."""
-        self._found += found
+    def count(self, hit_count: int, reads: int) -> None:
+        """Count so many reads, of sampled keys and of others; `hit_count`: those that some capacity would answer."""
+        self._found += hit_count
         self.reads += reads
 
-    def take(self, touches: Sequence[Touch], place: int = 0) -> None:
-        """Take touches in their order, at most `keys_max`; `place` is added to each size.
+    def take(self, touches: Sequence[Touch], slot_bytes: int = 0) -> None:
+        """Take touches in their order, at most `keys_max`; `slot_bytes` is added to each size.
 
         Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
         """
         stack = self._stack
         if len(touches) > stack.left:
             self._close_up()
-        hits, capacities, touch = self._hits, self._capacities, stack.touch
+        hits, capacities, touch_key = self._hits, self._capacities, stack.touch
         last, weight, weights, sampled = self.last, 1 / self.rate, 0.0, 0
         for spot, size in touches:
             if spot > last:
                 continue
             if size < 0:
-                above = touch(spot, place - size)
+                above = touch_key(spot, slot_bytes - size)
             else:
-                above = touch(spot, size + place)
+                above = touch_key(spot, size + slot_bytes)
                 weights += weight
                 sampled += 1
                 if above is not None:
-                    hits[bisect_left(capacities, above * weight + size + place)] += weight
+                    hits[bisect_left(capacities, above * weight + size + slot_bytes)] += weight
             if above is None:
                 heappush(self._greatest, -spot)
                 if len(stack) > self._keys_max:
@@ -102,7 +102,7 @@ class Shards:
             return [0.0] * len(self._capacities)
         hits = accumulate(self._hits[:-1], initial=self._found - self._weight)
         next(hits)
-        return [min(1.0, max(0.0, each / self.reads)) for each in hits]
+        return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in hits]
 
     def entries(self) -> list[int]:
         """Number of the keys read of late that each capacity holds."""
@@ -118,8 +118,8 @@ class Shards:
             self._stack.forget(-heappop(greatest))
 
     def _close_up(self) -> None:
-        before = len(self._stack)
+        previous_count = len(self._stack)
         self._stack.close_up(self._capacities[-1] * self.rate)
-        if len(self._stack) < before:
+        if len(self._stack) < previous_count:
             self._greatest = [-spot for spot in self._stack]
             heapify(self._greatest)

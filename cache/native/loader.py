@@ -25,8 +25,8 @@ def __getattr__(name: str) -> ModuleType:
     """`kernels`, the functions that this process uses: what is wrong with LARDER_COLUMNS is told at first use."""
     if name != "kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = load(os.environ)
-    return found
+    globals()[name] = module = load(os.environ)
+    return module
 
 
 def load(environ: Mapping[str, str]) -> ModuleType:
@@ -34,21 +34,21 @@ def load(environ: Mapping[str, str]) -> ModuleType:
 
     Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.format.records`.
     """
-    wanted = environ.get("LARDER_COLUMNS", "auto")
-    if wanted not in ("auto", "off"):
-        raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {wanted!r}")
-    if wanted == "off":
+    mode = environ.get("LARDER_COLUMNS", "auto")
+    if mode not in ("auto", "off"):
+        raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {mode!r}")
+    if mode == "off":
         return pure
     try:
-        found = importlib.import_module("cache.native._columns")
+        module = importlib.import_module("cache.native._columns")
     except ImportError as error:
         _log.info("batches without what is compiled (%s)", error)
         return pure
-    if found.VERSION != VERSION:
+    if module.VERSION != VERSION:
         _log.warning("cache.native._columns was built from other sources: install again")
         return pure
-    _demand_layout(found.LAYOUT)
-    return found
+    _demand_layout(module.LAYOUT)
+    return module
 
 
 def _demand_layout(compiled: Mapping[str, int]) -> None:

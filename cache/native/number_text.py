@@ -28,8 +28,8 @@ class Numerals:
         """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
         new = np.unique(np.fromiter(keys, np.uint32))
         numbers = (new << np.uint32(DROPPED_BITS)).view(np.float32)
-        listed = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-        for key, text in zip(new.tolist(), listed, strict=True):
+        number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+        for key, text in zip(new.tolist(), number_texts, strict=True):
             if len(text) < NUMERAL_BYTES:
                 self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
             self.table[key, 0] = min(len(text), _TOO_LONG)

@@ -40,7 +40,7 @@ class HashParts:
     def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
         # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
         self._firsts = np.array(firsts, np.uint64)
-        self._parts = [np.frombuffer(each, np.uint64) for each in parts]
+        self._parts = [np.frombuffer(part, np.uint64) for part in parts]
         self._starts = np.cumsum([0, *map(len, self._parts)], dtype=np.int64)
 
     def find(self, hashes: Buffer, /) -> Buffer:
@@ -49,16 +49,16 @@ class HashParts:
         if len(self._parts) == 1:
             return _found(self._parts[0], hashes)
         order = hashes.argsort()
-        wanted = hashes[order]
-        ends = [*wanted.searchsorted(self._firsts[1:]).tolist(), len(wanted)]
-        found = np.full(len(hashes), -1, np.int64)
+        sorted_hashes = hashes[order]
+        ends = [*sorted_hashes.searchsorted(self._firsts[1:]).tolist(), len(sorted_hashes)]
+        positions = np.full(len(hashes), -1, np.int64)
         start = 0
-        for part, before, end in zip(self._parts, self._starts.tolist(), ends, strict=False):
-            places = _found(part, wanted[start:end])
-            places[places >= 0] += before
-            found[order[start:end]] = places
+        for part, part_start, end in zip(self._parts, self._starts.tolist(), ends, strict=False):
+            part_positions = _found(part, sorted_hashes[start:end])
+            part_positions[part_positions >= 0] += part_start
+            positions[order[start:end]] = part_positions
             start = end
-        return found
+        return positions
 
     def places(
         self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
@@ -130,10 +130,10 @@ class ReplyScanner:
 def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     if not len(part):
         return np.full(len(hashes), -1, np.int64)
-    places = part.searchsorted(hashes)
-    found: NDArray[np.uint64] = part.take(places, mode="clip")
-    places[found != hashes] = -1
-    return places
+    positions = part.searchsorted(hashes)
+    part_hashes: NDArray[np.uint64] = part.take(positions, mode="clip")
+    positions[part_hashes != hashes] = -1
+    return positions
 
 
 def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
@@ -151,33 +151,35 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
 
     Raises ValueError for a row that is not there.
     """
-    one, chosen = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
-    rows = np.frombuffer(matrix, np.float32).reshape(-1, len(one))
-    if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(rows):
+    query, row_indexes = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
+    rows = np.frombuffer(matrix, np.float32).reshape(-1, len(query))
+    if row_indexes.size and not 0 <= row_indexes.min() <= row_indexes.max() < len(rows):
         raise ValueError("a row that the matrix does not have")
-    if len(chosen) * DENSE > len(rows):
-        return (rows @ one)[chosen]
-    return rows[chosen] @ one
+    if len(row_indexes) * DENSE > len(rows):
+        return (rows @ query)[row_indexes]
+    return rows[row_indexes] @ query
 
 
-def are_ids(ids: list[bytes], most: int, /) -> bool:
-    """True if each is bytes of a length that an id may have: 1 to `most`."""
-    return all(isinstance(raw, bytes) and 0 < len(raw) <= most for raw in ids)
+def are_ids(ids: list[bytes], length_max: int, /) -> bool:
+    """True if each is bytes of a length that an id may have: 1 to `length_max`."""
+    return all(isinstance(raw, bytes) and 0 < len(raw) <= length_max for raw in ids)
 
 
 def could_be(data: bytes, count: int, length: int, /) -> bool:
     """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
     head, end = b"$%d\r\n" % length, b"\r\n"
     step = len(head) + length + len(end)
-    whole = min(count, len(data) // step)
-    if whole and not (
-        _every(data, 0, whole, len(head), step) == head * whole
-        and _every(data, step - len(end), whole, len(end), step) == end * whole
+    full_count = min(count, len(data) // step)
+    if full_count and not (
+        _every(data, 0, full_count, len(head), step) == head * full_count
+        and _every(data, step - len(end), full_count, len(end), step) == end * full_count
     ):
         return False
     # A reply of another length shows in its first bytes: none is waited for in vain.
-    rest = data[whole * step : whole * step + len(head)] if whole < count else b""
-    return head.startswith(rest)
+    partial_head = (
+        data[full_count * step : full_count * step + len(head)] if full_count < count else b""
+    )
+    return head.startswith(partial_head)
 
 
 def _every(data: bytes, at: int, count: int, size: int, step: int) -> bytes:
@@ -203,24 +205,26 @@ def records_of(
 
 
 def spread(
-    count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
+    count: int, size: int, rows: Buffer, indexes: list[int], record_by_index: dict[int, bytes], /
 ) -> Buffer:
-    """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
-    whole = np.zeros(count, f"V{size}")
-    whole[places] = np.frombuffer(rows, whole.dtype)
-    whole[list(others)] = np.frombuffer(b"".join(others.values()), whole.dtype)
-    return whole
+    """`count` records: those of `rows` at `indexes`, `record_by_index` by their places, else zeros."""
+    records = np.zeros(count, f"V{size}")
+    records[indexes] = np.frombuffer(rows, records.dtype)
+    records[list(record_by_index)] = np.frombuffer(
+        b"".join(record_by_index.values()), records.dtype
+    )
+    return records
 
 
 def board(flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
     """Puts `flight` under each key that is not there yet; returns the places of the others."""
-    rest: list[int] = []
-    for place, key in enumerate(keys):
+    joined_indexes: list[int] = []
+    for index, key in enumerate(keys):
         if key in flights:
-            rest.append(place)
+            joined_indexes.append(index)
         else:
             flights[key] = flight
-    return rest
+    return joined_indexes
 
 
 def leave(flights: dict[Any, Any], keys: list[Any], /) -> None:
@@ -258,7 +262,7 @@ def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
 
 
 def stream(
-    _before: bytes,
+    _leading_bytes: bytes,
     _metadata: bytes,
     _body_at: int,
     _rows_at: int,
@@ -281,15 +285,15 @@ def plain(
     is_half: bool,
     mask: int,
     flags: int,
-    least: int,
+    count_min: int,
     safe_exponent: int,
     items: int,
     /,
 ) -> Buffer:
-    """A byte per record: 1 if whole, `flags` in bits `mask`, `least` numbers at least, ordinals below `items`."""
+    """A byte per record: 1 if whole, `flags` in bits `mask`, `count_min` numbers at least, ordinals below `items`."""
     records, _ = _records(rows, width, is_list, is_half)
     counts = records["count"]
-    usable = (records["flags"] & mask == flags) & (counts >= least) & (counts <= width)
+    usable = (records["flags"] & mask == flags) & (counts >= count_min) & (counts <= width)
     usable &= np.isfinite(records["numbers"]).all(axis=1)
     if is_half:
         usable &= records["exponent"] <= safe_exponent
@@ -320,8 +324,8 @@ def names(
     is_there = (starts >= 0) & (starts <= ends) & (ends <= len(texts))
     if not is_there.all() or cuts[-1] > _INT32_MAX:
         raise ValueError("an item that the catalogue does not have")
-    places = np.arange(cuts[-1]) + np.repeat(starts - cuts[:-1], sizes)
-    return texts[places].tobytes(), cuts.astype(np.int32).tobytes()
+    byte_indexes = np.arange(cuts[-1]) + np.repeat(starts - cuts[:-1], sizes)
+    return texts[byte_indexes].tobytes(), cuts.astype(np.int32).tobytes()
 
 
 def answers(

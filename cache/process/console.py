@@ -22,5 +22,5 @@ class SafeConsole(Console):
     ) -> Iterable[Segment]:
         """Segments of whatever is drawn, texts that are no strings included."""
         for segment in super().render(renderable, options):
-            shown = segment.text if segment.control else printable_lines(segment.text)
-            yield segment if shown == segment.text else Segment(shown, segment.style)
+            safe_text = segment.text if segment.control else printable_lines(segment.text)
+            yield segment if safe_text == segment.text else Segment(safe_text, segment.style)

@@ -16,9 +16,9 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def missing(who: str, extra: str, *modules: str) -> str | None:
-    """Message for an installation that lacks top-level `modules` which `who` needs; None if all are there."""
+def missing(dependent: str, extra: str, *modules: str) -> str | None:
+    """Message for an installation that lacks top-level `modules` which `dependent` needs; None if all are there."""
     absent = [module for module in modules if find_spec(module) is None]
     if not absent:
         return None
-    return f"{who} needs {', '.join(absent)}, not installed here: {install_command(extra)}"
+    return f"{dependent} needs {', '.join(absent)}, not installed here: {install_command(extra)}"

@@ -19,8 +19,8 @@ def usable_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 def disk_free_bytes(folder: Path) -> int:
     """Free bytes of the file system that holds a folder, or will."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return shutil.disk_usage(there).free
+    existing_folder = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.exists())
+    return shutil.disk_usage(existing_folder).free
 
 
 def memory_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
@@ -75,7 +75,7 @@ def _folders(proc: Path, root: Path, controller: str) -> list[Path]:
     groups = (line.split(":", 2) for line in lines)
     path = next((path for _, names, path in groups if controller in names.split(",")), "/")
     folder = root / path.strip("/")
-    return [folder, *(each for each in folder.parents if each.is_relative_to(root))]
+    return [folder, *(ancestor for ancestor in folder.parents if ancestor.is_relative_to(root))]
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str, shared: str) -> Iterator[int]:

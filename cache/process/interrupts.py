@@ -21,13 +21,13 @@ def never_swallowed(
     """
     tell_before, alarm_before = sys.unraisablehook, signal.signal(signal.SIGALRM, handler)
 
-    def tell(ignored: "sys.UnraisableHookArgs") -> None:
+    def handle_unraisable(ignored: "sys.UnraisableHookArgs") -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         else:
             tell_before(ignored)
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = handle_unraisable
     try:
         yield
     finally:

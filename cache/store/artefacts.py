@@ -51,9 +51,9 @@ def check(root: Path, artefact: Artefact) -> None:
             f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
             path=artefact.path,
         )
-    if (found := sha256_of(path)) != artefact.sha256:
+    if (checksum := sha256_of(path)) != artefact.sha256:
         raise CorruptArtefact(
-            f"{artefact.path} has SHA-256 {found}, the manifest says {artefact.sha256}",
+            f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}",
             path=artefact.path,
         )
 
@@ -101,8 +101,8 @@ class ArtefactStore:
         """Small files' bytes by path, without those that are not there; of a remote store many at once."""
         if self._objects is not None:
             return self._objects.read_many(paths)
-        found = {path: self.read(path) for path in paths}
-        return {path: data for path, data in found.items() if data is not None}
+        data_by_path = {path: self.read(path) for path in paths}
+        return {path: data for path, data in data_by_path.items() if data is not None}
 
     def write(self, path: str, data: bytes) -> None:
         """Write a whole small file atomically."""
@@ -119,8 +119,8 @@ class ArtefactStore:
         if self._objects is not None:
             return self._objects.create(path, data)
         try:
-            with written_beside(self._root / path, os.link) as beside:
-                beside.write_bytes(data)
+            with written_beside(self._root / path, os.link) as draft_path:
+                draft_path.write_bytes(data)
         except FileExistsError:
             return False
         except OSError as error:
@@ -137,14 +137,14 @@ class ArtefactStore:
         """Names of the files and folders in a folder, sorted; hidden ones (unfinished writes) left out."""
         try:
             if self._objects is not None:
-                found = self._objects.names(path)
+                entry_names = self._objects.names(path)
             else:
-                found = [entry.name for entry in (self._root / path).iterdir()]
+                entry_names = [entry.name for entry in (self._root / path).iterdir()]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise StoreError(f"cannot list {path} in {self.url}: {error}") from error
-        return sorted(name for name in found if not name.startswith("."))
+        return sorted(name for name in entry_names if not name.startswith("."))
 
     def delete(self, path: str) -> None:
         """Remove a file or a whole folder; nothing to remove is fine."""
@@ -166,19 +166,21 @@ class ArtefactStore:
         """Generations of a remote store of which this host keeps files; of a local store none are copies."""
         return [] if self.copies is None else self.copies.generations()
 
-    def sweep_host_copies(self, in_use: Collection[str], *, before: float) -> list[str]:
+    def sweep_host_copies(self, in_use: Collection[str], *, cutoff_at: float) -> list[str]:
         """Remove this host's copies of generations that the store no longer has, see `HostCopies.sweep`."""
         if self.copies is None:
             return []
-        return self.copies.sweep(lambda: self.names("generations"), in_use, before=before)
+        return self.copies.sweep(lambda: self.names("generations"), in_use, cutoff_at=cutoff_at)
 
-    def sweep_unfinished(self, *, before: float) -> int:
+    def sweep_unfinished(self, *, cutoff_at: float) -> int:
         """Remove what killed writers left on this host (`.*.part`) before that time; how many there were."""
-        found = [path for path in self._root.rglob(".*.part") if 0.0 < last_change(path) < before]
-        for path in found:
+        unfinished_paths = [
+            path for path in self._root.rglob(".*.part") if 0.0 < last_change(path) < cutoff_at
+        ]
+        for path in unfinished_paths:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        return len(found)
+        return len(unfinished_paths)
 
     def local(self, path: str) -> Path:
         """Local path where this host has, or will write, a file; for a remote store a path in the host cache."""
@@ -193,17 +195,17 @@ class ArtefactStore:
             if self.copies is not None and (generation := _generation_of(path)):
                 self.copies.try_to_record(generation)
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+            draft_path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
             try:
-                self._objects.get(path, beside)
-                put_in_place(beside, target)
+                self._objects.get(path, draft_path)
+                put_in_place(draft_path, target)
             except FileNotFoundError as error:
                 if target.parent.is_dir():  # else swept while the copy was on its way
                     raise StoreError(f"{path} is not in {self.url}") from error
             except OSError as error:
                 raise StoreError(f"cannot fetch {path} from {self.url}: {error}") from error
             finally:
-                beside.unlink(missing_ok=True)
+                draft_path.unlink(missing_ok=True)
         return target
 
     def put(self, path: str) -> None:
@@ -213,8 +215,8 @@ class ArtefactStore:
 
 
 def _generation_of(path: str) -> str | None:
-    folder, _, rest = path.partition("/")
-    name = rest.partition("/")[0]
+    folder, _, subpath = path.partition("/")
+    name = subpath.partition("/")[0]
     return name if folder == "generations" and GENERATION.fullmatch(name) else None
 
 
@@ -250,14 +252,14 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
         store.local(generation_path(generation)),
         generation_path(generation, artefact.path),
     )
-    found = store.fetch(path)
+    local_path = store.fetch(path)
     try:
         check(root, artefact)
     except CorruptArtefact:
         if store.folder is not None:
             raise
         # Unlinked, not overwritten: whoever has the damaged copy mapped keeps the bytes it saw.
-        found.unlink(missing_ok=True)
+        local_path.unlink(missing_ok=True)
         store.fetch(path)
         check(root, artefact)
-    return found
+    return local_path

@@ -82,21 +82,26 @@ def audited(
         "at": clock(), "actor": _text(actor or this_user()), "action": action, "subject": _text(subject),
         "reason": _text(reason), "attempt": _text(attempt),
     })  # fmt: skip
-    found: dict[str, Any] = {}
-    outcome, why = "failed", ""
+    findings: dict[str, Any] = {}
+    outcome, failure_text = "failed", ""
     try:
-        yield found
+        yield findings
         outcome = "done"
     except LarderError as error:
-        why = f"{error.code}: {error.message}"
+        failure_text = f"{error.code}: {error.message}"
         raise
     except BaseException as error:
-        why = f"{type(error).__name__}: {error}"
+        failure_text = f"{type(error).__name__}: {error}"
         raise
     finally:
-        ended = {"at": clock(), "outcome": outcome, "error": _text(why), "found": found}
+        outcome_document = {
+            "at": clock(),
+            "outcome": outcome,
+            "error": _text(failure_text),
+            "found": findings,
+        }
         try:
-            store.write_once(f"{_FOLDER}/{number:012d}.outcome", _json(ended))
+            store.write_once(f"{_FOLDER}/{number:012d}.outcome", _json(outcome_document))
         except LarderError as error:
             log.warning("how %s of %s ended is not in the audit log: %s", action, subject, error)
 
@@ -115,13 +120,18 @@ def _begin(store: ArtefactStore, fields: Mapping[str, Any]) -> int:
 
 def audit_records(store: ArtefactStore) -> list[AuditRecord]:
     """Every record, oldest first, those included that are missing or unreadable."""
-    listed = frozenset(store.names(_FOLDER))
+    file_names = frozenset(store.names(_FOLDER))
     files, loose = read_files(
-        store, _FOLDER, listed, [each for each in sorted(listed) if _FILE.fullmatch(each)]
+        store,
+        _FOLDER,
+        file_names,
+        [file_name for file_name in sorted(file_names) if _FILE.fullmatch(file_name)],
     )
-    found = [_record(files, number) for number in range(1, max(_numbers(listed), default=0) + 1)]
+    records = [
+        _record(files, number) for number in range(1, max(_numbers(file_names), default=0) + 1)
+    ]
     pack(store, _FOLDER, {name: files[name] for name in loose})
-    return found
+    return records
 
 
 def entity_digest(raw: bytes) -> str:
@@ -131,15 +141,15 @@ def entity_digest(raw: bytes) -> str:
 
 def ids_in_words(items: list[bytes], entities: list[bytes]) -> str:
     """Subject of a change of the blocklist: items by name, entities by digest, the first of many."""
-    words = []
+    phrases = []
     for kind, ids in (
-        ("items", [each.decode() for each in items]),
-        ("entities", [entity_digest(each) for each in entities]),
+        ("items", [item.decode() for item in items]),
+        ("entities", [entity_digest(entity) for entity in entities]),
     ):
         if ids:
             more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
-            words.append(f"{kind} {', '.join(ids[:_IDS_SHOWN])}{more}")
-    return "; ".join(words)
+            phrases.append(f"{kind} {', '.join(ids[:_IDS_SHOWN])}{more}")
+    return "; ".join(phrases)
 
 
 def this_user() -> str:
@@ -152,7 +162,7 @@ def this_user() -> str:
 
 
 def _numbers(names: Any) -> list[int]:
-    return [int(each[1]) for name in names if (each := _INTENT.fullmatch(name))]
+    return [int(intent_match[1]) for name in names if (intent_match := _INTENT.fullmatch(name))]
 
 
 def _record(files: Mapping[str, bytes], number: int) -> AuditRecord:
@@ -160,14 +170,15 @@ def _record(files: Mapping[str, bytes], number: int) -> AuditRecord:
     if intent is None:
         return AuditRecord(number, outcome="missing")
     try:
-        told = orjson.loads(intent)
-        record = AuditRecord(number, **{name: told[name] for name in _INTENT_FIELDS})
+        intent_document = orjson.loads(intent)
+        record = AuditRecord(number, **{name: intent_document[name] for name in _INTENT_FIELDS})
         if outcome is None:
             return record
-        ended = orjson.loads(outcome)
-        kept = {name: getattr(record, name) for name in _INTENT_FIELDS}
+        outcome_document = orjson.loads(outcome)
+        intent_fields = {name: getattr(record, name) for name in _INTENT_FIELDS}
         return AuditRecord(
-            number, **kept, outcome=ended["outcome"], ended_at=ended["at"], error=ended["error"], found=ended["found"],
+            number, **intent_fields, outcome=outcome_document["outcome"], ended_at=outcome_document["at"],
+            error=outcome_document["error"], found=outcome_document["found"],
         )  # fmt: skip
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return AuditRecord(number, outcome="unreadable")
@@ -178,8 +189,14 @@ _INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
 
 def _text(text: str) -> str:
     """Text as a printable line without secrets."""
-    shown = without_secrets(masked("".join(each if each.isprintable() else " " for each in text)))
-    return shown if len(shown) <= TEXT_MAX else f"{shown[:TEXT_MAX]}... (cut)"
+    printable_text = without_secrets(
+        masked("".join(character if character.isprintable() else " " for character in text))
+    )
+    return (
+        printable_text
+        if len(printable_text) <= TEXT_MAX
+        else f"{printable_text[:TEXT_MAX]}... (cut)"
+    )
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

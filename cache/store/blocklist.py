@@ -24,13 +24,13 @@ class Blocklist(Versioned):
     entities: frozenset[bytes] = frozenset()
     users: frozenset[bytes] = frozenset()
 
-    def with_all_of(self, other: Self) -> Self:
+    def with_all_of(self, added_blocklist: Self) -> Self:
         """This version, with what another namespace blocks."""
         return replace(
             self,
-            items=self.items | other.items,
-            entities=self.entities | other.entities,
-            users=self.users | other.users,
+            items=self.items | added_blocklist.items,
+            entities=self.entities | added_blocklist.entities,
+            users=self.users | added_blocklist.users,
         )
 
     def to_bytes(self) -> bytes:
@@ -55,7 +55,7 @@ class Blocklist(Versioned):
             ids = (data["items"], data["entities"], data.get("users", ()))
             return cls(
                 data["version"],
-                *(frozenset(canonical_id(each) for each in found) for found in ids),
+                *(frozenset(canonical_id(raw_id) for raw_id in raw_ids) for raw_ids in ids),
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
@@ -84,12 +84,12 @@ def change_blocklist(
     drop_items, drop_entities = frozenset(unblock_items), frozenset(unblock_entities)
     add_users, drop_users = frozenset(block_users), frozenset(unblock_users)
 
-    def change(now: Blocklist) -> Blocklist:
+    def change(blocklist: Blocklist) -> Blocklist:
         return Blocklist(
-            now.version,
-            now.items - drop_items | add_items,
-            now.entities - drop_entities | add_entities,
-            now.users - drop_users | add_users,
+            blocklist.version,
+            blocklist.items - drop_items | add_items,
+            blocklist.entities - drop_entities | add_entities,
+            blocklist.users - drop_users | add_users,
         )
 
     return VERSIONS.change(store, change)

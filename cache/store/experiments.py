@@ -74,11 +74,11 @@ class Experiment:
     @property
     def owners(self) -> Owners:
         """Arm of each key, whether or not the experiment has the key."""
-        return Owners(self.salt, {each.name: each.buckets for each in self.arms})
+        return Owners(self.salt, {arm.name: arm.buckets for arm in self.arms})
 
     def arm(self, name: str) -> ExperimentArm | None:
         """The arm of that name."""
-        return next((each for each in self.arms if each.name == name), None)
+        return next((arm for arm in self.arms if arm.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +96,30 @@ class Experiments(Versioned):
     @property
     def current(self) -> tuple[Experiment, ...]:
         """Experiments that are not over, oldest first."""
-        return tuple(each for each in self.experiments if not each.is_over)
+        return tuple(experiment for experiment in self.experiments if not experiment.is_over)
 
     @property
     def running(self) -> tuple[Experiment, ...]:
         """Experiments that answer requests, oldest first."""
-        return tuple(each for each in self.experiments if each.is_running)
+        return tuple(experiment for experiment in self.experiments if experiment.is_running)
 
     @property
     def owners(self) -> Owners:
         """Experiment of each key, by name; those that are held ready have theirs already."""
-        return Owners(self.salt, {each.name: each.buckets for each in self.current})
+        return Owners(
+            self.salt, {experiment.name: experiment.buckets for experiment in self.current}
+        )
 
     def find(self, name: str) -> Experiment | None:
         """The experiment of that name, over or not."""
-        return next((each for each in self.experiments if each.name == name), None)
+        return next(
+            (experiment for experiment in self.experiments if experiment.name == name), None
+        )
 
-    def namespaces(self, own: str) -> tuple[str, ...]:
-        """Namespaces of all arms that are not over, without one's `own`, in their order."""
-        named = [arm.namespace for each in self.current for arm in each.arms]
-        return tuple(each for each in dict.fromkeys(named) if each != own)
+    def namespaces(self, own_namespace: str) -> tuple[str, ...]:
+        """Namespaces of all arms that are not over, without one's `own_namespace`, in their order."""
+        named = [arm.namespace for experiment in self.current for arm in experiment.arms]
+        return tuple(namespace for namespace in dict.fromkeys(named) if namespace != own_namespace)
 
     def to_bytes(self) -> bytes:
         """JSON, as it is stored."""
@@ -130,31 +134,31 @@ class Experiments(Versioned):
         try:
             data = orjson.loads(raw)
             demand(EXPERIMENTS, version_of(data))
-            found = cls(
+            experiments = cls(
                 int(data["version"]),
                 str(data["salt"]),
                 float(data["holdout_share"]),
                 _ranges(data["holdout"]),
-                tuple(_experiment(each) for each in data["experiments"]),
+                tuple(_experiment(raw_experiment) for raw_experiment in data["experiments"]),
             )
-            found._check()
+            experiments._check()
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptArtefact(f"not a version of the experiments: {error}") from error
-        return found
+        return experiments
 
     def _check(self) -> None:
         """Raises ValueError where a bucket would be two owners': replicas could not agree."""
-        _demand_apart([self.holdout, *(each.buckets for each in self.current)])
-        for each in self.current:
-            _demand_apart([arm.buckets for arm in each.arms])
+        _demand_apart([self.holdout, *(experiment.buckets for experiment in self.current)])
+        for experiment in self.current:
+            _demand_apart([arm.buckets for arm in experiment.arms])
 
 
 def _experiment(data: Mapping[str, Any]) -> Experiment:
     arms = tuple(
         ExperimentArm(
-            _name(each["name"]), str(each["namespace"]), float(each["share"]), _ranges(each["buckets"])
+            _name(raw_arm["name"]), str(raw_arm["namespace"]), float(raw_arm["share"]), _ranges(raw_arm["buckets"])
         )
-        for each in data["arms"]
+        for raw_arm in data["arms"]
     )  # fmt: skip
     started, stopped = data["started_at"], data["stopped_at"]
     return Experiment(
@@ -177,14 +181,14 @@ def _name(value: object) -> str:
 
 
 def _ranges(value: Any) -> Ranges:
-    found = tuple((int(start), int(stop)) for start, stop in value)
-    if any(not 0 <= start < stop <= BUCKETS for start, stop in found):
+    ranges = tuple((int(start), int(stop)) for start, stop in value)
+    if any(not 0 <= start < stop <= BUCKETS for start, stop in ranges):
         raise ValueError(f"{value} are no ranges of {BUCKETS} buckets")
-    return found
+    return ranges
 
 
 def _demand_apart(all_ranges: list[Ranges]) -> None:
-    flat = sorted(each for ranges in all_ranges for each in ranges)
+    flat = sorted(bucket_range for ranges in all_ranges for bucket_range in ranges)
     for (_, stop), (start, _) in pairwise(flat):
         if start < stop:
             raise ValueError(f"bucket {start} has two owners")
@@ -203,14 +207,18 @@ def change_experiments(
 ) -> Experiments:
     """Write what `change` makes of the newest version as the next one, without the oldest of many that are over."""
 
-    def changed(now: Experiments) -> Experiments:
-        found = change(now)
-        over = [each for each in found.experiments if each.is_over]
-        forgotten = sorted(over, key=lambda each: each.stopped_at or 0.0)[:-ENDED_MAX]
-        kept = tuple(each for each in found.experiments if each not in forgotten)
-        return replace(found, experiments=kept)
+    def apply_change(experiments: Experiments) -> Experiments:
+        changed_experiments = change(experiments)
+        over = [experiment for experiment in changed_experiments.experiments if experiment.is_over]
+        forgotten = sorted(over, key=lambda experiment: experiment.stopped_at or 0.0)[:-ENDED_MAX]
+        retained_experiments = tuple(
+            experiment
+            for experiment in changed_experiments.experiments
+            if experiment not in forgotten
+        )
+        return replace(changed_experiments, experiments=retained_experiments)
 
-    return VERSIONS.change(store, changed)
+    return VERSIONS.change(store, apply_change)
 
 
 EXPOSURES = "exposures"

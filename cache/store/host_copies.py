@@ -42,8 +42,8 @@ class HostCopies:
         path = self._root / _HOST
         if not path.exists():
             name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
-            with written_beside(path, put_in_place) as beside:
-                beside.write_text(f"{name}-{secrets.token_hex(4)}")
+            with written_beside(path, put_in_place) as draft_path:
+                draft_path.write_text(f"{name}-{secrets.token_hex(4)}")
         return path.read_text()
 
     def generations(self) -> list[str]:
@@ -51,17 +51,21 @@ class HostCopies:
         folder = self._root / "generations"
         if not folder.is_dir():
             return []
-        return sorted(each.name for each in folder.iterdir() if GENERATION.fullmatch(each.name))
+        return sorted(
+            generation_folder.name
+            for generation_folder in folder.iterdir()
+            if GENERATION.fullmatch(generation_folder.name)
+        )
 
     def record(self, generation: str) -> None:
         """Tell the store that this host has, or is about to have, files of a generation; once for each."""
-        mark = self._root / "generations" / generation / _RECORDED
-        if self._is_ephemeral or mark.exists():
+        marker_path = self._root / "generations" / generation / _RECORDED
+        if self._is_ephemeral or marker_path.exists():
             return
-        told = {"host": self.host, "at": time.time()}
-        self._objects.write(record_path(generation, self.host), orjson.dumps(told))
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        copy_record = {"host": self.host, "at": time.time()}
+        self._objects.write(record_path(generation, self.host), orjson.dumps(copy_record))
+        marker_path.parent.mkdir(parents=True, exist_ok=True)
+        marker_path.touch()
 
     def try_to_record(self, generation: str) -> None:
         """Records copies for callers that may only read the store, or can wait: tried once per program if it fails."""
@@ -74,32 +78,32 @@ class HostCopies:
             log.warning("copies of %s on this host stay unrecorded: %s", generation, error)
 
     def sweep(
-        self, stored: Callable[[], Iterable[str]], in_use: Collection[str], *, before: float
+        self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
     ) -> list[str]:
-        """Remove copies of generations that are not `stored` any more; the generations removed.
+        """Remove copies of generations that are not `list_stored` any more; the generations removed.
 
-        Never one `in_use`, nor one that changed since `before` (Unix seconds): it may be in the making here. A store
+        Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
         that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
         """
-        copies = [each for each in self.generations() if each not in in_use]
-        there = set(stored()) if copies else set()
-        gone = []
+        copies = [generation for generation in self.generations() if generation not in in_use]
+        stored_generations = set(list_stored()) if copies else set()
+        removed_generations = []
         for generation in copies:
-            is_needed = not there or generation in there
-            if is_needed or last_change(self._root / "generations" / generation) >= before:
+            is_needed = not stored_generations or generation in stored_generations
+            if is_needed or last_change(self._root / "generations" / generation) >= cutoff_at:
                 self.try_to_record(generation)
             elif self.drop(generation):
-                gone.append(generation)
-        return gone
+                removed_generations.append(generation)
+        return removed_generations
 
     def drop(self, generation: str) -> bool:
         """Remove the copies of a generation, then their record; False when something of it stays for another time."""
         folder = self._root / "generations" / generation
         if not folder.is_dir():
             return True
-        for each in _files(folder):
+        for path in _files(folder):
             with contextlib.suppress(OSError):
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if _files(folder):
             return False
         # The mark goes last: where a sweep dies, or may not write, the record is taken back by the next.
@@ -121,7 +125,7 @@ class HostCopies:
 
 def _files(folder: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):  # another program of this host sweeps, too
-        return [each for each in folder.iterdir() if each.name != _RECORDED]
+        return [path for path in folder.iterdir() if path.name != _RECORDED]
     return []
 
 

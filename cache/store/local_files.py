@@ -21,10 +21,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
         full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
-        if (why := next((each for each in full if each in str(error)), None)) is None:
+        if (
+            disk_error := next(
+                (error_text for error_text in full if error_text in str(error)), None
+            )
+        ) is None:
             raise
         raise StoreError(
-            f"cannot write {path}: {why}; free space, retire generations or move `artifacts`, "
+            f"cannot write {path}: {disk_error}; free space, retire generations or move `artifacts`, "
             "then run the step again",
             reason="disk_full",
         ) from error
@@ -32,22 +36,22 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    with disk_errors(path), written_beside(path) as beside:
-        beside.write_bytes(data)
+    with disk_errors(path), written_beside(path) as draft_path:
+        draft_path.write_bytes(data)
 
 
 @contextlib.contextmanager
 def written_beside(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
     """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        yield beside
-        with beside.open("rb") as file:
+        yield draft_path
+        with draft_path.open("rb") as file:
             os.fsync(file.fileno())
-        put(beside, path)
+        put(draft_path, path)
     finally:
-        beside.unlink(missing_ok=True)
+        draft_path.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -56,11 +60,11 @@ def take_file(source: Path, path: Path) -> None:
 
     `source` must never be written to again: where the file system can, both names are one file.
     """
-    with disk_errors(path), written_beside(path) as beside:
+    with disk_errors(path), written_beside(path) as draft_path:
         try:
-            beside.hardlink_to(source)
+            draft_path.hardlink_to(source)
         except OSError:
-            shutil.copyfile(source, beside)
+            shutil.copyfile(source, draft_path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -75,10 +79,10 @@ def sync_folder(folder: Path) -> None:
 def file_version(path: Path) -> tuple[int, int, int] | None:
     """Value that differs once a file, or what a link leads to, was replaced or written; None while there is none."""
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
 
 
 def last_change(path: Path) -> float:
@@ -86,23 +90,23 @@ def last_change(path: Path) -> float:
 
     By the inode's own time: a copied file keeps the modification time of its original.
     """
-    newest = 0.0
-    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
+    newest_change_at = 0.0
+    for entry_path in (path, *path.rglob("*")) if path.is_dir() else (path,):
         with contextlib.suppress(OSError):
-            newest = max(newest, each.lstat().st_ctime)
-    return newest
+            newest_change_at = max(newest_change_at, entry_path.lstat().st_ctime)
+    return newest_change_at
 
 
-def put_in_place(beside: Path, target: Path) -> None:
+def put_in_place(draft_path: Path, target: Path) -> None:
     """Puts a file at its target; one that another worker put there first stays, so that all map a single file."""
     try:
-        os.link(beside, target)
+        os.link(draft_path, target)
     except FileExistsError:
         return
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        beside.rename(target)  # the same bytes: who has mapped the file before keeps it
+        draft_path.rename(target)  # the same bytes: who has mapped the file before keeps it
 
 
 def links_needed(error: OSError) -> str:

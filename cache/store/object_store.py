@@ -52,7 +52,7 @@ class ObjectStore:
         return self._opened, f"{self.url}/{path}".rstrip("/")
 
     @contextlib.contextmanager
-    def _told(self, what: str, *, may_miss: bool = False) -> Iterator[None]:
+    def _told(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
         """Turns drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError, into StoreError."""
         try:
             yield
@@ -61,20 +61,20 @@ class ObjectStore:
         except Exception as error:
             if may_miss and isinstance(error, FileNotFoundError):
                 raise
-            raise self._translated(f"cannot {what}", error) from self._cause(error)
+            raise self._translated(f"cannot {operation}", error) from self._cause(error)
 
-    def _translated(self, what: str, error: BaseException) -> StoreError:
+    def _translated(self, failure: str, error: BaseException) -> StoreError:
         text = " ".join(without_secrets(str(error), self._options()).split())[:_TEXT_CHARS]
         name = "" if isinstance(error, OSError) and text else f"{type(error).__name__}: "
-        return StoreError(f"{what}: {name}{text}".rstrip(": "))
+        return StoreError(f"{failure}: {name}{text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
         """The driver's own error, for whoever reads tracebacks, unless one would show a secret."""
-        each: BaseException | None = error
-        while each is not None:
-            if without_secrets(str(each), self._options()) != str(each):
+        chained_error: BaseException | None = error
+        while chained_error is not None:
+            if without_secrets(str(chained_error), self._options()) != str(chained_error):
                 return None
-            each = each.__cause__ or each.__context__
+            chained_error = chained_error.__cause__ or chained_error.__context__
         return error
 
     def _options(self) -> list[str]:
@@ -98,7 +98,7 @@ class ObjectStore:
             fs, _ = self._driver("")
             urls = [f"{self.url}/{path}" for path in paths]
             answers: dict[str, Any] = fs.cat(urls, on_error="return")
-            found = {}
+            data_by_path = {}
             for path, url in zip(paths, urls, strict=True):
                 answer = answers.get(fs._strip_protocol(url))
                 if (
@@ -107,10 +107,10 @@ class ObjectStore:
                     with contextlib.suppress(FileNotFoundError):
                         answer = fs.cat_file(url)
                 if isinstance(answer, bytes):
-                    found[path] = answer
+                    data_by_path[path] = answer
                 elif isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
                     raise answer
-        return found
+        return data_by_path
 
     def write(self, path: str, data: bytes) -> None:
         """Create or replace an object."""
@@ -124,9 +124,9 @@ class ObjectStore:
         return self._create(path, data)
 
     def _create(self, path: str, data: bytes) -> bool:
-        what = f"{path} in {self.shown}"
+        location = f"{path} in {self.shown}"
         try:
-            with self._told(f"write {what}"):
+            with self._told(f"write {location}"):
                 fs, url = self._driver(path)
                 try:
                     fs.pipe_file(url, data, mode="create")
@@ -138,17 +138,17 @@ class ObjectStore:
                 return self.read(path) == data
             raise
         try:
-            is_ours = self.read(path) == data
+            is_same_data = self.read(path) == data
         except FileNotFoundError:
-            is_ours = False
-        if not is_ours:
-            raise self._not_exclusive(f"{what} is not what was just created")
+            is_same_data = False
+        if not is_same_data:
+            raise self._not_exclusive(f"{location} is not what was just created")
         return True
 
-    def _not_exclusive(self, what: str) -> StoreError:
+    def _not_exclusive(self, finding: str) -> StoreError:
         driver = type(self._opened)
         return StoreError(
-            f"{what}: this store, or its driver {driver.__module__}.{driver.__name__}, does not create objects "
+            f"{finding}: this store, or its driver {driver.__module__}.{driver.__name__}, does not create objects "
             "exclusively, so one release could overwrite another. Use AWS S3 (botocore 1.36 or newer), Google Cloud "
             "Storage, Azure Blob Storage, another store that honours If-None-Match on writes, or a shared folder",
             reason="not_exclusive",
@@ -194,10 +194,10 @@ def _token() -> bytes:
     return secrets.token_hex(16).encode()
 
 
-def without_secrets(text: str, known: Sequence[str] = ()) -> str:
-    """The text with passwords, keys, tokens and signed queries replaced, and whatever is `known` to be secret."""
-    for each in known:
-        text = text.replace(each, _HIDDEN)
+def without_secrets(text: str, known_secrets: Sequence[str] = ()) -> str:
+    """The text with passwords, keys, tokens and signed queries replaced, and all `known_secrets`."""
+    for secret in known_secrets:
+        text = text.replace(secret, _HIDDEN)
     for pattern, hidden in _SECRETS:
         text = pattern.sub(hidden, text)
     return text

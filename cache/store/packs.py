@@ -21,23 +21,31 @@ _PACK = re.compile(r"pack-[0-9a-f]{16}\.json")
 
 
 def read_files(
-    store: ArtefactStore, folder: str, listed: Collection[str], wanted: Collection[str]
+    store: ArtefactStore,
+    folder: str,
+    listed_names: Collection[str],
+    requested_names: Collection[str],
 ) -> tuple[dict[str, bytes], set[str]]:
-    """Contents of `wanted` write-once files by name, those that are there; and which of them no pack holds.
+    """Contents of `requested_names` write-once files by name, those that are there; and which of them no pack holds.
 
-    `listed`: all names in the folder. Two rounds of requests at most, however many files.
+    `listed_names`: all names in the folder. Two rounds of requests at most, however many files.
     """
-    found: dict[str, bytes] = {}
-    if wanted:
-        packs = [f"{folder}/{name}" for name in sorted(listed) if _PACK.fullmatch(name)]
+    content_by_name: dict[str, bytes] = {}
+    if requested_names:
+        packs = [f"{folder}/{name}" for name in sorted(listed_names) if _PACK.fullmatch(name)]
         for raw in store.read_many(packs).values():
             with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
-                held: dict[str, str] = orjson.loads(raw)
-                found |= {name: held[name].encode() for name in held.keys() & set(wanted)}
-    loose = [name for name in wanted if name not in found]
+                text_by_name: dict[str, str] = orjson.loads(raw)
+                content_by_name |= {
+                    name: text_by_name[name].encode()
+                    for name in text_by_name.keys() & set(requested_names)
+                }
+    loose = [name for name in requested_names if name not in content_by_name]
     read = store.read_many([f"{folder}/{name}" for name in loose])
-    found |= {name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read}
-    return found, {name for name in loose if name in found}
+    content_by_name |= {
+        name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read
+    }
+    return content_by_name, {name for name in loose if name in content_by_name}
 
 
 def pack(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:

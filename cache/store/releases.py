@@ -72,17 +72,19 @@ class Release:
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
-        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "done"}
-        kept |= stamp(RELEASE_RECORD)
-        return orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        document = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "done"
+        }
+        document |= stamp(RELEASE_RECORD)
+        return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
-    def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
+    def from_bytes(cls, raw: bytes, *, is_done: bool) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            record = cls(**_fields(RELEASE_RECORD, raw), done=done)
+            record = cls(**_fields(RELEASE_RECORD, raw), done=is_done)
             numbers = (record.epoch, record.number)
-            if not all(isinstance(each, int) for each in numbers) or not isinstance(
+            if not all(isinstance(number, int) for number in numbers) or not isinstance(
                 record.generation, str
             ):
                 raise TypeError("epoch and number are integers, generation is a string")
@@ -140,12 +142,14 @@ class Pointer:
         """Raises TypeError: who followed one with a time or a share that is none would fail at every look, for ever."""
         canary = self.canary
         named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
-        if not all(isinstance(each, str) and GENERATION.fullmatch(each) for each in named):
+        if not all(
+            isinstance(generation, str) and GENERATION.fullmatch(generation) for generation in named
+        ):
             raise TypeError(f"{named} are not generation ids")
         if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS:
             raise TypeError(f"epoch is {self.epoch!r}, not a whole number below 2**53")
         texts = [self.attempt, *([canary.event] if canary else [])]
-        if not all(isinstance(each, str) for each in texts):
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"{texts} are not texts")
         for at in (self.published_at, *([canary.since] if canary else [])):
             if not _is_number(at, LAST_MOMENT):
@@ -171,11 +175,13 @@ def manifest_digest(raw: bytes) -> str:
     Raises CorruptArtefact for what is no JSON object.
     """
     try:
-        said = orjson.loads(raw).items()
+        manifest_fields = orjson.loads(raw).items()
     except (orjson.JSONDecodeError, AttributeError) as error:
         raise CorruptArtefact(f"not a manifest: {error}") from error
-    kept = {name: value for name, value in said if name not in ("gates", "timings")}
-    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    digested_fields = {
+        name: value for name, value in manifest_fields if name not in ("gates", "timings")
+    }
+    return hashlib.sha256(orjson.dumps(digested_fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def intent_path(number: int) -> str:
@@ -189,18 +195,21 @@ def done_path(number: int) -> str:
 
 
 def all_releases(
-    store: ArtefactStore, known: MutableMapping[int, Release] | None = None, *, packs: bool = False
+    store: ArtefactStore,
+    release_by_number: MutableMapping[int, Release] | None = None,
+    *,
+    packs: bool = False,
 ) -> list[Release]:
-    """Every record, oldest first. What is `known` by number is not read again: a record never changes.
+    """Every record, oldest first. What is `release_by_number` by number is not read again: a record never changes.
 
     `packs`: many that had to be read one by one are packed, for whoever comes next; readers of a store only read.
     Raises CorruptArtefact, naming the file, for one that is missing or cannot be read: without it nobody knows what is
     live.
     """
-    known = {} if known is None else known
+    release_by_number = {} if release_by_number is None else release_by_number
     missing = 0
     for _ in range(LIST_TRIES):
-        records = _listed(store, known, packs=packs)
+        records = _listed(store, release_by_number, packs=packs)
         if not (missing := _missing(records)):
             return records
         # A folder that grows while it is listed may show the newer of two files only.
@@ -212,23 +221,27 @@ def all_releases(
 
 
 def _listed(
-    store: ArtefactStore, known: MutableMapping[int, Release], *, packs: bool
+    store: ArtefactStore, release_by_number: MutableMapping[int, Release], *, packs: bool
 ) -> list[Release]:
     names = set(store.names("releases"))
-    numbers = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
-    files = {number: f"{number}.json" for number in numbers if number not in known}
+    numbers = sorted(
+        int(intent_match[1]) for name in names if (intent_match := _INTENT.fullmatch(name))
+    )
+    files = {number: f"{number}.json" for number in numbers if number not in release_by_number}
     raws, loose = read_files(store, "releases", names, list(files.values()))
     records: list[Release] = []
     for number in numbers:
-        done = f"{number}.done" in names
-        if (record := known.get(number)) is None:
+        is_done = f"{number}.done" in names
+        if (record := release_by_number.get(number)) is None:
             raw = raws.get(files[number])
             if raw is None:
                 continue
             epoch = records[-1].epoch if records else 0
-            record = _read(store, number, raw, done=done, after=epoch)
-        known[number] = record if record.done == done else replace(record, done=done)
-        records.append(known[number])
+            record = _read(store, number, raw, is_done=is_done, after=epoch)
+        release_by_number[number] = (
+            record if record.done == is_done else replace(record, done=is_done)
+        )
+        records.append(release_by_number[number])
     if packs:
         pack(store, "releases", {name: raws[name] for name in loose})
     return records
@@ -236,17 +249,17 @@ def _listed(
 
 def _missing(records: Sequence[Release]) -> int:
     """The first place that is empty though a later record was written by one who saw it taken; 0: none."""
-    before = 0
-    for each in records:
-        if each.number and each.number != before + 1:
-            return each.number - 1
-        before = each.place
+    previous_number = 0
+    for record in records:
+        if record.number and record.number != previous_number + 1:
+            return record.number - 1
+        previous_number = record.place
     return 0
 
 
-def _read(store: ArtefactStore, number: int, raw: bytes, *, done: bool, after: int) -> Release:
+def _read(store: ArtefactStore, number: int, raw: bytes, *, is_done: bool, after: int) -> Release:
     try:
-        record = Release.from_bytes(raw, done=done)
+        record = Release.from_bytes(raw, is_done=is_done)
         if record.place != number:
             raise CorruptArtefact(f"the record {record.place} under another's name")
         if record.epoch <= after:
@@ -270,18 +283,21 @@ def newest_release(store: ArtefactStore) -> Release | None:
 
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
-    return next((each for each in reversed(releases) if each.action in MOVES and each.done), None)
+    return next(
+        (release for release in reversed(releases) if release.action in MOVES and release.done),
+        None,
+    )
 
 
 def released_manifest(releases: Sequence[Release], generation: str) -> str:
     """Digest of the manifest as last published or verified again; empty when no record carries one."""
     return next(
         (
-            each.manifest_sha256
-            for each in reversed(releases)
-            if each.generation == generation
-            and each.manifest_sha256
-            and (each.action == "verify" or (each.action == "publish" and each.done))
+            release.manifest_sha256
+            for release in reversed(releases)
+            if release.generation == generation
+            and release.manifest_sha256
+            and (release.action == "verify" or (release.action == "publish" and release.done))
         ),
         "",
     )

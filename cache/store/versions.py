@@ -39,7 +39,10 @@ class Versions(Generic[Value]):
     def newest(self, store: ArtefactStore) -> int:
         """Number of the version in force, 0 while there never was one; one listing, so cheap to poll."""
         names = store.names(self.folder)
-        return max((int(found[1]) for name in names if (found := _FILE.fullmatch(name))), default=0)
+        return max(
+            (int(file_match[1]) for name in names if (file_match := _FILE.fullmatch(name))),
+            default=0,
+        )
 
     def latest(self, store: ArtefactStore) -> Value:
         """The version in force."""
@@ -53,13 +56,13 @@ class Versions(Generic[Value]):
         What changes nothing is not written. Raises Conflict when others were faster each time.
         """
         for _ in range(WRITE_TRIES):
-            now = self.latest(store)
-            changed = replace(change(now), version=now.version)
-            if changed == now:
-                return now
-            changed = replace(changed, version=now.version + 1)
-            if store.write_once(self._path(changed.version), changed.to_bytes()):
-                return changed
+            latest_value = self.latest(store)
+            new_value = replace(change(latest_value), version=latest_value.version)
+            if new_value == latest_value:
+                return latest_value
+            new_value = replace(new_value, version=latest_value.version + 1)
+            if store.write_once(self._path(new_value.version), new_value.to_bytes()):
+                return new_value
         raise Conflict(
             f"{self.folder} changed {WRITE_TRIES} times while a version was being written; try again"
         )

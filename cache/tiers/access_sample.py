@@ -54,30 +54,32 @@ class Trace(deque[Touch]):
         self.append((spot, -size_of(ready)))
         return ready._replace(touch=(spot, size_of(ready)))
 
-    def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
+    def one(self, generation: str, record_key: Want, outcome: Outcome | None) -> None:
         """Records a read with its outcome; a record that is not found is in no L1 of any size."""
-        if want.fingerprint <= self.last and type(outcome) is Found:
+        if record_key.fingerprint <= self.last and type(outcome) is Found:
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
-            self.append((want.fingerprint ^ _salt(generation, want.table.name), size))
+            self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size))
 
-    def rows(self, generation: str, wants: Wants, others: Mapping[int, Outcome]) -> None:
-        """Records a batch of reads; `others` are the outcomes that are no rows, by place."""
+    def rows(
+        self, generation: str, record_keys: Wants, result_by_index: Mapping[int, Outcome]
+    ) -> None:
+        """Records a batch of reads; `result_by_index` are the outcomes that are no rows, by place."""
         if self.last < 0:
             return
-        places = (wants.fingerprints <= self._last).nonzero()[0]
-        if others:
-            for place in others:
-                self.one(generation, wants.one(place), others[place])
-            places = np.setdiff1d(places, list(others))
-        if len(places):
-            salt = np.uint64(_salt(generation, wants.table.name))
-            spots = (wants.fingerprints[places] ^ salt).tolist()
-            self.extend(zip(spots, repeat(wants.table.layout.size_bytes + OVERHEAD_BYTES)))
+        indexes = (record_keys.fingerprints <= self._last).nonzero()[0]
+        if result_by_index:
+            for index in result_by_index:
+                self.one(generation, record_keys.one(index), result_by_index[index])
+            indexes = np.setdiff1d(indexes, list(result_by_index))
+        if len(indexes):
+            salt = np.uint64(_salt(generation, record_keys.table.name))
+            spots = (record_keys.fingerprints[indexes] ^ salt).tolist()
+            self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + OVERHEAD_BYTES)))
 
-    def put(self, generation: str, want: Want, size_bytes: int) -> None:
+    def put(self, generation: str, record_key: Want, size_bytes: int) -> None:
         """Records that a live record was stored for later readers."""
-        if want.fingerprint <= self.last:
-            spot = want.fingerprint ^ _salt(generation, want.table.name)
+        if record_key.fingerprint <= self.last:
+            spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)
             self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))
 
 

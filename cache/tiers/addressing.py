@@ -16,35 +16,35 @@ FlightKey = int | tuple[int, bytes]
 _KEPT_MAX = 4_096
 
 
-def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
+def reads_of(view: View, record_keys: Sequence[Want]) -> list[Read]:
     """Reads of L2, one per want; whatever wants of one table share is looked up once."""
     reads: list[Read] = []
     table: Table | None = None
     name, size_bytes, per_page = "", 0, 1
-    for want in wants:
-        if want.table is not table:
-            table = want.table
+    for record_key in record_keys:
+        if record_key.table is not table:
+            table = record_key.table
             name, size_bytes = table.name, table.layout.size_bytes
             per_page, parts = table.records_per_page, table.parts
-            place = view.directories[table.entity].place
-        if want.position < 0:
-            reads.append(OverlayRead(view.generation, name, hash_hex(want.key)))
+            locate = view.directories[table.entity].place
+        if record_key.position < 0:
+            reads.append(OverlayRead(view.generation, name, hash_hex(record_key.key)))
             continue
-        part, position = place(want.position)
+        part, position = locate(record_key.position)
         page, slot = divmod(position, per_page)
         page += parts[part].first_page
         reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
     return reads
 
 
-def page_reads(view: View, wants: Wants) -> PageReads:
+def page_reads(view: View, record_keys: Wants) -> PageReads:
     """Reads of the records by page and offset, one per want."""
-    table = wants.table
+    table = record_keys.table
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
     directory = view.directories[table.entity]
     pages, offsets = directory.pages(
-        wants.positions, first_pages, table.records_per_page, size_bytes
+        record_keys.positions, first_pages, table.records_per_page, size_bytes
     )
     return PageReads(view.generation, table.name, pages, offsets, size_bytes)
 
@@ -68,7 +68,7 @@ class FlightKeys:
             start = self._starts[generation, table] = next(self._numbers) << 64
         return start
 
-    def of(self, generation: str, want: Want) -> FlightKey:
+    def of(self, generation: str, record_key: Want) -> FlightKey:
         """The key of one record."""
-        start, key = self.start(generation, want[0].name), want.key
+        start, key = self.start(generation, record_key[0].name), record_key.key
         return start + key if isinstance(key, int) else (start, key)

@@ -68,59 +68,67 @@ class RowReads:
         self._remote = remote
         self._counters = counters
 
-    async def read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
+    async def read(self, view: View, record_keys: Wants, left_s: float | None) -> Rows:
         """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
-        entries = self._local.get_many(wants.local_keys(view.generation)) if self._local else ()
+        entries = (
+            self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
+        )
         if not any(entries):
-            return await self._read(view, wants, left_s)
-        absent = [place for place, entry in enumerate(entries) if entry is None]
+            return await self._read(view, record_keys, left_s)
+        absent = [index for index, entry in enumerate(entries) if entry is None]
         if not absent:
-            return _checked(wants, _rows_of(wants, [entry.record for entry in entries if entry]))
-        there = [place for place, entry in enumerate(entries) if entry is not None]
-        read = await self._read(view, wants.of(absent), left_s)
-        records = np.empty(len(wants), wants.table.layout.dtype)
-        _put(records, there, _rows_of(wants, [entry.record for entry in entries if entry]))
+            return _checked(
+                record_keys, _rows_of(record_keys, [entry.record for entry in entries if entry])
+            )
+        hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
+        read = await self._read(view, record_keys.of(absent), left_s)
+        records = np.empty(len(record_keys), record_keys.table.layout.dtype)
+        _put(
+            records,
+            hit_indexes,
+            _rows_of(record_keys, [entry.record for entry in entries if entry]),
+        )
         _put(records, absent, read.records)
-        rows = _checked(wants, records)
+        rows = _checked(record_keys, records)
         rows.is_l2[absent] = True
-        for place, other in read.others.items():
-            rows.others[absent[place]] = other
+        for index, read_result in read.others.items():
+            rows.others[absent[index]] = read_result
         return rows
 
-    async def _read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
+    async def _read(self, view: View, record_keys: Wants, left_s: float | None) -> Rows:
         """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Missed]]:
-            return self._fetch(view, wants.of(new))
+            return self._fetch(view, record_keys.of(new))
 
-        is_l2 = np.ones(len(wants), bool)
-        start = self._flight_keys.start(view.generation, wants.table.name)
+        is_l2 = np.ones(len(record_keys), bool)
+        start = self._flight_keys.start(view.generation, record_keys.table.name)
         try:
-            new, landed, others = await self._wait(
-                list(map(start.__add__, wants.keys)), work, left_s
+            new, landed, entry_by_index = await self._wait(
+                list(map(start.__add__, record_keys.keys)), work, left_s
             )
         except TimeoutError:
-            late = dict.fromkeys(range(len(wants)), MISSED[MissReason.L2_TIMEOUT])
-            return Rows(np.zeros(len(wants), wants.table.layout.dtype), is_l2, {**late})
+            late = dict.fromkeys(range(len(record_keys)), MISSED[MissReason.L2_TIMEOUT])
+            return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**late})
         if type(landed) is not Landed:
-            others.update(zip(new, landed, strict=True))
-        elif len(new) == len(wants):
+            entry_by_index.update(zip(new, landed, strict=True))
+        elif len(new) == len(record_keys):
             return Rows(landed.rows, is_l2, {**landed.missed})
         missed: dict[int, Outcome] = {}
         joined: dict[int, bytes] = {}
-        prints = wants.fingerprints
-        own: Landed | None = None
+        prints = record_keys.fingerprints
+        own_landed: Landed | None = None
         if type(landed) is Landed:
-            own = landed
-            missed = {new[index]: each for index, each in landed.missed.items()}
-        for place, entry in others.items():
+            own_landed = landed
+            missed = {new[index]: miss for index, miss in landed.missed.items()}
+        for batch_index, entry in entry_by_index.items():
             if isinstance(entry, Missed):
-                missed[place] = entry
-            elif entry.fingerprint != prints.item(place):
-                missed[place] = MISSED[MissReason.CORRUPT]
+                missed[batch_index] = entry
+            elif entry.fingerprint != prints.item(batch_index):
+                missed[batch_index] = MISSED[MissReason.CORRUPT]
             else:
-                joined[place] = entry.record
-        return Rows(_spread(wants, own, new, joined), is_l2, missed)
+                joined[batch_index] = entry.record
+        return Rows(_spread(record_keys, own_landed, new, joined), is_l2, missed)
 
     async def _wait(
         self,
@@ -135,80 +143,89 @@ class RowReads:
         async with asyncio.timeout(left_s):
             return await self._flights.do_batch(keys, work)
 
-    def _fetch(self, view: View, wants: Wants) -> asyncio.Future[Sequence[Entry | Missed]]:
-        self._counters.l2_reads += len(wants)
+    def _fetch(self, view: View, record_keys: Wants) -> asyncio.Future[Sequence[Entry | Missed]]:
+        self._counters.l2_reads += len(record_keys)
 
         def keep(answers: Sequence[Answer]) -> Sequence[Entry | Missed]:
-            landed = _landed(wants, answers)
+            landed = _landed(record_keys, answers)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
-            self._fill(view, wants, landed, answers)
+            self._fill(view, record_keys, landed, answers)
             return landed
 
-        return self._remote.submit(page_reads(view, wants), keep)
+        return self._remote.submit(page_reads(view, record_keys), keep)
 
-    def _fill(self, view: View, wants: Wants, landed: Landed, answers: Sequence[Answer]) -> None:
+    def _fill(
+        self, view: View, record_keys: Wants, landed: Landed, answers: Sequence[Answer]
+    ) -> None:
         missed = landed.missed
-        if not self._local.takes(wants.table.layout.size_bytes):
-            self._local.too_large += len(wants) - len(missed)
+        if not self._local.takes(record_keys.table.layout.size_bytes):
+            self._local.too_large += len(record_keys) - len(missed)
             return
-        prints, keys = wants.fingerprints.tolist(), wants.local_keys(view.generation)
+        prints, keys = record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation)
         records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
         if missed:
-            there = [place for place in range(len(wants)) if place not in missed]
-            prints = [prints[place] for place in there]
-            keys, records = [keys[place] for place in there], [records[place] for place in there]
+            hit_indexes = [index for index in range(len(record_keys)) if index not in missed]
+            prints = [prints[index] for index in hit_indexes]
+            keys, records = (
+                [keys[index] for index in hit_indexes],
+                [records[index] for index in hit_indexes],
+            )
         self._local.fill(keys, records, prints)
 
 
-def _rows_of(wants: Wants, records: Sequence[bytes]) -> NDArray[Any]:
-    return np.frombuffer(b"".join(records), wants.table.layout.dtype)
+def _rows_of(record_keys: Wants, records: Sequence[bytes]) -> NDArray[Any]:
+    return np.frombuffer(b"".join(records), record_keys.table.layout.dtype)
 
 
-def _put(records: NDArray[Any], places: Sequence[int], rows: NDArray[Any]) -> None:
+def _put(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any]) -> None:
     """`records[places] = rows`, without looking at the fields."""
-    whole = np.dtype((np.void, records.itemsize))
-    records.view(whole)[np.asarray(places, np.intp)] = rows.view(whole)
+    opaque_dtype = np.dtype((np.void, records.itemsize))
+    records.view(opaque_dtype)[np.asarray(indexes, np.intp)] = rows.view(opaque_dtype)
 
 
 def _spread(
-    wants: Wants, landed: Landed | None, new: Sequence[int], joined: dict[int, bytes]
+    record_keys: Wants, landed: Landed | None, new: Sequence[int], joined: dict[int, bytes]
 ) -> NDArray[Any]:
     """Records of this flight at the places `new`, of others at theirs; else zeros."""
-    dtype = wants.table.layout.dtype
-    places, rows = ([], b"") if landed is None else (list(new), landed.rows)
-    found = loader.kernels.spread(len(wants), dtype.itemsize, rows, places, joined)
-    return np.frombuffer(found, dtype)
+    dtype = record_keys.table.layout.dtype
+    indexes, rows = ([], b"") if landed is None else (list(new), landed.rows)
+    record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, joined)
+    return np.frombuffer(record_buffer, dtype)
 
 
-def _checked(wants: Wants, records: NDArray[Any]) -> Rows:
+def _checked(record_keys: Wants, records: NDArray[Any]) -> Rows:
     """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
-    others: dict[int, Outcome] = {}
-    is_own = records["fingerprint"] == wants.fingerprints
+    result_by_index: dict[int, Outcome] = {}
+    is_own = records["fingerprint"] == record_keys.fingerprints
     if np.count_nonzero(is_own) < len(is_own):
-        others = dict.fromkeys(np.flatnonzero(~is_own).tolist(), MISSED[MissReason.CORRUPT])
-    return Rows(records, np.zeros(len(wants), bool), others)
+        result_by_index = dict.fromkeys(
+            np.flatnonzero(~is_own).tolist(), MISSED[MissReason.CORRUPT]
+        )
+    return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
 
 
-def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
+def _landed(record_keys: Wants, answers: Sequence[Answer]) -> Landed:
     """Answers as rows, each of them checked to be its entity's."""
-    layout = wants.table.layout
+    layout = record_keys.table.layout
     missed: dict[int, Missed] = {}
     if type(answers) is Frames:
-        found = answers.sound(layout.dtype, wants.fingerprints, RECORD_FORMAT)
-        if found is not None:
-            return Landed(found, missed)
+        sound_rows = answers.sound(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
+        if sound_rows is not None:
+            return Landed(sound_rows, missed)
         rows = answers.rows(layout.dtype)
     else:
         blank = bytes(layout.size_bytes)
-        rows = _rows_of(wants, [each if isinstance(each, bytes) else blank for each in answers])
-        for place, each in enumerate(answers):
-            if isinstance(each, TierUnavailable):
-                missed[place] = unavailable(each)
-            elif not isinstance(each, bytes):
-                missed[place] = MISSED[MissReason.PAGE_MISSING]
-    sound = are_answers_of(rows, wants.fingerprints)
+        rows = _rows_of(
+            record_keys, [answer if isinstance(answer, bytes) else blank for answer in answers]
+        )
+        for index, answer in enumerate(answers):
+            if isinstance(answer, TierUnavailable):
+                missed[index] = unavailable(answer)
+            elif not isinstance(answer, bytes):
+                missed[index] = MISSED[MissReason.PAGE_MISSING]
+    sound = are_answers_of(rows, record_keys.fingerprints)
     if np.count_nonzero(sound) < len(sound):
-        for place in np.flatnonzero(~sound).tolist():
-            record, mark = rows[place].tobytes(), wants.fingerprints.item(place)
-            missed.setdefault(place, MISSED[unsound(record, mark)])
+        for index in np.flatnonzero(~sound).tolist():
+            record, fingerprint = rows[index].tobytes(), record_keys.fingerprints.item(index)
+            missed.setdefault(index, MISSED[unsound(record, fingerprint)])
     return Landed(rows, missed)

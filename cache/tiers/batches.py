@@ -34,19 +34,19 @@ class Wants:
         named = zip(repeat(generation), repeat(self.table.name), self.keys)
         return cast(list[LocalKey], list(named))
 
-    def of(self, places: Sequence[int]) -> "Wants":
-        """The wants at `places`, as columns."""
-        if len(places) == len(self.keys):
+    def of(self, indexes: Sequence[int]) -> "Wants":
+        """The wants at `indexes`, as columns."""
+        if len(indexes) == len(self.keys):
             return self
-        keys = [self.keys[place] for place in places]
-        at = np.array(places, np.intp)
+        keys = [self.keys[index] for index in indexes]
+        at = np.array(indexes, np.intp)
         return Wants(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
 
-    def one(self, place: int) -> Want:
-        """The want at `place`."""
-        print_, position = int(self.fingerprints[place]), int(self.positions[place])
+    def one(self, index: int) -> Want:
+        """The want at `index`."""
+        print_, position = int(self.fingerprints[index]), int(self.positions[index])
         digest = self.digest if position >= 0 else None
-        return Want(self.table, self.keys[place], print_, position, digest)
+        return Want(self.table, self.keys[index], print_, position, digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,33 +7,37 @@ from cache.tiers.l1 import Entry, LocalKey
 from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Tier, Want
 
 
-def judge(entry: Entry, want: Want, tier: Tier) -> Outcome:
+def judge(entry: Entry, record_key: Want, tier: Tier) -> Outcome:
     """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
-    if entry.fingerprint != want.fingerprint:
+    if entry.fingerprint != record_key.fingerprint:
         return MISSED[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
-    if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
+    if (
+        entry.digest is not None
+        and record_key.digest is not None
+        and entry.digest != record_key.digest
+    ):
         return MISSED[MissReason.INPUT_CHANGED]
     return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
 
 
-def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
+def overlay_entry(record_key: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
     """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
-    unpacked = unpack_overlay(want.table.layout, overlay.payload)
+    unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
     if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
         return MISSED[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
         return MISSED[MissReason.EXPIRED]
     record, digest = unpacked
-    if peek_fingerprint(record) != want.fingerprint:
+    if peek_fingerprint(record) != record_key.fingerprint:
         return MISSED[MissReason.CORRUPT]
-    return Entry(record, want.fingerprint, digest, asked_at + overlay.ttl_s)
+    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
 
 
-def is_answer(want: Want, overlay: Overlay, asked_at: float) -> bool:
+def is_answer(record_key: Want, overlay: Overlay, asked_at: float) -> bool:
     """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
-    entry = overlay_entry(want, overlay, asked_at)
-    return isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found)
+    entry = overlay_entry(record_key, overlay, asked_at)
+    return isinstance(entry, Entry) and isinstance(judge(entry, record_key, "l2"), Found)
 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
@@ -42,10 +46,12 @@ def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     return key._replace(key=raw + digest)
 
 
-def check_live(want: Want, record: bytes) -> None:
+def check_live(record_key: Want, record: bytes) -> None:
     """Raises ValueError for anything but a whole live record of the wanted entity."""
-    size_bytes = want.table.layout.size_bytes
+    size_bytes = record_key.table.layout.size_bytes
     if len(record) != size_bytes:
-        raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
-    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
-        raise ValueError(f"not a live record of the wanted entity in {want.table.name}")
+        raise ValueError(
+            f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}"
+        )
+    if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
+        raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")

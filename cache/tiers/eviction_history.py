@@ -68,31 +68,31 @@ class Absences:
 
     def __init__(
         self,
-        holds: Callable[[tuple[str, str, int | bytes]], bool] = lambda _key: False,
+        is_cached: Callable[[tuple[str, str, int | bytes]], bool] = lambda _key: False,
         timer: Callable[[], float] = time.monotonic,
         slots: int = SLOTS,
     ) -> None:
         self.evicted = LetGo(slots)
         self.expired = LetGo(min(slots, EXPIRED_SLOTS))
-        self._holds = holds
+        self._holds = is_cached
         self._timer = timer
         self._before: tuple[str, float] | None = None
 
-    def flipped(self, before: str) -> None:
-        """Records a flip: another generation is live from now on; `before` is the one that was."""
-        self._before = before, self._timer() + FLIPPED_S
+    def flipped(self, previous_generation: str) -> None:
+        """Records a flip: another generation is live from now on; `previous_generation` is the one that was."""
+        self._before = previous_generation, self._timer() + FLIPPED_S
 
     def why(self, generation: str, table: str, key: int | bytes) -> Absence:
         """The one reason why L1 lacked a key."""
         if self.expired.is_empty and self.evicted.is_empty and self._before is None:
             return "cold_start"
-        whole = generation, table, key
-        if whole in self.expired:
+        local_key = generation, table, key
+        if local_key in self.expired:
             return "expired"
-        if whole in self.evicted:
+        if local_key in self.evicted:
             return "evicted"
-        if (before := self._earlier(generation)) is not None:
-            earlier = before, table, key
+        if (previous_generation := self._earlier(generation)) is not None:
+            earlier = previous_generation, table, key
             if self._holds(earlier) or earlier in self.evicted:
                 return "flipped"
         return "cold_start"
@@ -104,21 +104,21 @@ class Absences:
                 return {"cold_start": len(keys)}
             evicted = self.evicted.count([(generation, table, key) for key in keys])
             return {"evicted": evicted, "cold_start": len(keys) - evicted}
-        found: dict[Absence, int] = {}
+        count_by_absence: dict[Absence, int] = {}
         for key in keys:
-            why = self.why(generation, table, key)
-            found[why] = found.get(why, 0) + 1
-        return found
+            absence = self.why(generation, table, key)
+            count_by_absence[absence] = count_by_absence.get(absence, 0) + 1
+        return count_by_absence
 
     def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
         """True if a record was here until its life was over."""
         return not self.expired.is_empty and (generation, table, key) in self.expired
 
     def _earlier(self, generation: str) -> str | None:
-        before = self._before
-        if before is None:
+        previous_flip = self._before
+        if previous_flip is None:
             return None
-        if self._timer() >= before[1]:
+        if self._timer() >= previous_flip[1]:
             self._before = None
             return None
-        return None if before[0] == generation else before[0]
+        return None if previous_flip[0] == generation else previous_flip[0]

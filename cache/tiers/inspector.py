@@ -41,53 +41,53 @@ class Looking:
         self._remote = remote
         self._timer = timer
 
-    def l1(self, view: View, want: Want) -> Outcome | None:
+    def l1(self, view: View, record_key: Want) -> Outcome | None:
         """The outcome of a look at L1; None if it holds nothing of this entity."""
-        key = LocalKey(view.generation, want.table.name, want.key)
+        key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = self._local.look(key)
         if entry is not None:
-            return judge(entry, want, "l1")
-        if want.position < 0 and key in self._negative:
+            return judge(entry, record_key, "l1")
+        if record_key.position < 0 and key in self._negative:
             return MISSED[MissReason.NEGATIVE]
         return None
 
-    def beside(self, view: View, want: Want) -> Outcome | None:
+    def beside(self, view: View, record_key: Want) -> Outcome | None:
         """The live answer that stands in while a page is out of reach, if one is kept."""
-        if want.position < 0 or want.digest is None:
+        if record_key.position < 0 or record_key.digest is None:
             return None
-        key = LocalKey(view.generation, want.table.name, want.key)
-        entry = self._local.look(live_key(key, want.digest))
-        return None if entry is None else judge(entry, want, "l1")
+        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        entry = self._local.look(live_key(key, record_key.digest))
+        return None if entry is None else judge(entry, record_key, "l1")
 
-    async def record(self, view: View, want: Want) -> Outcome:
+    async def record(self, view: View, record_key: Want) -> Outcome:
         """The record of L1, else the outcome of a read of L2."""
-        outcome = self.l1(view, want)
-        return outcome if isinstance(outcome, Found) else await self.l2(view, want)
+        outcome = self.l1(view, record_key)
+        return outcome if isinstance(outcome, Found) else await self.l2(view, record_key)
 
-    async def l2(self, view: View, want: Want) -> Outcome:
+    async def l2(self, view: View, record_key: Want) -> Outcome:
         """The outcome of a read of L2."""
         asked_at = self._timer()
-        answer: Answer = await self._remote.submit(reads_of(view, (want,)), itemgetter(0))
+        answer: Answer = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(answer, TierUnavailable):
             return unavailable(answer)
-        if want.position < 0:
+        if record_key.position < 0:
             if answer is None:
                 return MISSED[MissReason.NOT_IN_GENERATION]
-            entry = overlay_entry(want, cast(Overlay, answer), asked_at)
-            return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
+            entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
+            return entry if isinstance(entry, Missed) else judge(entry, record_key, "l2")
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
-        if not is_answer_of(answer, want.fingerprint):
-            return MISSED[unsound(answer, want.fingerprint)]
+        if not is_answer_of(answer, record_key.fingerprint):
+            return MISSED[unsound(answer, record_key.fingerprint)]
         return Found(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Missed:
         """A whole page, or why it cannot be had."""
         try:
             async with asyncio.timeout(_PAGE_S):
-                found = await self._remote.page(read)
+                page_payload = await self._remote.page(read)
         except TierUnavailable as error:
             return unavailable(error)
         except TimeoutError:
             return MISSED[MissReason.L2_TIMEOUT]
-        return MISSED[MissReason.PAGE_MISSING] if found is None else found
+        return MISSED[MissReason.PAGE_MISSING] if page_payload is None else page_payload

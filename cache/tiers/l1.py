@@ -65,8 +65,8 @@ class Ready(NamedTuple):
 def size_of(entry: Entry | Ready) -> int:
     """Bytes of one entry without its place in the table."""
     if isinstance(entry, Ready):
-        sent = len(entry.head) + len(entry.tail) + len(entry.request)
-        return sent + len(entry.asked[1]) + len(entry.events or b"") + READY_BYTES
+        sent_bytes = len(entry.head) + len(entry.tail) + len(entry.request)
+        return sent_bytes + len(entry.asked[1]) + len(entry.events or b"") + READY_BYTES
     live = 0 if entry.digest is None else LIVE_BYTES
     return len(entry.record) + OVERHEAD_BYTES + live
 
@@ -108,8 +108,8 @@ class LocalTier:
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
         """Entries of many keys, None for each that is absent or whose life is over."""
-        found: list[Any] = list(map(self._find, keys))
-        return [self.get(key) for key in keys] if any(found) else found
+        entries: list[Any] = list(map(self._find, keys))
+        return [self.get(key) for key in keys] if any(entries) else entries
 
     def takes(self, size_bytes: int) -> bool:
         """True if a record of this size fits at all; one that does not is counted when it comes."""
@@ -140,10 +140,12 @@ class LocalTier:
         # A table grows for those who come at once: in a small tier that would push out more than they need.
         at_once = max(1, min(_FILLED, self.max_bytes // (_TIMES * max(1, size_bytes))))
         for start in range(0, len(keys), at_once):
-            some = slice(start, start + at_once)
-            for key, entry in zip(keys[some], map(Entry, records[some], prints[some]), strict=True):
-                if (before := entries.get(key)) is not None:
-                    self._bytes -= size_of(before)
+            chunk = slice(start, start + at_once)
+            for key, entry in zip(
+                keys[chunk], map(Entry, records[chunk], prints[chunk]), strict=True
+            ):
+                if (previous_entry := entries.get(key)) is not None:
+                    self._bytes -= size_of(previous_entry)
                     self._touch(key)
                 entries[key] = entry
                 self._bytes += size_bytes
@@ -152,8 +154,8 @@ class LocalTier:
     def put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""
         entries, size_bytes = self._entries, size_of(entry)
-        if (before := entries.get(key)) is not None:
-            self._bytes -= size_of(before)
+        if (previous_entry := entries.get(key)) is not None:
+            self._bytes -= size_of(previous_entry)
             self._touch(key)
         entries[key] = entry
         self._bytes += size_bytes
@@ -163,17 +165,17 @@ class LocalTier:
         self._make_room()
 
     def _make_room(self) -> None:
-        entries, most, gone = self._entries, self.max_bytes, list[Hashable]()
-        while self._bytes + getsizeof(entries) > most and entries:
+        entries, bytes_max, evicted_keys = self._entries, self.max_bytes, list[Hashable]()
+        while self._bytes + getsizeof(entries) > bytes_max and entries:
             key, oldest = entries.popitem(last=False)
             if type(oldest) is Entry and oldest[2] is None:
                 self._bytes -= len(oldest[0]) + OVERHEAD_BYTES
             else:
                 self._bytes -= size_of(oldest)
             if type(key) is not bytes:  # of a ready answer the record may still be here
-                gone.append(key)
-        if gone:
-            self.absences.evicted.note_all(gone)
+                evicted_keys.append(key)
+        if evicted_keys:
+            self.absences.evicted.note_all(evicted_keys)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 

@@ -22,10 +22,10 @@ class Word(StrEnum):
 
     meaning: str
 
-    def __new__(cls, word: str, meaning: str) -> Self:
+    def __new__(cls, label: str, meaning: str) -> Self:
         """Make a member that equals its word."""
-        member = str.__new__(cls, word)
-        member._value_ = word
+        member = str.__new__(cls, label)
+        member._value_ = label
         member.meaning = meaning
         return member
 
@@ -148,9 +148,9 @@ _UNAVAILABLE = {
 }
 
 
-def unavailable(why: TierUnavailable) -> Missed:
+def unavailable(error: TierUnavailable) -> Missed:
     """The miss of a read that L2 could not answer."""
-    return _UNAVAILABLE[str(why.details["reason"])]
+    return _UNAVAILABLE[str(error.details["reason"])]
 
 
 def unsound(record: bytes, fingerprint: int) -> MissReason:
@@ -192,12 +192,12 @@ class Counters:
             else:
                 self.l2 += 1
 
-    def count_rows(self, is_l2: NDArray[np.bool_], others: Mapping[int, Outcome]) -> None:
-        """Adds rows by the tier each is from, but those at the places of `others` by their outcomes."""
-        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[place]) for place in others)
+    def count_rows(self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, Outcome]) -> None:
+        """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
+        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
         self.l2 += l2
-        self.records += len(is_l2) - l2 - len(others)
-        self.count(list(others.values()))
+        self.records += len(is_l2) - l2 - len(result_by_index)
+        self.count(list(result_by_index.values()))
 
     @property
     def l1(self) -> int:

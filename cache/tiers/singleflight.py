@@ -97,21 +97,21 @@ class SingleFlight(Generic[K, V]):
             self.shared += 1
         return Boarded(flight, flight.place(key), self._join(flight))
 
-    def leave(self, place: Boarded[K, V]) -> None:
+    def leave(self, boarded: Boarded[K, V]) -> None:
         """Ends what `board` began, whether the flight has landed or not."""
-        self._leave(place.flight, place.waiter)
+        self._leave(boarded.flight, boarded.waiter)
 
     async def do_many(
         self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
     ) -> list[V]:
         """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
-        first, values, others = await self.do_batch(
-            keys, lambda places: work([keys[place] for place in places])
+        first, values, joined_values = await self.do_batch(
+            keys, lambda indexes: work([keys[index] for index in indexes])
         )
-        if not others:
+        if not joined_values:
             return list(values)
-        found = others | dict(zip(first, values, strict=True))
-        return [found[place] for place in range(len(keys))]
+        value_by_index = joined_values | dict(zip(first, values, strict=True))
+        return [value_by_index[index] for index in range(len(keys))]
 
     async def do_batch(
         self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
@@ -122,29 +122,31 @@ class SingleFlight(Generic[K, V]):
         """
         named = list(keys)
         flight: _Flight[K, V] = _Flight(named)
-        rest = board(self._flights, named, flight)
-        if not rest:
+        joined_indexes = board(self._flights, named, flight)
+        if not joined_indexes:
             self._begin(flight, work, range(len(keys)))
             return range(len(keys)), await self._wait(flight), {}
-        joined = {place: self._flights[keys[place]] for place in rest}
-        first = [place for place in range(len(keys)) if place not in joined]
-        flight.keys = [keys[place] for place in first]
-        own = self._begin(flight, work, first) if first else None
-        self.shared += len(rest)
-        landed = await self._wait_all([*joined.values(), *([] if own is None else [own])])
-        others = {
-            place: landed[id(flight)][flight.place(keys[place])] for place, flight in joined.items()
+        joined = {index: self._flights[keys[index]] for index in joined_indexes}
+        first = [index for index in range(len(keys)) if index not in joined]
+        flight.keys = [keys[index] for index in first]
+        own_flight = self._begin(flight, work, first) if first else None
+        self.shared += len(joined_indexes)
+        landed = await self._wait_all(
+            [*joined.values(), *([] if own_flight is None else [own_flight])]
+        )
+        joined_values = {
+            index: landed[id(flight)][flight.place(keys[index])] for index, flight in joined.items()
         }
-        return first, () if own is None else landed[id(own)], others
+        return first, () if own_flight is None else landed[id(own_flight)], joined_values
 
     async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
         joined = {id(flight): flight for flight in flights}
-        waiting = {each: self._join(flight) for each, flight in joined.items()}
+        waiting = {flight_id: self._join(flight) for flight_id, flight in joined.items()}
         try:
-            return {each: await waiter for each, waiter in waiting.items()}
+            return {flight_id: await waiter for flight_id, waiter in waiting.items()}
         finally:
-            for each, waiter in waiting.items():
-                self._leave(joined[each], waiter)
+            for flight_id, waiter in waiting.items():
+                self._leave(joined[flight_id], waiter)
 
     async def _wait(self, flight: _Flight[K, V]) -> Sequence[V]:
         # Nothing awaits between looking the flight up and joining it: it can neither land nor be abandoned unseen.
@@ -167,15 +169,15 @@ class SingleFlight(Generic[K, V]):
         self,
         flight: _Flight[K, V],
         work: Callable[[Sequence[int]], Awaitable[Sequence[V]]],
-        places: Sequence[int],
+        indexes: Sequence[int],
     ) -> _Flight[K, V]:
         """Starts the work of a flight that is named already; forgets the flight if that raises."""
         try:
-            flight.work = asyncio.ensure_future(work(places))
+            flight.work = asyncio.ensure_future(work(indexes))
         except BaseException:
             self._forget(flight)
             raise
-        self.started += len(places)
+        self.started += len(indexes)
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 

@@ -70,21 +70,21 @@ class WriteBehind:
         writes = self._next()
         if not writes:
             return
-        stored = 0
+        stored_count = 0
         try:
-            stored = (await self._write(writes)).count(None)
+            stored_count = (await self._write(writes)).count(None)
         finally:
-            self.stored += stored
-            self.failed += len(writes) - stored
+            self.stored += stored_count
+            self.failed += len(writes) - stored_count
 
     def _next(self) -> list[OverlayWrite]:
         """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
         writes: list[OverlayWrite] = []
-        now = self._timer()
+        now_s = self._timer()
         for _ in range(min(_AT_ONCE, len(self._queue))):
             write, ends_at = self._queue.popleft()
             self._bytes -= len(write.payload)
-            left_s = ends_at - now
+            left_s = ends_at - now_s
             if left_s <= 0:
                 self.dropped += 1
             elif left_s >= write.ttl_s - _AT_ONCE_S:

@@ -55,7 +55,7 @@ class Kernel:
         """The items laid out, or None where they are beyond what the kernel is certain about."""
         items, dims = compared.vectors.shape
         cosine = compared.metric == "cosine"
-        own = own_lengths(compared.vectors) if cosine else None
+        score_lengths = own_lengths(compared.vectors) if cosine else None
         sizes = lengths(compared.vectors) if cosine else compared.sizes
         if not 0 < items < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
             return None
@@ -64,7 +64,7 @@ class Kernel:
         largest = _CODES.get(self.level, 127)
         multiple = 64 if self.level == _AMX else 4
         return Packed.of(
-            compared.vectors, compared.filtering, compared.sizes, own, largest, multiple
+            compared.vectors, compared.filtering, compared.sizes, score_lengths, largest, multiple
         )
 
     def top(
@@ -75,9 +75,9 @@ class Kernel:
         excluded: Histories,
         allowed: NDArray[np.uint16],
         rows: slice,
-        out: Top,
+        top_arrays: Top,
     ) -> None:
-        """Fills `rows` of `out`; shapes as `Scorer.top` checked them, all contiguous."""
+        """Fills `rows` of `top_arrays`; shapes as `Scorer.top` checked them, all contiguous."""
         arrays = ("vectors", "lengths", "codes", "ordinals", "places", "scale", "residual",
                   "longest", "reach")  # fmt: skip
         items = _Items(
@@ -91,17 +91,17 @@ class Kernel:
             packed.unit,
         )
         starts = np.ascontiguousarray(excluded.indptr[rows.start : rows.stop + 1])
-        gone = np.ascontiguousarray(excluded.indices)
+        excluded_ordinals = np.ascontiguousarray(excluded.indices)
         failed = self.library.larder_topk(
             ctypes.byref(items),
             _at(users[rows]),
             rows.stop - rows.start,
             _at(starts),
-            _at(gone),
+            _at(excluded_ordinals),
             k,
             self.level,
-            _at(out[0][rows]),
-            _at(out[1][rows]),
+            _at(top_arrays[0][rows]),
+            _at(top_arrays[1][rows]),
         )
         if failed:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
@@ -111,31 +111,31 @@ class Kernel:
         rng = np.random.default_rng(dims)
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
-        found = np.empty(64, np.float32)
-        self.library.larder_dots(_at(users), _at(items), 64, dims, _at(found))
-        wanted = score(users, items, np.arange(64)[None])[0]
-        same = np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
-        if not same:
+        kernel_scores = np.empty(64, np.float32)
+        self.library.larder_dots(_at(users), _at(items), 64, dims, _at(kernel_scores))
+        numpy_scores = score(users, items, np.arange(64)[None])[0]
+        is_equal = np.array_equal(kernel_scores.view(np.uint32), numpy_scores.view(np.uint32))
+        if not is_equal:
             _log.warning("the top-K kernel adds in another order than this numpy: not used")
-        return same
+        return is_equal
 
 
 @functools.cache
 def kernel() -> Kernel | None:
     """The kernel for this processor; None where it was not built, is switched off or has no use."""
-    found = load(os.environ)
-    if found is not None and found.level > _PLAIN:
-        return found
+    loaded_kernel = load(os.environ)
+    if loaded_kernel is not None and loaded_kernel.level > _PLAIN:
+        return loaded_kernel
     _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
     return None
 
 
 def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
     """The kernel in a folder, at its best level; LARDER_KERNEL=off leaves it, =0 to =3 sets the highest level."""
-    wanted = environ.get("LARDER_KERNEL", "auto")
-    if wanted not in ("auto", "off", "0", "1", "2", "3"):
-        raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {wanted!r}")
-    library = None if wanted == "off" else _library(folder)
+    level_setting = environ.get("LARDER_KERNEL", "auto")
+    if level_setting not in ("auto", "off", "0", "1", "2", "3"):
+        raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {level_setting!r}")
+    library = None if level_setting == "off" else _library(folder)
     if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -146,7 +146,7 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
     library.larder_dots.argtypes = [pointer, pointer, number, number, pointer]
     library.larder_dots.restype = None
     level = library.larder_level()
-    return Kernel(library, level if wanted == "auto" else min(level, int(wanted)))
+    return Kernel(library, level if level_setting == "auto" else min(level, int(level_setting)))
 
 
 def _library(folder: Path) -> ctypes.CDLL | None:
@@ -175,8 +175,8 @@ def long_enough(compared: Compared, sizes: NDArray[np.float64]) -> NDArray[np.bo
 
 def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     """Item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
-    found: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-    return found
+    item_lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    return item_lengths
 
 
 def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:

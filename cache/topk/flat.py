@@ -60,11 +60,14 @@ def chunks(
     members = np.argsort(excluded, kind="stable")
     start = 0
     while start < len(members):
-        left = len(members) - start
+        remaining_count = len(members) - start
         # Smaller parts than this leave BLAS for a kernel that takes five times as long.
         threshold = faiss.cvar.distance_compute_blas_threshold // shape[1] + 1
-        parts = max(-(-left // max(_CHUNK_USERS, threshold)), min(threads, left // threshold))
-        end = start + -(-left // max(1, parts))
+        parts = max(
+            -(-remaining_count // max(_CHUNK_USERS, threshold)),
+            min(threads, remaining_count // threshold),
+        )
+        end = start + -(-remaining_count // max(1, parts))
         fetch = min(k + int(excluded[members[end - 1]]) + _SPARE, shape[0])
         end = min(end, start + max(1, _CHUNK_CANDIDATES // max(1, fetch)))
         yield members[start:end], fetch
@@ -90,41 +93,45 @@ class FlatChunk:
         # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
         # at barriers, which on shared cores made two threads slower than one.
         faiss.omp_set_num_threads(1)
-        found, candidates = faiss.knn(
+        products, candidates = faiss.knn(
             self._queries, self._scorer.filtering, self._fetch, metric=faiss.METRIC_INNER_PRODUCT
         )
         # No item that is not a candidate scores more than this, but for rounding.
-        bounds = found[:, -1].astype(np.float64)
+        bounds = products[:, -1].astype(np.float64)
         if self._fetch >= len(self._scorer.vectors):
             bounds[:] = -np.inf
         ranked = [
-            self._settle(slice(start, start + _RANK_USERS), found, candidates, bounds)
+            self._settle(slice(start, start + _RANK_USERS), products, candidates, bounds)
             for start in range(0, len(self._users), _RANK_USERS)
         ]
-        return np.concatenate([each[0] for each in ranked]), np.concatenate(
-            [each[1] for each in ranked]
+        return np.concatenate([tile_top[0] for tile_top in ranked]), np.concatenate(
+            [tile_top[1] for tile_top in ranked]
         )
 
     def _settle(
         self,
         rows: slice,
-        found: NDArray[np.float32],
+        products: NDArray[np.float32],
         candidates: NDArray[np.int64],
         bounds: NDArray[np.float64],
     ) -> Top:
         """Drop what is excluded, keep K and a few, re-score, certify; scan the rows that fail."""
         scorer, k = self._scorer, self._k
         users, candidates = self._users[rows], candidates[rows]
-        gone = self._excluded.take(np.arange(len(self._users))[rows])
-        filtered = np.where(self._among(candidates, gone) | (candidates < 0), -np.inf, found[rows])
+        exclusions = self._excluded.take(np.arange(len(self._users))[rows])
+        filtered = np.where(
+            self._among(candidates, exclusions) | (candidates < 0), -np.inf, products[rows]
+        )
         limits = bounds[rows].copy()
         if candidates.shape[1] > k + _SPARE:
-            which = np.argpartition(-filtered, k + _SPARE, axis=1)
-            cut = np.take_along_axis(filtered, which[:, k + _SPARE :][:, :1], axis=1)[:, 0]
+            candidate_columns = np.argpartition(-filtered, k + _SPARE, axis=1)
+            cut = np.take_along_axis(filtered, candidate_columns[:, k + _SPARE :][:, :1], axis=1)[
+                :, 0
+            ]
             limits = np.maximum(limits, cut)
-            which = which[:, : k + _SPARE]
-            filtered = np.take_along_axis(filtered, which, axis=1)
-            candidates = np.take_along_axis(candidates, which, axis=1)
+            candidate_columns = candidate_columns[:, : k + _SPARE]
+            filtered = np.take_along_axis(filtered, candidate_columns, axis=1)
+            candidates = np.take_along_axis(candidates, candidate_columns, axis=1)
         candidates = np.where(np.isneginf(filtered), -1, candidates)
         ordinals, scores = rank(users, scorer.vectors, candidates, None, k, metric=scorer.metric)
         margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.longest
@@ -133,20 +140,20 @@ class FlatChunk:
         full = (candidates >= 0).sum(axis=1) >= k
         certified = np.isneginf(limits) | (full & (scores[:, -1] > limits + margin))
         for row in np.flatnonzero(~certified):
-            banned = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
+            banned = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
             ordinals[row], scores[row] = _scan(scorer, users[row], banned, k)
         return ordinals, scores
 
-    def _among(self, candidates: NDArray[np.int64], gone: Histories) -> NDArray[np.bool_]:
+    def _among(self, candidates: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
         items = len(self._scorer.vectors)
-        known = (gone.indices >= 0) & (gone.indices < items)
-        owners = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
-        banned = np.sort(owners[known] * items + gone.indices[known])
+        is_known = (exclusions.indices >= 0) & (exclusions.indices < items)
+        owners = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
+        banned = np.sort(owners[is_known] * items + exclusions.indices[is_known])
         if not len(banned):
             return np.zeros(candidates.shape, np.bool_)
-        wanted = np.arange(len(candidates))[:, None] * items + candidates
-        at = np.minimum(np.searchsorted(banned, wanted), len(banned) - 1)
-        hit: NDArray[np.bool_] = banned[at] == wanted
+        candidate_keys = np.arange(len(candidates))[:, None] * items + candidates
+        at = np.minimum(np.searchsorted(banned, candidate_keys), len(banned) - 1)
+        hit: NDArray[np.bool_] = banned[at] == candidate_keys
         return hit
 
 
@@ -162,11 +169,13 @@ def _scan(scorer: Compared, user: NDArray[np.float32], banned: NDArray[np.int64]
         keys = best(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
         if not user.any() and len(keys) == k:
             break  # every score is zero: the first k ordinals are the answer
-    found = unpack(keys[None], k)
-    return found[0][0], found[1][0]
+    top_lists = unpack(keys[None], k)
+    return top_lists[0][0], top_lists[1][0]
 
 
 def lengths(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
     """Euclidean lengths of the rows, summed in float64."""
-    found: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
-    return found
+    row_lengths: NDArray[np.float64] = np.sqrt(
+        np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    )
+    return row_lengths

@@ -65,26 +65,26 @@ class Packed:
             part = order[step.start * LANES : step.stop * LANES]
             flat = np.zeros(((step.stop - step.start) * LANES, width))
             np.divide(compared[part], unit, out=flat[: len(part), :dims], dtype=np.float64)
-            some = flat.reshape(-1, LANES, width)
-            peaks = np.maximum(some.max(axis=(1, 2)), -some.min(axis=(1, 2)))
+            grouped_vectors = flat.reshape(-1, LANES, width)
+            peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
             scale[step] = np.maximum(peaks, _LEAST) / largest_code
             steps = scale[step].astype(np.float64)[:, None, None]
-            longest[step] = _above(_lengths(some))
-            rounded = np.rint(some / steps)
+            longest[step] = _above(_lengths(grouped_vectors))
+            rounded = np.rint(grouped_vectors / steps)
             np.clip(rounded, -largest_code, largest_code, out=rounded)
-            some -= rounded * steps
-            residual[step] = _above(_lengths(some))
+            grouped_vectors -= rounded * steps
+            residual[step] = _above(_lengths(grouped_vectors))
             rounded += largest_code + 1
             shifted = rounded.astype(np.uint8)
             codes[step] = shifted.reshape(-1, LANES, width // 4, 4).swapaxes(1, 2)
         ordinals = np.zeros(groups * LANES, np.uint32)
         ordinals[:items] = order
-        places = np.empty(items, np.uint32)
-        places[order] = np.arange(items, dtype=np.uint32)
+        position_by_ordinal = np.empty(items, np.uint32)
+        position_by_ordinal[order] = np.arange(items, dtype=np.uint32)
         tiles = np.maximum.reduceat(longest, np.arange(0, groups, TILE_GROUPS))
         reach = np.maximum.accumulate(tiles[::-1])[::-1].copy()
         return cls(
-            vectors, lengths, codes, ordinals, places, scale, residual, longest, reach, unit,
+            vectors, lengths, codes, ordinals, position_by_ordinal, scale, residual, longest, reach, unit,
             largest_code,
         )  # fmt: skip
 
@@ -107,8 +107,10 @@ def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray
 
 def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     """Length of the longest vector of each group, [groups]."""
-    found: NDArray[np.float64] = np.sqrt(np.einsum("glw,glw->gl", vectors, vectors).max(axis=1))
-    return found
+    longest_lengths: NDArray[np.float64] = np.sqrt(
+        np.einsum("glw,glw->gl", vectors, vectors).max(axis=1)
+    )
+    return longest_lengths
 
 
 def _above(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -61,13 +61,13 @@ class Scorer:
 
         `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
         """
-        plain = np.asarray(vectors)  # a memory map's own class is slow to index
-        _check_shape("items", plain, None)
-        _check_values("items", plain)
-        compared = Compared.of(np.ascontiguousarray(plain), metric)
-        chosen = kernel() if engine is True else engine
-        packed = chosen.pack(compared) if chosen else None
-        return cls(compared, (chosen, packed) if chosen and packed else None)
+        item_vectors = np.asarray(vectors)  # a memory map's own class is slow to index
+        _check_shape("items", item_vectors, None)
+        _check_values("items", item_vectors)
+        compared = Compared.of(np.ascontiguousarray(item_vectors), metric)
+        usable_kernel = kernel() if engine is True else engine
+        packed = usable_kernel.pack(compared) if usable_kernel else None
+        return cls(compared, (usable_kernel, packed) if usable_kernel and packed else None)
 
     def top(
         self,
@@ -86,18 +86,18 @@ class Scorer:
         NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
         does not depend on the number of users. Raises ConfigError for anything of another shape.
         """
-        users, gone = checked(self.compared, users, k, excluded, allowed)
-        told = progress or (lambda _: None)
+        users, exclusions = checked(self.compared, users, k, excluded, allowed)
+        report_progress = progress or (lambda _: None)
         count = threads or usable_cores()
         if self.compiled is None:
-            return self._flat(users, k, gone, allowed, count, told)
+            return self._flat(users, k, exclusions, allowed, count, report_progress)
         fit = fits(self.compared, users)
         if fit.all():
-            return self._by_kernel(users, k, gone, allowed, count, told)
+            return self._by_kernel(users, k, exclusions, allowed, count, report_progress)
         ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
-        for method, which in ((self._by_kernel, fit), (self._flat, ~fit)):
-            rows = np.flatnonzero(which)
-            part = method(users[rows], k, gone.take(rows), allowed, count, told)
+        for method, user_mask in ((self._by_kernel, fit), (self._flat, ~fit)):
+            rows = np.flatnonzero(user_mask)
+            part = method(users[rows], k, exclusions.take(rows), allowed, count, report_progress)
             ordinals[rows], scores[rows] = part
         return ordinals, scores
 
@@ -105,34 +105,36 @@ class Scorer:
         self,
         users: NDArray[np.float32],
         k: int,
-        gone: Histories,
+        exclusions: Histories,
         allowed: NDArray[np.bool_] | None,
         threads: int,
-        told: Callable[[int], None],
+        report_progress: Callable[[int], None],
     ) -> Top:
         assert self.compiled is not None  # noqa: S101 - `top` asked
         engine, packed = self.compiled
         bits = packed.allowed(allowed)
-        out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+        top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
 
         def run(rows: slice) -> int:
-            engine.top(packed, users, k, gone, bits, rows, out)
+            engine.top(packed, users, k, exclusions, bits, rows, top_lists)
             return int(rows.stop - rows.start)
 
-        _each(run, slabs_of(len(users), threads), threads, told)
-        return out
+        _each(run, slabs_of(len(users), threads), threads, report_progress)
+        return top_lists
 
     def _flat(
         self,
         users: NDArray[np.float32],
         k: int,
-        gone: Histories,
+        exclusions: Histories,
         allowed: NDArray[np.bool_] | None,
         threads: int,
-        told: Callable[[int], None],
+        report_progress: Callable[[int], None],
     ) -> Top:
         if allowed is not None:
-            return self._flat_among(users, k, gone, np.flatnonzero(allowed), threads, told)
+            return self._flat_among(
+                users, k, exclusions, np.flatnonzero(allowed), threads, report_progress
+            )
         ordinals = np.full((len(users), k), NO_ITEM, np.uint32)
         scores = np.zeros((len(users), k), np.float32)
         if not len(self.compared.vectors):
@@ -140,34 +142,36 @@ class Scorer:
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = FlatChunk(self.compared, users[rows], gone.take(rows), k, fetch)
+            chunk = FlatChunk(self.compared, users[rows], exclusions.take(rows), k, fetch)
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
-        parts = chunks(np.diff(gone.indptr), k, threads, self.compared.vectors.shape)
-        _each(run, parts, threads, told)
+        parts = chunks(np.diff(exclusions.indptr), k, threads, self.compared.vectors.shape)
+        _each(run, parts, threads, report_progress)
         return ordinals, scores
 
     def _flat_among(
         self,
         users: NDArray[np.float32],
         k: int,
-        gone: Histories,
-        left: NDArray[np.int64],
+        exclusions: Histories,
+        allowed_ordinals: NDArray[np.int64],
         threads: int,
-        told: Callable[[int], None],
+        report_progress: Callable[[int], None],
     ) -> Top:
-        """Top K among the ordinals `left` (ascending, so ties fall as they would among all)."""
-        some = Scorer.of(self.compared.vectors[left], self.compared.metric, engine=False)
-        renamed = np.full(len(self.compared.vectors) + 1, -1)
-        renamed[left] = np.arange(len(left))
-        known = (gone.indices >= 0) & (gone.indices < len(renamed) - 1)
-        indices = renamed[np.where(known, gone.indices, -1)]
-        ordinals, scores = some._flat(
-            users, k, Histories(gone.indptr, indices), None, threads, told
+        """Top K among the ordinals `allowed_ordinals` (ascending, so ties fall as they would among all)."""
+        allowed_scorer = Scorer.of(
+            self.compared.vectors[allowed_ordinals], self.compared.metric, engine=False
         )
-        names = np.append(left, NO_ITEM).astype(np.uint32)
-        return names[np.minimum(ordinals, len(left))], scores
+        renamed = np.full(len(self.compared.vectors) + 1, -1)
+        renamed[allowed_ordinals] = np.arange(len(allowed_ordinals))
+        is_item_ordinal = (exclusions.indices >= 0) & (exclusions.indices < len(renamed) - 1)
+        indices = renamed[np.where(is_item_ordinal, exclusions.indices, -1)]
+        ordinals, scores = allowed_scorer._flat(
+            users, k, Histories(exclusions.indptr, indices), None, threads, report_progress
+        )
+        names = np.append(allowed_ordinals, NO_ITEM).astype(np.uint32)
+        return names[np.minimum(ordinals, len(allowed_ordinals))], scores
 
 
 def checked(
@@ -190,10 +194,10 @@ def checked(
     _check_shape("users", users, dims)
     if values:
         _check_values("users", users)
-    gone = Histories.of([()] * len(users)) if excluded is None else excluded
-    _check_histories(gone, len(users))
+    exclusions = Histories.of([()] * len(users)) if excluded is None else excluded
+    _check_histories(exclusions, len(users))
     _check_allowed(allowed, items)
-    return users, gone
+    return users, exclusions
 
 
 def slabs_of(users: int, threads: int) -> Iterator[slice]:
@@ -201,24 +205,27 @@ def slabs_of(users: int, threads: int) -> Iterator[slice]:
 
     Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), in half its steps.
     """
-    least = min(_LEAST_USERS, -(-users // threads))
+    min_slab_users = min(_LEAST_USERS, -(-users // threads))
     start = 0
     while start < users:
-        step = max(least, min(_SLAB_USERS, (users - start) // (2 * threads)))
+        step = max(min_slab_users, min(_SLAB_USERS, (users - start) // (2 * threads)))
         yield slice(start, min(start + step, users))
         start += step
 
 
 def _each(
-    run: Callable[[Part], int], parts: Iterable[Part], threads: int, told: Callable[[int], None]
+    run: Callable[[Part], int],
+    parts: Iterable[Part],
+    threads: int,
+    report_progress: Callable[[int], None],
 ) -> None:
     if threads == 1:  # a thread for one lookup would cost as much as its search
         for part in parts:
-            told(run(part))
+            report_progress(run(part))
         return
     with ThreadPoolExecutor(threads) as pool:
-        for done in pool.map(run, parts):
-            told(done)
+        for user_count in pool.map(run, parts):
+            report_progress(user_count)
 
 
 def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
@@ -237,23 +244,29 @@ def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         suspect = not np.isfinite(np.dot(flat, flat))
     if suspect:
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
+        nonfinite_rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(nonfinite_rows):
             raise ConfigError(
-                f"{name} must be finite; row {bad[0]} is not ({len(bad)} rows): repair the model",
-                row=int(bad[0]),
+                f"{name} must be finite; row {nonfinite_rows[0]} is not ({len(nonfinite_rows)} rows): repair the model",
+                row=int(nonfinite_rows[0]),
             )
 
 
-def _check_histories(gone: Histories, users: int) -> None:
-    shaped = len(gone) == users and gone.indptr[0] == 0 and gone.indptr[-1] == len(gone.indices)
-    if not shaped or (gone.indptr[1:] < gone.indptr[:-1]).any():
+def _check_histories(exclusions: Histories, users: int) -> None:
+    shaped = (
+        len(exclusions) == users
+        and exclusions.indptr[0] == 0
+        and exclusions.indptr[-1] == len(exclusions.indices)
+    )
+    if not shaped or (exclusions.indptr[1:] < exclusions.indptr[:-1]).any():
         raise ConfigError(
-            f"excluded must have one history for each of {users} users, not {len(gone)}, with "
-            f"indptr rising from 0 to {len(gone.indices)}"
+            f"excluded must have one history for each of {users} users, not {len(exclusions)}, with "
+            f"indptr rising from 0 to {len(exclusions.indices)}"
         )
-    if gone.indptr.dtype != np.int64 or gone.indices.dtype != np.int64:
-        raise ConfigError(f"excluded must hold int64, not {gone.indptr.dtype}/{gone.indices.dtype}")
+    if exclusions.indptr.dtype != np.int64 or exclusions.indices.dtype != np.int64:
+        raise ConfigError(
+            f"excluded must hold int64, not {exclusions.indptr.dtype}/{exclusions.indices.dtype}"
+        )
 
 
 def _check_allowed(allowed: NDArray[np.bool_] | None, items: int) -> None:

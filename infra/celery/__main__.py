@@ -21,13 +21,13 @@ RUN_S = 12 * 3600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 a run succeeded, 1 something broke, 2 something is missing, 130 stopped by a signal."""
-    sent = _parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     # SIGINT too: a shell that starts this in the background has it ignored.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.default_int_handler)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.default_int_handler)
     try:
         with never_swallowed():
-            _serve(sent)
+            _serve(args)
     except KeyboardInterrupt:
         print("stopped; nothing is left running")
         return 130
@@ -40,21 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(sent: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> None:
     check_installed()
-    environment = {"LARDER_CONFIG": str(sent.config.absolute()), **absolute(os.environ)}
+    environment = {"LARDER_CONFIG": str(args.config.absolute()), **absolute(os.environ)}
     night_config(environment["LARDER_CONFIG"])
     with ExitStack() as stack:
-        url = stack.enter_context(redis_url(sent.state, os.environ.get("REDIS_URL")))
+        url = stack.enter_context(redis_url(args.state, os.environ.get("REDIS_URL")))
         environment["REDIS_URL"] = url
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
-        running = stack.enter_context(celery_airflow(sent.state, environment=environment))
+        running = stack.enter_context(celery_airflow(args.state, environment=environment))
         print(f"Airflow    {running.airflow.url}")
         print(f"queues     {', '.join(QUEUES)}: a worker each")
         print(f"REDIS_URL  {url}")
         print(f"logs       {running.airflow.home / 'processes'}", flush=True)
-        if sent.run is not None:
-            _run(running, sent.run, {"data_until": sent.data_until} if sent.data_until else {})
+        if args.run is not None:
+            _run(running, args.run, {"data_until": args.data_until} if args.data_until else {})
             return
         print("until Ctrl-C", flush=True)
         while True:

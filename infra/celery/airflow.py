@@ -44,9 +44,9 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
     state = state.resolve()
     folder = state / "celery"
     folder.mkdir(parents=True, exist_ok=True)
-    taken = AirflowFailed(f"another command already runs Airflow in {state}")
+    lock_error = AirflowFailed(f"another command already runs Airflow in {state}")
     with (
-        alone(state / "celery.lock", taken),
+        alone(state / "celery.lock", lock_error),
         server(folder / "broker") as broker,
         postgres(folder) as database,
         LocalAirflow(

@@ -24,9 +24,13 @@ _SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_p
 
 def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN) -> Path:
     """The folder with `initdb` and `postgres`: that of PATH, else Debian's newest; ConfigError where there is none."""
-    folders = [Path(each) for each in environ.get("PATH", "").split(os.pathsep) if each]
-    versions = [each for each in debian.glob("*/bin") if each.parent.name.isdecimal()]
-    folders += sorted(versions, key=lambda each: int(each.parent.name), reverse=True)
+    folders = [
+        Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry
+    ]
+    versions = [
+        bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()
+    ]
+    folders += sorted(versions, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
     for folder in folders:
         if all((folder / name).is_file() for name in ("initdb", "postgres")):
             return folder

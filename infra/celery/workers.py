@@ -46,11 +46,11 @@ class CeleryWorkers:
         What a dead worker had in hand comes back by itself: Airflow misses its heartbeat. Raises AirflowFailed where
         a worker dies before it listens.
         """
-        dead = {name: each for name, each in self._running.items() if not each.running}
-        for each in dead.values():
-            each.stop()
+        dead = {name: worker for name, worker in self._running.items() if not worker.running}
+        for worker in dead.values():
+            worker.stop()
         self._start(*dead)
-        return {name: each.returncode for name, each in dead.items()}
+        return {name: worker.returncode for name, worker in dead.items()}
 
     def _start(self, *queues: str) -> None:
         for queue in queues:
@@ -61,7 +61,11 @@ class CeleryWorkers:
                 *("--concurrency", str(self._queues[queue]), "--skip-serve-logs"),
             )
         give_up = time.monotonic() + START_S
-        while waiting := [each for each in queues if f"celery@{each} ready" not in self.log(each)]:
+        while waiting := [
+            queue_name
+            for queue_name in queues
+            if f"celery@{queue_name} ready" not in self.log(queue_name)
+        ]:
             worker = self._running[waiting[0]]
             if not worker.running or time.monotonic() > give_up:
                 raise AirflowFailed(
@@ -70,7 +74,7 @@ class CeleryWorkers:
             time.sleep(0.1)
 
     def _stop(self) -> None:
-        for each in self._running.values():
-            each.cut()  # all at once
-        for each in self._running.values():
-            each.stop()
+        for worker in self._running.values():
+            worker.cut()  # all at once
+        for worker in self._running.values():
+            worker.stop()

@@ -44,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _run(words: list[str]) -> int:
-    words, config = _without_config(words)
-    if not words or words[0] in ("-h", "--help", "help"):
+def _run(argv: list[str]) -> int:
+    argv, config = _without_config(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(page())
-        return 0 if words else USAGE
-    name, rest = words[0], words[1:]
+        return 0 if argv else USAGE
+    name, command_argv = argv[0], argv[1:]
     if name == "--version":
         print(f"larder {RELEASE}")
         return 0
@@ -69,16 +69,16 @@ def _run(words: list[str]) -> int:
             "of the environment",
             file=sys.stderr,
         )
-    found: int = import_module(entry.module).main(rest, prog=f"larder {name}")
-    return found
+    exit_code: int = import_module(entry.module).main(command_argv, prog=f"larder {name}")
+    return exit_code
 
 
-def _without_config(words: list[str]) -> tuple[list[str], str | None]:
+def _without_config(argv: list[str]) -> tuple[list[str], str | None]:
     """The line without `--config FILE`, wherever it stands; the file, None without one."""
     parser = argparse.ArgumentParser(prog="larder", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE")
-    sent, rest = parser.parse_known_args(words)
-    return rest, sent.config
+    args, remaining_argv = parser.parse_known_args(argv)
+    return remaining_argv, args.config
 
 
 def _unknown(name: str) -> str:

@@ -93,12 +93,12 @@ ENTRIES: Final = (
 )  # fmt: skip
 """All commands, in the order of the help; one more is one more line."""
 
-BY_NAME: Final = {each.name: each for each in ENTRIES}
+BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 
 def lacking(entry: CommandEntry) -> str | None:
     """Line about the extras that a command needs and that are not installed; None if all are."""
-    who, extras = f"larder {entry.name}", entry.needs
-    absent = [each for each in extras if missing(who, each, *EXTRAS[each])]
-    modules = (name for each in absent for name in EXTRAS[each])
-    return missing(who, ",".join(absent), *modules)
+    command_name, extras = f"larder {entry.name}", entry.needs
+    absent = [extra for extra in extras if missing(command_name, extra, *EXTRAS[extra])]
+    modules = (name for extra in absent for name in EXTRAS[extra])
+    return missing(command_name, ",".join(absent), *modules)

@@ -15,12 +15,12 @@ SHELLS: Final = {
 """Shells, and the line that puts a script to use."""
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Prints the script; 0."""
-    sent = argument_parser(prog).parse_args(words)
+    args = argument_parser(prog).parse_args(argv)
     import shtab
 
-    print(shtab.complete(whole_parser(), sent.shell))
+    print(shtab.complete(whole_parser(), args.shell))
     return 0
 
 
@@ -30,7 +30,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Print a script that completes commands and options. To use it:\n\n"
-        + "\n".join(f"  {each}" for each in SHELLS.values()),
+        + "\n".join(f"  {setup_line}" for setup_line in SHELLS.values()),
     )
     parser.add_argument("shell", choices=list(SHELLS))
     return parser
@@ -40,32 +40,38 @@ def whole_parser() -> argparse.ArgumentParser:
     """Parser of all commands together; those whose extra is missing stand in it without options."""
     import shtab
 
-    whole = argparse.ArgumentParser(prog="larder")
-    whole.add_argument("--config", metavar="FILE", help="settings")
-    whole.add_argument("--version", action="store_true", help="print the version")
-    commands = whole.add_subparsers()
+    root_parser = argparse.ArgumentParser(prog="larder")
+    root_parser.add_argument("--config", metavar="FILE", help="settings")
+    root_parser.add_argument("--version", action="store_true", help="print the version")
+    commands = root_parser.add_subparsers()
     for entry in ENTRIES:
-        given = None if lacking(entry) else _parser_of(entry)
-        about = entry.text if given is None else entry.text or (given.description or "")
+        command_parser = None if lacking(entry) else _parser_of(entry)
+        about = (
+            entry.text
+            if command_parser is None
+            else entry.text or (command_parser.description or "")
+        )
         commands.add_parser(entry.name, help=about.partition(";")[0].replace("\n", " "))
-        if given is not None:
-            commands.choices[entry.name] = given
-    _complete_paths(whole, {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY})
-    return whole
+        if command_parser is not None:
+            commands.choices[entry.name] = command_parser
+    _complete_paths(
+        root_parser, {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY}
+    )
+    return root_parser
 
 
 def _parser_of(entry: CommandEntry) -> argparse.ArgumentParser:
-    found: argparse.ArgumentParser = import_module(entry.module).argument_parser(
+    parser: argparse.ArgumentParser = import_module(entry.module).argument_parser(
         f"larder {entry.name}"
     )
-    return found
+    return parser
 
 
 def _complete_paths(parser: argparse.ArgumentParser, kinds: Mapping[str, object]) -> None:
     """Has values completed as paths where a parser's help says that they are some."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                _complete_paths(each, kinds)
+            for subparser in action.choices.values():
+                _complete_paths(subparser, kinds)
         elif action.metavar in kinds:
             action.complete = kinds[str(action.metavar)]  # type: ignore[attr-defined]

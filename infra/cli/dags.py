@@ -42,42 +42,42 @@ class DagFile:
     def state(self) -> State:
         """State of the target now."""
         try:
-            found = self.target.read_text()
+            installed_text = self.target.read_text()
         except FileNotFoundError:
             return "missing"
         except (OSError, UnicodeDecodeError):
             return "foreign"
-        mark, _, body = found.partition("\n")
-        if not mark.startswith(_MARK):
+        header_line, _, body = installed_text.partition("\n")
+        if not header_line.startswith(_MARK):
             return "foreign"
-        if found == self.text():
+        if installed_text == self.text():
             return "current"
-        return "older" if _digest(body) in mark else "changed"
+        return "older" if _digest(body) in header_line else "changed"
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 all files are of this release; raises ConfigError, nothing written, where one is in the way."""
-    sent = argument_parser(prog).parse_args(words)
+    args = argument_parser(prog).parse_args(argv)
     airflow = airflow_version()
-    if airflow is not None and (why := airflow_refusal(airflow)) is not None:
-        raise ConfigError(why)
-    files = list(files_in(dags_folder(sent.folder)))
-    states = {each: each.state() for each in files}
-    if not sent.force:
+    if airflow is not None and (reason := airflow_refusal(airflow)) is not None:
+        raise ConfigError(reason)
+    files = list(files_in(dags_folder(args.folder)))
+    states = {dag_file: dag_file.state() for dag_file in files}
+    if not args.force:
         for file, state in states.items():
             if state in ("changed", "foreign"):
-                why = (
+                reason = (
                     "was changed by hand"
                     if state == "changed"
                     else "was not written by this command"
                 )
                 raise ConfigError(
-                    f"{file.target} {why}: move it away, or overwrite it with --force"
+                    f"{file.target} {reason}: move it away, or overwrite it with --force"
                 )
     for file, state in states.items():
         if state != "current":
             _write(file)
-    if sent.json:
+    if args.json:
         print(json_text({str(file.target): state for file, state in states.items()}))
         return 0
     for file, state in states.items():
@@ -136,12 +136,12 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 def dags_folder(named: str | None, environ: Mapping[str, str] = os.environ) -> Path:
     """Airflow's folder of DAGs; raises ConfigError where nothing says which it is, or it cannot be one."""
-    if not (found := named or _of_airflow(environ)):
+    if not (folder_path := named or _of_airflow(environ)):
         raise ConfigError(
             "where are Airflow's DAGs? Name the folder (larder dags install FOLDER), or set "
             "AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
         )
-    folder = Path(found).expanduser().absolute()
+    folder = Path(folder_path).expanduser().absolute()
     if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(
             f"{folder} cannot be Airflow's folder of DAGs: there is no folder {folder.parent}"
@@ -150,8 +150,8 @@ def dags_folder(named: str | None, environ: Mapping[str, str] = os.environ) -> P
 
 
 def _of_airflow(environ: Mapping[str, str]) -> str | None:
-    if found := environ.get("AIRFLOW__CORE__DAGS_FOLDER"):
-        return found
+    if configured_folder := environ.get("AIRFLOW__CORE__DAGS_FOLDER"):
+        return configured_folder
     home = environ.get("AIRFLOW_HOME")
     return str(Path(home) / "dags") if home else None
 
@@ -165,9 +165,9 @@ def files_in(folder: Path) -> Iterator[DagFile]:
 
 def _write(file: DagFile) -> None:
     file.target.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
-    beside.write_text(file.text())
-    beside.replace(file.target)
+    part_path = file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
+    part_path.write_text(file.text())
+    part_path.replace(file.target)
 
 
 def _digest(body: str) -> str:

@@ -17,14 +17,17 @@ larder --version; larder completion bash, zsh or fish."""
 
 def page() -> str:
     """The help as text."""
-    groups = {name: list(found) for name, found in groupby(ENTRIES, lambda each: each.group)}
+    groups = {
+        name: list(group_entries)
+        for name, group_entries in groupby(ENTRIES, lambda entry: entry.group)
+    }
     lines = [line for name in GROUPS for line in _lines(name, groups[name])]
     return "\n".join([_START, "", *lines, "", _END])
 
 
 def _lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
-    rows = [f"{each.name:<{_NAME}} {each.text}" for each in entries if each.text]
-    if rest := ", ".join(each.name for each in entries if not each.text):
-        rows += textwrap.wrap(rest, COLUMNS - _GROUP, break_on_hyphens=False)
+    rows = [f"{entry.name:<{_NAME}} {entry.text}" for entry in entries if entry.text]
+    if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
+        rows += textwrap.wrap(names_without_text, COLUMNS - _GROUP, break_on_hyphens=False)
     for number, row in enumerate(rows):
         yield f"{'' if number else group:<{_GROUP}}{row}"

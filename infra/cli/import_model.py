@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from precompute.adapters.folder import ImportReport
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
-    sent = argument_parser(prog).parse_args(words)
+    args = argument_parser(prog).parse_args(argv)
     from precompute.cli.console import bars_on, err
 
-    with bars_on(err, is_quiet=sent.json) as progress:
+    with bars_on(err, is_quiet=args.json) as progress:
         progress("import", 0, 0)
         try:
-            report = _KINDS[sent.kind](sent)
+            report = _KINDS[args.kind](args)
         except SourceError as error:
             raise _in_flags(error) from error
-    text = json_text(report.to_json()) if sent.json else "\n".join(report.lines())
+    text = json_text(report.to_json()) if args.json else "\n".join(report.lines())
     print(printable_lines(text))
     return 0
 
@@ -95,71 +95,75 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="what the library says of each row, as .npy: compared with the model",
     )
-    for each in (vectors, implicit, classifier):
-        each.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
-        each.add_argument("--json", action="store_true", help="the report, for programs")
-    for each in (vectors, implicit):
-        each.add_argument(
-            "--clicks", required=each is implicit, metavar="FILE",
+    for kind_parser in (vectors, implicit, classifier):
+        kind_parser.add_argument(
+            "--to", required=True, metavar="FOLDER", help="where it is written"
+        )
+        kind_parser.add_argument("--json", action="store_true", help="the report, for programs")
+    for kind_parser in (vectors, implicit):
+        kind_parser.add_argument(
+            "--clicks", required=kind_parser is implicit, metavar="FILE",
             help="what users did: user,item in Parquet or CSV, or a scipy matrix [users, items] in .npz",
         )  # fmt: skip
-        for what in ("user", "item"):
-            about = f"column of {what} ids in a table of clicks, default: %(default)s"
-            each.add_argument(f"--{what}-column", default=what, metavar="NAME", help=about)
-        each.add_argument(
+        for entity_kind in ("user", "item"):
+            about = f"column of {entity_kind} ids in a table of clicks, default: %(default)s"
+            kind_parser.add_argument(
+                f"--{entity_kind}-column", default=entity_kind, metavar="NAME", help=about
+            )
+        kind_parser.add_argument(
             "--timestamp-column", default="timestamp", metavar="NAME",
             help="column of times, which put clicks in their order, default: %(default)s",
         )  # fmt: skip
-        each.add_argument(
+        kind_parser.add_argument(
             "--item-ids", metavar="FILE", help="one id a line, in the order of the rows"
         )
-        each.add_argument("--user-ids", metavar="FILE", help="the same of users")
+        kind_parser.add_argument("--user-ids", metavar="FILE", help="the same of users")
     return parser
 
 
-def _clicks(sent: argparse.Namespace) -> Any:
+def _clicks(args: argparse.Namespace) -> Any:
     """File of a matrix as it was named, a table with its columns; None without one."""
-    if sent.clicks is None or sent.clicks.endswith(".npz"):
-        return sent.clicks
+    if args.clicks is None or args.clicks.endswith(".npz"):
+        return args.clicks
     from cache.config.sections import Sources
 
     return Sources(
-        interactions=(sent.clicks,),
-        user_column=sent.user_column,
-        item_column=sent.item_column,
-        timestamp_column=sent.timestamp_column,
+        interactions=(args.clicks,),
+        user_column=args.user_column,
+        item_column=args.item_column,
+        timestamp_column=args.timestamp_column,
     )
 
 
-def _vectors(sent: argparse.Namespace) -> "ImportReport":
+def _vectors(args: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.vectors import from_vectors
 
     return from_vectors(
-        sent.item_ids, sent.items, sent.user_ids, sent.users, to=sent.to, clicks=_clicks(sent), metric=sent.metric
+        args.item_ids, args.items, args.user_ids, args.users, to=args.to, clicks=_clicks(args), metric=args.metric
     )  # fmt: skip
 
 
-def _implicit(sent: argparse.Namespace) -> "ImportReport":
+def _implicit(args: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.implicit_models import from_implicit
 
     return from_implicit(
-        sent.model, _clicks(sent), to=sent.to, user_ids=sent.user_ids, item_ids=sent.item_ids
+        args.model, _clicks(args), to=args.to, user_ids=args.user_ids, item_ids=args.item_ids
     )
 
 
-def _classifier(sent: argparse.Namespace) -> "ClassifierReport":
+def _classifier(args: argparse.Namespace) -> "ClassifierReport":
     import numpy as np
 
     from precompute.adapters.classifiers import from_classifier
 
     try:
-        expected = None if sent.expected is None else np.load(sent.expected)
+        expected = None if args.expected is None else np.load(args.expected)
     except (OSError, ValueError) as error:
-        raise SourceError(f"--expected {sent.expected}: {error}; it is a .npy file") from None
+        raise SourceError(f"--expected {args.expected}: {error}; it is a .npy file") from None
     return from_classifier(
-        sent.model, sent.features, to=sent.to, labels=sent.labels.split(","), table=sent.table,
-        id_column=sent.id_column, columns=None if sent.columns is None else sent.columns.split(","),
-        output=sent.output, expected=expected,
+        args.model, args.features, to=args.to, labels=args.labels.split(","), table=args.table,
+        id_column=args.id_column, columns=None if args.columns is None else args.columns.split(","),
+        output=args.output, expected=expected,
     )  # fmt: skip
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from precompute.cli.card_plan import quick_answer
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Runs the command that is the last word of `prog`, and ends the program with its exit code."""
     larder, _, name = prog.partition(" ")
-    if name != "plan" or (answer := quick_answer(words)) is None:
+    if name != "plan" or (answer := quick_answer(argv)) is None:
         # The libraries of the commands take a second to load.
         from precompute.__main__ import leave
         from precompute.__main__ import main as run
 
-        leave(run([name, *words], prog=larder))
+        leave(run([name, *argv], prog=larder))
     print(answer)
     return 0
 
@@ -32,9 +32,9 @@ def commands_of(prog: str) -> dict[str, argparse.ArgumentParser]:
     from precompute.cli.parser import parser_of_commands
 
     (action,) = (
-        each
-        for each in parser_of_commands(prog)._actions
-        if isinstance(each, argparse._SubParsersAction)
+        parser_action
+        for parser_action in parser_of_commands(prog)._actions
+        if isinstance(parser_action, argparse._SubParsersAction)
     )
-    found: dict[str, argparse.ArgumentParser] = dict(action.choices)
-    return found
+    parser_by_name: dict[str, argparse.ArgumentParser] = dict(action.choices)
+    return parser_by_name

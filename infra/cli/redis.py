@@ -15,9 +15,9 @@ from infra.cli.settings import night_settings
 LOOK_S = 1.0
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Runs until it is told to stop: 0; raises ConfigError where no server can be started, or one is there already."""
-    argument_parser(prog).parse_args(words)
+    argument_parser(prog).parse_args(argv)
     from cache.process.redis_server import running_server, server  # redis-py: not for --help
 
     config = night_settings()
@@ -26,12 +26,12 @@ def main(words: Sequence[str], *, prog: str) -> int:
             "a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started"
         )
     state = config.path(config.state)
-    if (found := running_server(state)) is not None:
+    if (existing_server := running_server(state)) is not None:
         raise ConfigError(
-            f"one runs already for {state} ({place_of(found.url)}), which all commands use"
+            f"one runs already for {state} ({place_of(existing_server.url)}), which all commands use"
         )
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.default_int_handler)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.default_int_handler)
     try:
         with never_swallowed(), server(state, password=secrets.token_urlsafe(24)) as running:
             print(f"Redis runs at {place_of(running.url)}", flush=True)

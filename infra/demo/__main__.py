@@ -18,20 +18,20 @@ PROG = "python -m infra.demo"
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
-    sent = argument_parser(prog).parse_args(argv)
+    args = argument_parser(prog).parse_args(argv)
     console = Console()
     # SIGINT too: a shell that starts this in the background has it ignored.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.default_int_handler)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.default_int_handler)
     try:
         with never_swallowed():
-            return _run(sent, console)
+            return _run(args, console)
     except KeyboardInterrupt:
         _say_stopped(console)
         return 130
 
 
-def _run(sent: argparse.Namespace, console: Console) -> int:
+def _run(args: argparse.Namespace, console: Console) -> int:
     # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
     from cache.errors import LarderError
     from infra.demo.checks import Broken
@@ -42,11 +42,11 @@ def _run(sent: argparse.Namespace, console: Console) -> int:
     from infra.local.service import ServiceFailed
 
     try:
-        Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console)).run()
+        Demo(Plan(args.data, args.state, args.quick, args.serve), Steps(console)).run()
     except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
         console.print(Text.assemble(("demo failed: ", "red bold"), str(error)))
         return 1
-    if sent.serve:
+    if args.serve:
         _say_stopped(console)
     return 0
 

@@ -19,12 +19,12 @@ class Broken(RuntimeError):
 
 
 @contextmanager
-def holding(what: str) -> Iterator[None]:
+def holding(subject: str) -> Iterator[None]:
     """Has an answer that is not as it should be end the demo."""
     try:
         yield
     except (Unanswered, ValueError) as error:
-        raise Broken(f"{what}: {error}") from error
+        raise Broken(f"{subject}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Judge:
     violations: list[str] = field(default_factory=list)
     _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
 
-    def complain(self, what: str) -> None:
+    def complain(self, violation: str) -> None:
         """Note that one rule was broken."""
         self.broken += 1
         if len(self.violations) < KEPT:
-            self.violations.append(what)
+            self.violations.append(violation)
 
     def published(self, generations: Collection[str]) -> None:
         """Check that each answer came from one of these generations; to be called once all answers are in."""
@@ -68,22 +68,28 @@ class Judge:
         self,
         questions: Sequence[Question],
         answers: Sequence[Mapping[str, Any]],
-        barred: Iterable[str] = (),
+        rolled_back_generations: Iterable[str] = (),
     ) -> None:
-        """Judge one answered request; `barred` is what was barred when it was sent."""
+        """Judge one answered request; `rolled_back_generations` is what was barred when it was sent."""
         self.requests += 1
         self.entities += len(questions)
         if len(answers) != len(questions):
             self.complain(f"{len(questions)} entities asked, {len(answers)} answered")
-        asked_of = {each.get("generation") for each in answers if each.get("source") != "previous"}
+        asked_of = {
+            entity_answer.get("generation")
+            for entity_answer in answers
+            if entity_answer.get("source") != "previous"
+        }
         if len(asked_of) > 1:
             self.complain(
                 f"one request, answers of several generations: {sorted(map(str, asked_of))}"
             )
         for question, answer in zip(questions, answers, strict=False):
-            self._answer(question, answer, set(barred))
+            self._answer(question, answer, set(rolled_back_generations))
 
-    def _answer(self, question: Question, answer: Mapping[str, Any], barred: set[str]) -> None:
+    def _answer(
+        self, question: Question, answer: Mapping[str, Any], rolled_back_generations: set[str]
+    ) -> None:
         source, generation = answer.get("source"), str(answer.get("generation"))
         where = f"{question.table}/{question.id}: "
         if source not in set(Source):
@@ -91,7 +97,7 @@ class Judge:
             return
         self.sources[source] += 1
         self.generations[generation] += 1
-        if generation in barred:
+        if generation in rolled_back_generations:
             self.complain(f"{where}answered from {generation} after it was rolled back")
         if answer.get("id") != question.id:
             self.complain(f"{where}got the answer of {answer.get('id')!r}")
@@ -111,7 +117,7 @@ class Judge:
         items, scores = tuple(answer["items"]), answer["scores"]
         if len(items) != len(scores) or len(set(items)) != len(items):
             self.complain(f"{where}{len(items)} items, {len(scores)} scores, or an item twice")
-        if any(one < two for one, two in itertools.pairwise(scores)):
+        if any(preceding_score < two for preceding_score, two in itertools.pairwise(scores)):
             self.complain(f"{where}scores are not in order")
         short = answer.get("short")
         if question.k is not None and (
@@ -122,8 +128,8 @@ class Judge:
             self.complain(f"{where}{sorted(back)[:3]} came back although it was sent or excluded")
         if question.id is None or answer.get("producer") != "batch":
             return
-        own = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
-        if back := frozenset(own).intersection(items):
+        history = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
+        if back := frozenset(history).intersection(items):
             self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
         if not question.hidden and source in STORED:

@@ -110,9 +110,9 @@ def write_parquet(pairs: Pairs, path: Path) -> None:
     columns = {"user": pairs.users, "item": pairs.items}
     if len(pairs) and pairs.times.any():
         columns["timestamp"] = pa.array(pairs.times, pa.timestamp("us", tz="UTC"))
-    beside = path.with_suffix(".part")
-    pq.write_table(pa.table(columns), beside)
-    beside.replace(path)
+    part_path = path.with_suffix(".part")
+    pq.write_table(pa.table(columns), part_path)
+    part_path.replace(path)
 
 
 def synthetic(world: World) -> Dataset:
@@ -125,21 +125,21 @@ def synthetic(world: World) -> Dataset:
         clicks.times,
     )
     cut = world.until - timedelta(days=5)
-    made = _split_by_time("synthetic", pairs, cut, cut + timedelta(days=1))
-    return replace(made, profiles=profiles_of(clicks, world.seed))
+    dataset = _split_by_time("synthetic", pairs, cut, cut + timedelta(days=1))
+    return replace(dataset, profiles=profiles_of(clicks, world.seed))
 
 
-def user_data(path: Path, *, now: datetime) -> Dataset:
+def user_data(path: Path, *, current_time: datetime) -> Dataset:
     """A team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raises SourceError."""
     path = path.resolve()
     if path.is_dir() and (train := _named(path, "train.txt")) is not None:
-        known = _read([train])
+        train_pairs = _read([train])
         test = _named(path, "test.txt")
         if test is not None:
             held_out = _read([test])
-            made = _split_by_hand(path.name, known, held_out, now)
-            return replace(made, original=train)
-        return _hold_out_at_random(path.name, known, now)
+            dataset = _split_by_hand(path.name, train_pairs, held_out, current_time)
+            return replace(dataset, original=train)
+        return _hold_out_at_random(path.name, train_pairs, current_time)
     files = [path] if path.is_file() else _interaction_files(path)
     pairs = _read(files)
     if pairs.times.any():
@@ -148,12 +148,14 @@ def user_data(path: Path, *, now: datetime) -> Dataset:
             pairs.users.take(pa.array(order)), pairs.items.take(pa.array(order)), pairs.times[order]
         )
         late = np.quantile(pairs.times, [1 - HELD_OUT_SHARE, 1 - HELD_OUT_SHARE / 2])
-        first, second = (datetime.fromtimestamp(int(each) // 1_000_000 + 1, UTC) for each in late)
-        made = _split_by_time(path.stem, pairs, first, max(second, first + timedelta(seconds=1)))
+        first, second = (
+            datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late
+        )
+        dataset = _split_by_time(path.stem, pairs, first, max(second, first + timedelta(seconds=1)))
     else:
-        made = _hold_out_at_random(path.stem, pairs, now)
+        dataset = _hold_out_at_random(path.stem, pairs, current_time)
     features = path / ITEM_FEATURES if path.is_dir() else None
-    return replace(made, item_features=features if features and features.is_file() else None)
+    return replace(dataset, item_features=features if features and features.is_file() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,41 +184,50 @@ class Plan:
         """The user's, else the synthetic one."""
         if self.data is None:
             return synthetic(self.world)
-        return user_data(self.data, now=datetime.now(UTC))
+        return user_data(self.data, current_time=datetime.now(UTC))
 
 
 def _named(folder: Path, name: str) -> Path | None:
-    return next((each for each in (folder / name, folder / f"{name}.gz") if each.is_file()), None)
+    return next(
+        (
+            candidate_path
+            for candidate_path in (folder / name, folder / f"{name}.gz")
+            if candidate_path.is_file()
+        ),
+        None,
+    )
 
 
 def _interaction_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise SourceError(f"{folder} is neither a file nor a folder")
     endings = (".parquet", ".pq", ".csv", ".csv.gz", ".txt", ".txt.gz")
-    found = [
-        each
-        for each in sorted(folder.iterdir())
-        if each.name.endswith(endings) and "features" not in each.name
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.name.endswith(endings) and "features" not in path.name
     ]
-    if not found:
+    if not files:
         raise SourceError(f"{folder} holds no interactions: {', '.join(endings)}")
-    return found
+    return files
 
 
 def _read(files: Sequence[Path]) -> Pairs:
     """All rows, a user's second interaction with the same item left out."""
-    sources = Sources(interactions=tuple(str(each) for each in files))
+    sources = Sources(interactions=tuple(str(file) for file in files))
     batches = list(read_interactions(sources, Path("/")))
     if not batches:
         raise SourceError(f"{files[0]} holds no interaction")
-    users = pa.chunked_array([each.users.texts() for each in batches]).combine_chunks()
-    items = pa.chunked_array([each.items.texts() for each in batches]).combine_chunks()
-    pairs = Pairs(users, items, np.concatenate([each.times for each in batches]))
+    users = pa.chunked_array([batch.users.texts() for batch in batches]).combine_chunks()
+    items = pa.chunked_array([batch.items.texts() for batch in batches]).combine_chunks()
+    pairs = Pairs(users, items, np.concatenate([batch.times for batch in batches]))
     return pairs.where(_first_of_each(pairs))
 
 
 def _first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
-    coded_users, coded_items = (pc.dictionary_encode(each) for each in (pairs.users, pairs.items))
+    coded_users, coded_items = (
+        pc.dictionary_encode(id_column) for id_column in (pairs.users, pairs.items)
+    )
     rows = np.asarray(coded_users.indices, np.int64) * len(coded_items.dictionary)
     order = np.argsort(pairs.times, kind="stable")
     _, first = np.unique(
@@ -228,20 +239,22 @@ def _first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
 
 
 def _split_by_time(name: str, pairs: Pairs, first: datetime, second: datetime) -> Dataset:
-    cuts = [int(each.timestamp() * 1_000_000) for each in (first, second)]
-    known, later = pairs.where(pairs.times < cuts[0]), pairs.where(pairs.times >= cuts[0])
+    cuts = [int(cut_time.timestamp() * 1_000_000) for cut_time in (first, second)]
+    train_pairs, later = pairs.where(pairs.times < cuts[0]), pairs.where(pairs.times >= cuts[0])
     arriving = later.where(later.times < cuts[1])
-    return _dataset(name, first, second, known, arriving, later)
+    return _dataset(name, first, second, train_pairs, arriving, later)
 
 
-def _split_by_hand(name: str, known: Pairs, held_out: Pairs, now: datetime) -> Dataset:
+def _split_by_hand(
+    name: str, train_pairs: Pairs, held_out: Pairs, current_time: datetime
+) -> Dataset:
     users = pc.dictionary_encode(held_out.users)
     arriving = held_out.where(np.asarray(users.indices, np.int64) % ARRIVING_EVERY == 0)
-    first = now.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
-    return _dataset(name, first, first + timedelta(days=1), known, arriving, held_out)
+    first = current_time.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    return _dataset(name, first, first + timedelta(days=1), train_pairs, arriving, held_out)
 
 
-def _hold_out_at_random(name: str, pairs: Pairs, now: datetime) -> Dataset:
+def _hold_out_at_random(name: str, pairs: Pairs, current_time: datetime) -> Dataset:
     """Hold out one item of each user with at least three, chosen at random, always the same."""
     rows = np.asarray(pc.dictionary_encode(pairs.users).indices, np.int64)
     order = np.lexsort((np.random.default_rng(0).random(len(rows)), rows))
@@ -249,19 +262,21 @@ def _hold_out_at_random(name: str, pairs: Pairs, now: datetime) -> Dataset:
     last = np.cumsum(counts) - 1
     keep = np.ones(len(rows), np.bool_)
     keep[order[last[counts >= 3]]] = False
-    return _split_by_hand(name, pairs.where(keep), pairs.where(~keep), now)
+    return _split_by_hand(name, pairs.where(keep), pairs.where(~keep), current_time)
 
 
 def _dataset(
-    name: str, first: datetime, second: datetime, known: Pairs, arriving: Pairs, later: Pairs
+    name: str, first: datetime, second: datetime, train_pairs: Pairs, arriving: Pairs, later: Pairs
 ) -> Dataset:
-    if not len(known):
+    if not len(train_pairs):
         raise SourceError(f"{name}: nothing is left to train on once the newest part is held out")
-    histories, afterwards = known.by_user(), later.by_user()
+    histories, afterwards = train_pairs.by_user(), later.by_user()
     held_out = {user: items for user, items in afterwards.items() if user in histories}
     fresh = {user: items[:20] for user, items in afterwards.items() if user not in histories}
     if not fresh:  # nobody joined: what known users do later stands for people never seen before
-        some = sorted(held_out)[:: max(1, len(held_out) // NEWCOMERS)]
-        fresh = {f"fresh-{number:04d}": held_out[user][:20] for number, user in enumerate(some)}
+        sampled_users = sorted(held_out)[:: max(1, len(held_out) // NEWCOMERS)]
+        fresh = {
+            f"fresh-{number:04d}": held_out[user][:20] for number, user in enumerate(sampled_users)
+        }
     newcomers = dict(sorted(fresh.items())[:NEWCOMERS])
-    return Dataset(name, first, second, known, arriving, histories, held_out, newcomers)
+    return Dataset(name, first, second, train_pairs, arriving, histories, held_out, newcomers)

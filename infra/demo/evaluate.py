@@ -35,12 +35,12 @@ class RankingQuality:
     ndcg: float
     users: int
 
-    def agrees_with(self, other: "RankingQuality", tolerance: float = 5e-5) -> bool:
+    def agrees_with(self, reference: "RankingQuality", tolerance: float = 5e-5) -> bool:
         """True if equal to four decimals: items whose scores tie may come in another order elsewhere."""
         return (
-            self.users == other.users
-            and abs(self.recall - other.recall) <= tolerance
-            and abs(self.ndcg - other.ndcg) <= tolerance
+            self.users == reference.users
+            and abs(self.recall - reference.recall) <= tolerance
+            and abs(self.ndcg - reference.ndcg) <= tolerance
         )
 
 
@@ -49,11 +49,11 @@ def quality(lists: Lists, held_out: Lists, top: int = TOP) -> RankingQuality:
     gains = 1 / np.log2(np.arange(2, top + 2))
     ideal = np.cumsum(gains)
     recalls, ndcgs = [], []
-    for user, wanted in held_out.items():
-        if not wanted:
+    for user, held_out_items in held_out.items():
+        if not held_out_items:
             continue
-        relevant = set(wanted)
-        hits = [place for place, item in enumerate(lists[user][:top]) if item in relevant]
+        relevant = set(held_out_items)
+        hits = [rank for rank, item in enumerate(lists[user][:top]) if item in relevant]
         recalls.append(len(hits) / len(relevant))
         ndcgs.append(float(gains[hits].sum() / ideal[min(top, len(relevant)) - 1]))
     if not recalls:
@@ -86,11 +86,13 @@ async def served_lists(
     async with AsyncClient(url, policy=Policy(attempts=1, max_batch=BATCH)) as larder:
         for _ in range(TRIES):
             for start in range(0, len(open_ones), BATCH):
-                some = open_ones[start : start + BATCH]
-                answers = await larder.lookup_many("user_topk", some, options)
-                on_answers([told(each) for each in answers])
+                batch = open_ones[start : start + BATCH]
+                answers = await larder.lookup_many("user_topk", batch, options)
+                on_answers([told(answer) for answer in answers])
                 lists |= {
-                    str(each.id): each.items or () for each in answers if each.source in STORED
+                    str(answer.id): answer.items or ()
+                    for answer in answers
+                    if answer.source in STORED
                 }
             open_ones = [user for user in open_ones if user not in lists]
             if not open_ones:
@@ -103,10 +105,12 @@ async def served_lists(
 
 def told(answer: Answer) -> dict[str, Any]:
     """The fields that were set, as the service sent them."""
-    found = {each.name: getattr(answer, each.name) for each in fields(answer)}
+    value_by_name = {
+        answer_field.name: getattr(answer, answer_field.name) for answer_field in fields(answer)
+    }
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in found.items()
+        for name, value in value_by_name.items()
         if value is not None
     }
 
@@ -123,27 +127,31 @@ def offline_lists(
     `profiles` are for towers that take features; the items are then those that have some, else the bundle's.
     """
     model = orjson.loads((bundle / "bundle.json").read_bytes())
-    known: list[str] = pq.read_table(bundle / model["items"]["path"])["id"].to_pylist()
-    index = {item: row for row, item in enumerate(known)}
-    ids = known if profiles is None else list(profiles.items)
+    bundle_item_ids: list[str] = pq.read_table(bundle / model["items"]["path"])["id"].to_pylist()
+    index = {item: row for row, item in enumerate(bundle_item_ids)}
+    ids = bundle_item_ids if profiles is None else list(profiles.items)
     number = {item: row for row, item in enumerate(ids)}
     item_features = {} if profiles is None else profiles.items
     user_features = {} if profiles is None else profiles.users
-    own = [[index.get(item, -1)] for item in ids]
-    vectors = _run(bundle, model["item_tower"], own, [item_features.get(item, {}) for item in ids])
+    item_index_rows = [[index.get(item, -1)] for item in ids]
+    vectors = _run(
+        bundle, model["item_tower"], item_index_rows, [item_features.get(item, {}) for item in ids]
+    )
     lists: dict[str, list[str]] = {}
-    wanted = sorted(users, key=lambda user: len(histories[user]))
-    for some in _batches(wanted, histories, vectors.shape[1]):
-        rows = [[index[item] for item in histories[user] if item in index] for user in some]
-        features = [user_features.get(user, {}) for user in some]
+    ordered_users = sorted(users, key=lambda user: len(histories[user]))
+    for batch_users in _batches(ordered_users, histories, vectors.shape[1]):
+        rows = [[index[item] for item in histories[user] if item in index] for user in batch_users]
+        features = [user_features.get(user, {}) for user in batch_users]
         scores = _run(bundle, model["user_tower"], rows, features) @ vectors.T
-        for line, user in zip(scores, some, strict=True):
+        for line, user in zip(scores, batch_users, strict=True):
             line[[number[item] for item in histories[user] if item in number]] = -np.inf
-        for user, line, bound in zip(some, scores, _bounds(scores), strict=True):
-            found = np.flatnonzero((line >= bound) & (line > -np.inf))
-            order = found[np.lexsort((found, -line[found]))][:TOP]
-            lists[user] = [ids[each] for each in order]
-        progress(len(some))
+        for user, line, bound in zip(batch_users, scores, _bounds(scores), strict=True):
+            candidate_columns = np.flatnonzero((line >= bound) & (line > -np.inf))
+            order = candidate_columns[np.lexsort((candidate_columns, -line[candidate_columns]))][
+                :TOP
+            ]
+            lists[user] = [ids[column] for column in order]
+        progress(len(batch_users))
     return lists
 
 
@@ -171,9 +179,11 @@ def _run(
     key = f"{path}:{tower['sha256']}"
     if key not in _sessions:
         _sessions[key] = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    feed = {each["name"]: _input(each, rows, features) for each in tower["inputs"]}
-    found: NDArray[np.float32] = _sessions[key].run([tower["output"]], feed)[0]
-    return found
+    feed = {
+        input_spec["name"]: _input(input_spec, rows, features) for input_spec in tower["inputs"]
+    }
+    outputs: NDArray[np.float32] = _sessions[key].run([tower["output"]], feed)[0]
+    return outputs
 
 
 def _input(
@@ -186,26 +196,28 @@ def _input(
             return np.array(rows, spec["dtype"])[:, 0]
         case _:
             dtype = object if spec["dtype"] == "string" else spec["dtype"]
-            return np.array([each[spec["column"]] for each in features], dtype)
+            return np.array(
+                [entity_features[spec["column"]] for entity_features in features], dtype
+            )
 
 
 def _padded(rows: Sequence[Sequence[int]], spec: Mapping[str, Any]) -> NDArray[Any]:
     length = min(spec["max_length"], max(1, *(len(row) for row in rows), 1))
     matrix = np.full((len(rows), length), spec["pad"], spec["dtype"])
     for line, row in zip(matrix, rows, strict=True):
-        kept = row[-length:]
-        line[: len(kept)] = kept
+        recent_indices = row[-length:]
+        line[: len(recent_indices)] = recent_indices
     return matrix
 
 
 def _batches(users: Sequence[str], histories: Lists, dims: int) -> Iterator[list[str]]:
     """Users of similar length together; the gathered embeddings of a batch stay within 32 MB."""
-    some: list[str] = []
+    batch: list[str] = []
     for user in users:
-        full = (len(some) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS
-        if some and (full or len(some) == _BATCH_ROWS):
-            yield some
-            some = []
-        some.append(user)
-    if some:
-        yield some
+        full = (len(batch) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS
+        if batch and (full or len(batch) == _BATCH_ROWS):
+            yield batch
+            batch = []
+        batch.append(user)
+    if batch:
+        yield batch

@@ -45,10 +45,10 @@ class HttpConnection:
         writer.write(head.encode() + b"\r\n" + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         status, length, closing = _head(answer)
-        found = await reader.readexactly(length)
+        response_body = await reader.readexactly(length)
         if closing:
             self.close()
-        return status, found
+        return status, response_body
 
 
 def _head(answer: bytes) -> tuple[int, int, bool]:

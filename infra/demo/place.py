@@ -108,8 +108,8 @@ def place(state: Path) -> Iterator[DemoFolder]:
     """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
-    taken = ConfigError(f"another demo runs in {home}; choose another --state")
-    with alone(home / "demo.lock", taken):
+    lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
+    with alone(home / "demo.lock", lock_error):
         for name in _OURS:
             path = home / name
             if path.is_dir() and not path.is_symlink():

@@ -48,39 +48,39 @@ class Demo:
     def run(self) -> None:
         """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
         with ExitStack() as stack:
-            here = stack.enter_context(place(self.plan.state))
-            data = self._data(here)
-            redis = self._redis(stack, here)
-            environment = here.environment(redis)
+            demo_folder = stack.enter_context(place(self.plan.state))
+            data = self._data(demo_folder)
+            redis = self._redis(stack, demo_folder)
+            environment = demo_folder.environment(redis)
             with self.steps.step("Airflow: API server, scheduler, DAG processor") as step:
                 airflow = stack.enter_context(
-                    LocalAirflow(here.home, environment=environment, pools={"gpu": SCORERS})
+                    LocalAirflow(demo_folder.home, environment=environment, pools={"gpu": SCORERS})
                 )
                 step.note(airflow.url)
-            self._first_night(airflow, here, data)
+            self._first_night(airflow, demo_folder, data)
             with self.steps.step("Lookup service") as step:
                 service = stack.enter_context(
-                    ServiceProcess(here.home / "service.log", environment)
+                    ServiceProcess(demo_folder.home / "service.log", environment)
                 )
                 self.found.first = self._live(service)
                 step.note(f"{service.url}, generation {self.found.first}")
             self._cold_start(service, data)
             stream = Stream(data)
             self._replay(service, stream)
-            self._evaluate(service, here, data)
+            self._evaluate(service, demo_folder, data)
             click = self._click(service, data)
-            self._second_night(airflow, service, stream, here, data, click)
-            counts = self._audit(service, here)
+            self._second_night(airflow, service, stream, demo_folder, data, click)
+            counts = self._audit(service, demo_folder)
             summarize(self.steps, self.found, data.name, counts, self.judge.requests)
             self.steps.console.print("[green bold]every invariant held[/green bold]")
             if self.plan.serve:
-                self._serve(service, airflow, here, data)
+                self._serve(service, airflow, demo_folder, data)
 
-    def _data(self, here: DemoFolder) -> Dataset:
+    def _data(self, demo_folder: DemoFolder) -> Dataset:
         with self.steps.step("Data") as step:
             data = self.plan.dataset()
-            data.write_first(here.home / "data")
-            here.write_config(data)
+            data.write_first(demo_folder.home / "data")
+            demo_folder.write_config(data)
             self.judge.histories = data.histories
             # A full collection over the data would stop the clock that measures the service.
             gc.collect()
@@ -91,36 +91,36 @@ class Demo:
             step.note(
                 f"{len(data.held_out):,} users with something held out, {len(data.newcomers)} newcomers"
             )
-            if (known := data.profiles) is not None:
-                step.note(f"features of {len(known.users):,} users: country, age")
-                step.note(f"features of {len(known.items):,} items: category, price")
+            if (profiles := data.profiles) is not None:
+                step.note(f"features of {len(profiles.users):,} users: country, age")
+                step.note(f"features of {len(profiles.items):,} items: category, price")
         return data
 
-    def _redis(self, stack: ExitStack, here: DemoFolder) -> str:
+    def _redis(self, stack: ExitStack, demo_folder: DemoFolder) -> str:
         with self.steps.step("Redis") as step:
             configured = os.environ.get("REDIS_URL") or None
-            url = stack.enter_context(redis_url(here.home, configured))
+            url = stack.enter_context(redis_url(demo_folder.home, configured))
             if configured:
-                stack.callback(here.forget, url)
+                stack.callback(demo_folder.forget, url)
             step.note(
                 "the configured one" if configured else urlsplit(url).netloc.rpartition("@")[2]
             )
         return url
 
-    def _first_night(self, airflow: LocalAirflow, here: DemoFolder, data: Dataset) -> None:
-        before = airflow.run_ids(NIGHTLY)
+    def _first_night(self, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset) -> None:
+        earlier_run_ids = airflow.run_ids(NIGHTLY)
         airflow.pause(NIGHTLY, data.profiles is not None)
         with self.steps.step("DAG train_reference: the model bundle") as step:
             self._wait(airflow, "train_reference", airflow.trigger("train_reference"), step)
         if data.profiles is not None:
             with self.steps.step("Towers that take features too, by ridge regression") as step:
-                add_features(here.bundle, data.histories, data.profiles)
+                add_features(demo_folder.bundle, data.histories, data.profiles)
                 step.note("an item in no interaction gets its vector from category and price,")
                 step.note("a user without a history from country and age")
             airflow.pause(NIGHTLY, False)
             airflow.announce(BUNDLE)
         with self.steps.step(f"DAG {NIGHTLY}: started by the new bundle") as step:
-            run = airflow.wait_new(NIGHTLY, before)
+            run = airflow.wait_new(NIGHTLY, earlier_run_ids)
             self._wait(airflow, NIGHTLY, run, step)
 
     def _cold_start(self, service: ServiceProcess, data: Dataset) -> None:
@@ -144,11 +144,11 @@ class Demo:
     def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
         step.bar("tasks", None)
 
-        def tell(task: Any) -> None:
+        def report_task(task: Any) -> None:
             step.advance(1)
             step.say(f"{task.task_id} {task.duration_s:.1f} s")
 
-        report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=tell)
+        report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=report_task)
         quickest_first = sorted(report.tasks, key=lambda task: task.duration_s)
         longest = {task.task_id: task.duration_s for task in quickest_first}
         named = [f"{name} {longest[name]:.1f} s" for name in list(longest)[-2:][::-1]]
@@ -165,14 +165,18 @@ class Demo:
             raise Broken(f"the service does not say what is live: {error}") from error
 
     def _follow(
-        self, service: ServiceProcess, wanted: str | None = None, *, unlike: str | None = None
+        self,
+        service: ServiceProcess,
+        expected_generation: str | None = None,
+        *,
+        unlike: str | None = None,
     ) -> str:
-        """Wait until the service answers from `wanted` (or from any but `unlike`)."""
+        """Wait until the service answers from `expected_generation` (or from any but `unlike`)."""
         give_up = time.monotonic() + FOLLOW_S
         while time.monotonic() < give_up:
             service.check()
             live = self._live(service)
-            if live == wanted or (wanted is None and live != unlike):
+            if live == expected_generation or (expected_generation is None and live != unlike):
                 return live
             time.sleep(0.05)
         raise Broken(
@@ -182,7 +186,7 @@ class Demo:
     def _replay(self, service: ServiceProcess, stream: Stream) -> None:
         with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
             step.bar("requests", self.plan.requests)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             work = replay(
                 service.url,
                 stream,
@@ -193,31 +197,33 @@ class Demo:
                 progress=step.advance,
             )
             self.found.quiet = asyncio.run(work)
-            rate = self.plan.requests / (time.perf_counter() - began)
+            rate = self.plan.requests / (time.perf_counter() - started_at)
             step.note(f"{rate:,.0f} requests/s, 8 connections, client and server on one machine")
             self._stop_if_broken()
 
-    def _evaluate(self, service: ServiceProcess, here: DemoFolder, data: Dataset) -> None:
+    def _evaluate(self, service: ServiceProcess, demo_folder: DemoFolder, data: Dataset) -> None:
         users = [user for user, items in data.held_out.items() if items]
         if not users:
             return
 
         def judged(answers: Sequence[Mapping[str, Any]]) -> None:
-            asked = [Question("user_topk", str(each["id"]), TOP) for each in answers]
-            self.judge.request(asked, answers)
+            questions = [Question("user_topk", str(answer["id"]), TOP) for answer in answers]
+            self.judge.request(questions, answers)
 
         with self.steps.step(f"Recall and NDCG at {TOP}, read through HTTP") as step:
             try:
-                found = asyncio.run(served_lists(service.url, users, judged))
+                stored_lists = asyncio.run(served_lists(service.url, users, judged))
             except Unanswered as error:
                 raise Broken(f"a batch of users has no answer: {error}") from error
-            served = self.found.served = quality(found.lists, data.held_out)
+            served = self.found.served = quality(stored_lists.lists, data.held_out)
             step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
-            if found.asked_again:
-                step.note(f"{found.asked_again} asked again after a deadline")
+            if stored_lists.asked_again:
+                step.note(f"{stored_lists.asked_again} asked again after a deadline")
         with self.steps.step("The same offline: plain numpy over the bundle") as step:
             step.bar("users", len(users))
-            exact = offline_lists(here.bundle, data.histories, users, step.advance, data.profiles)
+            exact = offline_lists(
+                demo_folder.bundle, data.histories, users, step.advance, data.profiles
+            )
             offline = self.found.offline = quality(exact, data.held_out)
             step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
             if not served.agrees_with(offline):
@@ -229,49 +235,51 @@ class Demo:
         airflow: LocalAirflow,
         service: ServiceProcess,
         stream: Stream,
-        here: DemoFolder,
+        demo_folder: DemoFolder,
         data: Dataset,
         click: Click,
     ) -> None:
-        found = self.found
-        data.write_second(here.home / "data")
+        findings = self.found
+        data.write_second(demo_folder.home / "data")
         with Background(service.url, stream, self.judge, rate=150.0) as traffic:
             with self.steps.step(f"DAG {NIGHTLY}: a day later, under traffic") as step:
                 run = airflow.trigger(NIGHTLY, {"data_until": data.second_cut.isoformat()})
                 self._wait(airflow, NIGHTLY, run, step)
-                found.second = self._follow(service, unlike=found.first)
-                step.note(f"generation {found.second}")
+                findings.second = self._follow(service, unlike=findings.first)
+                step.note(f"generation {findings.second}")
                 with holding("fresh events"):
                     click.taken_over(step)
             with self.steps.step("DAG roll_back, under traffic") as step:
                 run = airflow.trigger("roll_back", {"reason": "the demo takes it back"})
                 airflow.wait("roll_back", run, RUN_TIMEOUT_S)
-                self._follow(service, found.first)
+                self._follow(service, findings.first)
                 # Whoever asks from now on must not hear of it again.
-                self.judge.barred.add(found.second)
-                step.note(f"{found.first} is live again")
+                self.judge.barred.add(findings.second)
+                step.note(f"{findings.first} is live again")
                 with holding("fresh events"):
                     click.counted_again(step)
             with self.steps.step("Traffic goes on, none of it from what was rolled back"):
                 time.sleep(3.0)
                 service.check()
         click.judged()
-        found.busy = traffic.latencies
+        findings.busy = traffic.latencies
         self._stop_if_broken()
-        if not self.judge.generations[found.second]:
-            raise Broken(f"{found.second} was live and never answered")
+        if not self.judge.generations[findings.second]:
+            raise Broken(f"{findings.second} was live and never answered")
 
-    def _audit(self, service: ServiceProcess, here: DemoFolder) -> ServiceCounts:
+    def _audit(self, service: ServiceProcess, demo_folder: DemoFolder) -> ServiceCounts:
         with self.steps.step("Audit: every answer against the service's own counters") as step:
             counts = asyncio.run(scrape(service.url))
             for line in counts.disagreements(self.judge.sources, self.judge.entities):
                 self.judge.complain(line)
             moves = [
-                each
-                for each in all_releases(ArtefactStore(str(here.artifacts / here.namespace)))
-                if each.done
+                release
+                for release in all_releases(
+                    ArtefactStore(str(demo_folder.artifacts / demo_folder.namespace))
+                )
+                if release.done
             ]
-            self.judge.published({each.generation for each in moves})
+            self.judge.published({release.generation for release in moves})
             self._stop_if_broken()
             step.note(
                 f"{self.judge.requests:,} requests, {self.judge.entities:,} entities, 0 violations"
@@ -280,13 +288,13 @@ class Demo:
 
     def _stop_if_broken(self) -> None:
         if self.judge.broken:
-            few = "\n  ".join(self.judge.violations[:5])
-            raise Broken(f"{self.judge.broken} violations, the first of them:\n  {few}")
+            violations_text = "\n  ".join(self.judge.violations[:5])
+            raise Broken(f"{self.judge.broken} violations, the first of them:\n  {violations_text}")
 
     def _serve(
-        self, service: ServiceProcess, airflow: LocalAirflow, here: DemoFolder, data: Dataset
+        self, service: ServiceProcess, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset
     ) -> None:
-        invite(self.steps.console, service.url, airflow.url, here.home, data)
+        invite(self.steps.console, service.url, airflow.url, demo_folder.home, data)
         try:
             while True:
                 time.sleep(1.0)

@@ -27,37 +27,43 @@ class ServiceCounts:
         sources: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         entities = errors = 0
-        for each in chain.from_iterable(
+        for sample in chain.from_iterable(
             family.samples for family in text_string_to_metric_families(text)
         ):
-            match each.name:
+            match sample.name:
                 case "larder_entities_total":
-                    entities += int(each.value)
+                    entities += int(sample.value)
                 case "larder_answers_total":
-                    sources[each.labels["source"]] += int(each.value)
+                    sources[sample.labels["source"]] += int(sample.value)
                 case "larder_misses_total":
-                    missed[each.labels["reason"]] += int(each.value)
-                case "larder_requests_total" if each.labels["status"] >= "500":
-                    errors += int(each.value)
+                    missed[sample.labels["reason"]] += int(sample.value)
+                case "larder_requests_total" if sample.labels["status"] >= "500":
+                    errors += int(sample.value)
         return cls(entities, dict(sources), dict(missed), errors)
 
     def disagreements(self, sources: Mapping[str, int], entities: int) -> list[str]:
         """Contradictions of these counters to each other or to what callers saw."""
-        found = []
+        contradictions = []
         if self.entities != entities:
-            found.append(f"/metrics counts {self.entities} entities, callers sent {entities}")
+            contradictions.append(
+                f"/metrics counts {self.entities} entities, callers sent {entities}"
+            )
         if sum(self.sources.values()) != self.entities:
-            found.append(f"sources sum to {sum(self.sources.values())}, not {self.entities}")
+            contradictions.append(
+                f"sources sum to {sum(self.sources.values())}, not {self.entities}"
+            )
         if {k: v for k, v in self.sources.items() if v} != {k: v for k, v in sources.items() if v}:
-            found.append(f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}")
-        plain = sum(self.sources.get(each, 0) for each in STORED)
-        if sum(self.missed.values()) != self.entities - plain:
-            found.append(
-                f"{sum(self.missed.values())} misses have a reason, {self.entities - plain} should"
+            contradictions.append(
+                f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}"
+            )
+        stored_count = sum(self.sources.get(source, 0) for source in STORED)
+        if sum(self.missed.values()) != self.entities - stored_count:
+            contradictions.append(
+                f"{sum(self.missed.values())} misses have a reason, {self.entities - stored_count} should"
             )
         if self.errors:
-            found.append(f"{self.errors} responses with status 500 or more")
-        return found
+            contradictions.append(f"{self.errors} responses with status 500 or more")
+        return contradictions
 
 
 async def scrape(url: str) -> ServiceCounts:

@@ -32,19 +32,19 @@ class Step:
         """Something worth a few words."""
         self.notes.append(text)
 
-    def bar(self, what: str, total: int | None) -> None:
+    def bar(self, label: str, total: int | None) -> None:
         """A bar below the step; gone with it."""
-        self._bar = self._bars.add_task(f"  {what}", total=total)
+        self._bar = self._bars.add_task(f"  {label}", total=total)
 
     def advance(self, count: int) -> None:
         """Advance the bar, if there is one, by `count`."""
         if self._bar is not None:
             self._bars.advance(self._bar, count)
 
-    def say(self, what: str) -> None:
+    def say(self, description: str) -> None:
         """Change what stands beside the bar."""
         if self._bar is not None:
-            self._bars.update(self._bar, description=f"  {escape(what)}")
+            self._bars.update(self._bar, description=f"  {escape(description)}")
 
 
 class Steps:
@@ -63,28 +63,30 @@ class Steps:
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=12),
             MofNCompleteColumn(), TimeElapsedColumn(),
         )  # fmt: skip
-        mark = "[red]x[/red]"
+        status_symbol = "[red]x[/red]"
         quiet = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=quiet) as bars:
             bars.add_task(f"[bold]{escape(title)}", total=1)
             step = Step(bars)
             try:
                 yield step
-                mark = "[green]✓[/green]"
+                status_symbol = "[green]✓[/green]"
             except KeyboardInterrupt:
-                mark = ""
+                status_symbol = ""
                 raise
             finally:
                 self.seconds[title] = time.monotonic() - started
-                if mark:
-                    self._print(mark, title, step.notes)
+                if status_symbol:
+                    self._print(status_symbol, title, step.notes)
 
-    def _print(self, mark: str, title: str, notes: Sequence[str]) -> None:
+    def _print(self, status_symbol: str, title: str, notes: Sequence[str]) -> None:
         """A step that is over; what does not fit a line goes on below, under where it began."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        grid.add_row(f"{mark} {self.seconds[title]:6.1f} s", f"[bold]{escape(title)}[/bold]")
+        grid.add_row(
+            f"{status_symbol} {self.seconds[title]:6.1f} s", f"[bold]{escape(title)}[/bold]"
+        )
         for note in notes:
             grid.add_row("", Text(note, style="dim"))
         self.console.print(grid, highlight=False)
@@ -103,5 +105,5 @@ class Steps:
             justify: JustifyMethod = "right" if number and figures else "left"
             table.add_column(name, justify=justify, overflow="fold")
         for row in rows:
-            table.add_row(*(escape(str(each)) for each in row))
+            table.add_row(*(escape(str(cell)) for cell in row))
         self.console.print(table)

@@ -39,7 +39,7 @@ class Findings:
 
 
 def summarize(
-    steps: Steps, found: Findings, data: str, counts: ServiceCounts, requests: int
+    steps: Steps, findings: Findings, data: str, counts: ServiceCounts, requests: int
 ) -> None:
     """Print where answers came from, their times, and what came of the run; `requests` were checked."""
     total = sum(counts.sources.values())
@@ -48,39 +48,41 @@ def summarize(
         for name in Source
     ]
     steps.table("Where answers came from", ("source", "entities", "share"), rows)
-    if found.cold:
+    if findings.cold:
         columns = ("asked for", "table", "source", "producer", "best")
         steps.table(
             "Features for want of a history (quiet, unseen: no click; new: in no table)",
             columns,
-            found.cold,
+            findings.cold,
             figures=False,
         )
-    for title, taken in (
-        ("Latency in ms as a caller sees it, over HTTP: quiet", found.quiet),
-        ("The same under a night, a swap and a rollback", found.busy),
+    for title, latencies in (
+        ("Latency in ms as a caller sees it, over HTTP: quiet", findings.quiet),
+        ("The same under a night, a swap and a rollback", findings.busy),
     ):
-        shown = [
-            (name, f"{count:,}", *(f"{each:.2f}" for each in times))
-            for name, count, *times in taken.rows()
+        latency_rows = [
+            (name, f"{count:,}", *(f"{latency_ms:.2f}" for latency_ms in times))
+            for name, count, *times in latencies.rows()
         ]
-        steps.table(title, ("source", "requests", "p50", "p99", "p99.9", "max"), shown)
-    told: list[tuple[str, str]] = [
+        steps.table(title, ("source", "requests", "p50", "p99", "p99.9", "max"), latency_rows)
+    summary_rows: list[tuple[str, str]] = [
         ("data", data),
-        ("live", found.first),
-        ("rolled back", found.second),
+        ("live", findings.first),
+        ("rolled back", findings.second),
         ("checked", f"{requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"),
     ]
-    if found.counted_ms is not None:
-        told.append(("a click", f"in its user's list {found.counted_ms:.0f} ms after its 202"))
-    if found.served is not None and found.offline is not None:
+    if findings.counted_ms is not None:
+        summary_rows.append(
+            ("a click", f"in its user's list {findings.counted_ms:.0f} ms after its 202")
+        )
+    if findings.served is not None and findings.offline is not None:
         for name, served, offline in (
-            (f"Recall@{TOP}", found.served.recall, found.offline.recall),
-            (f"NDCG@{TOP}", found.served.ndcg, found.offline.ndcg),
+            (f"Recall@{TOP}", findings.served.recall, findings.offline.recall),
+            (f"NDCG@{TOP}", findings.served.ndcg, findings.offline.ndcg),
         ):
-            told.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
-    told.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
-    steps.table("Summary", ("what", "result"), told, figures=False)
+            summary_rows.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
+    summary_rows.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
+    steps.table("Summary", ("what", "result"), summary_rows, figures=False)
     steps.console.print(SCOPE, highlight=False)
 
 
@@ -102,7 +104,11 @@ def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) 
     calls = [
         f"curl -s '{url}/v1/lookup/user_topk/{quote(user, safe='')}?k=5'",
         _post(url, "user_topk", [new], k=5),
-        _post(url, "", [{"table": each, "id": user} for each in ("user_topk", "user_affinity")]),
+        _post(
+            url,
+            "",
+            [{"table": table_name, "id": user} for table_name in ("user_topk", "user_affinity")],
+        ),
     ]
     if profiles is not None:
         item = {"id": profiles.new_item["item"], "features": dict(profiles.new_item)}
@@ -115,13 +121,13 @@ def invite(console: Console, url: str, airflow: str, home: Path, data: Dataset) 
 
 def _post(url: str, table: str, entities: Sequence[Mapping[str, object]], **options: object) -> str:
     """A call of curl for a shell, on several lines; a long entity takes one for each field."""
-    shown = [_fields(each, ", ") for each in entities]
-    if max(map(len, shown)) > ENTITY_COLUMNS:
-        shown = [_fields(each, ",\n    ") for each in entities]
-    rest = "".join(f"{_json(name)}: {_json(value)}, " for name, value in options.items())
-    listed = ",\n   ".join(f"{{{each}}}" for each in shown)
+    entity_texts = [_fields(entity, ", ") for entity in entities]
+    if max(map(len, entity_texts)) > ENTITY_COLUMNS:
+        entity_texts = [_fields(entity, ",\n    ") for entity in entities]
+    options_text = "".join(f"{_json(name)}: {_json(value)}, " for name, value in options.items())
+    entities_text = ",\n   ".join(f"{{{entity_text}}}" for entity_text in entity_texts)
     path = "/".join(filter(None, ("/v1/lookup", table)))
-    return f"curl -s {url}{path} -d '\n {{{rest}\"entities\": [\n   {listed}]}}'"
+    return f"curl -s {url}{path} -d '\n {{{options_text}\"entities\": [\n   {entities_text}]}}'"
 
 
 def _fields(of: Mapping[str, object], between: str) -> str:

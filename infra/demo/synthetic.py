@@ -59,15 +59,15 @@ def synthesize(world: World) -> Clicks:
     users, items, times = users[order], items[order], times[order]
     # A second click on the same item says nothing new; the first one counts.
     _, first = np.unique(users * world.items + items, return_index=True)
-    kept = np.sort(first)
+    first_clicks = np.sort(first)
     names = [CATEGORIES[group // GROUPS_PER_CATEGORY % len(CATEGORIES)] for group in group_of_item]
     return Clicks(
         tuple(map(_user_id, range(world.users))),
         tuple(map(_item_id, range(world.items))),
         tuple(names),
-        users[kept],
-        items[kept],
-        times[kept],
+        users[first_clicks],
+        items[first_clicks],
+        times[first_clicks],
     )
 
 
@@ -89,8 +89,8 @@ def _choose(
     low, high = ends[starts[group]], ends[starts[group + 1]]
     drawn = np.searchsorted(ends, low + (high - low) * rng.random(len(users)), side="right") - 1
     # A group without an item sends its clicks to its neighbour.
-    chosen: NDArray[np.int64] = np.clip(drawn, 0, len(group_of_item) - 1)
-    return chosen
+    item_rows: NDArray[np.int64] = np.clip(drawn, 0, len(group_of_item) - 1)
+    return item_rows
 
 
 def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -98,8 +98,8 @@ def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> N
     new = rng.random(world.users) < world.newcomers
     joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))
     days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
-    began = (world.until - timedelta(days=DAYS)).timestamp()
-    return ((began + days * 86_400) * 1_000_000).astype(np.int64)
+    start_s = (world.until - timedelta(days=DAYS)).timestamp()
+    return ((start_s + days * 86_400) * 1_000_000).astype(np.int64)
 
 
 def _in_fashion(
@@ -110,8 +110,8 @@ def _in_fashion(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Items and times of each user's clicks, dealt out anew: items that come into fashion later get the later times."""
     rng = np.random.default_rng([world.seed, 2])
-    comes = rng.random(world.items)[items]
-    key = world.drift * comes + (1 - world.drift) * rng.random(len(items))
+    fashion_times = rng.random(world.items)[items]
+    key = world.drift * fashion_times + (1 - world.drift) * rng.random(len(items))
     return items[np.lexsort((key, users))], times[np.lexsort((times, users))]
 
 

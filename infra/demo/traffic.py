@@ -43,7 +43,7 @@ class Stream:
         self._rng = rng
         self._users = rng.permutation(np.array(sorted(dataset.histories), object))
         self._items = np.array(
-            sorted({item for seen in dataset.histories.values() for item in seen}), object
+            sorted({item for history in dataset.histories.values() for item in history}), object
         )
         self._histories = dataset.histories
         self._newcomers = sorted(dataset.newcomers.items())
@@ -61,11 +61,11 @@ class Stream:
             )()
 
     def _user(self) -> str:
-        place = int(np.searchsorted(self._cumulated, self._rng.random()))
-        return str(self._users[min(place, len(self._users) - 1)])
+        position = int(np.searchsorted(self._cumulated, self._rng.random()))
+        return str(self._users[min(position, len(self._users) - 1)])
 
     def _some_items(self, count: int) -> list[str]:
-        return [str(each) for each in self._items[self._rng.integers(len(self._items), size=count)]]
+        return [str(item) for item in self._items[self._rng.integers(len(self._items), size=count)]]
 
     def _known(self) -> TrafficRequest:
         return _get("known", Question(TOPK, self._user(), int(self._rng.choice((10, 20, 50)))))
@@ -75,9 +75,9 @@ class Stream:
         return _post("batch", [(Question(TOPK, user, 20), {}) for user in users], k=20)
 
     def _exclude(self) -> TrafficRequest:
-        user, barred = self._user(), self._some_items(30)
-        question = Question(TOPK, user, 20, frozenset(barred))
-        return _post("exclude", [(question, {})], k=20, exclude=barred)
+        user, excluded_items = self._user(), self._some_items(30)
+        question = Question(TOPK, user, 20, frozenset(excluded_items))
+        return _post("exclude", [(question, {})], k=20, exclude=excluded_items)
 
     def _fresh(self) -> TrafficRequest:
         user = self._user()
@@ -94,7 +94,9 @@ class Stream:
             Question(TOPK, user), Question("user_vector", user), Question("user_affinity", user),
             Question("item_vector", item),
         ]  # fmt: skip
-        return _post("tables", [(each, {"table": each.table}) for each in questions], table=None)
+        return _post(
+            "tables", [(question, {"table": question.table}) for question in questions], table=None
+        )
 
     def _stranger(self) -> TrafficRequest:
         return _get("stranger", Question(TOPK, f"nobody-{self._rng.integers(1 << 40)}", 20))
@@ -102,9 +104,9 @@ class Stream:
     def _newcomer(self) -> TrafficRequest:
         user, history = self._newcomers[int(len(self._newcomers) * self._rng.random() ** 2)]
         # Some come back having done one thing more: another input, so another answer.
-        seen = list(history[: max(1, len(history) - int(self._rng.integers(3)))])
-        question = Question(TOPK, user, 20, frozenset(seen))
-        return _post("newcomer", [(question, self._input(user, seen))], k=20)
+        sent_history = list(history[: max(1, len(history) - int(self._rng.integers(3)))])
+        question = Question(TOPK, user, 20, frozenset(sent_history))
+        return _post("newcomer", [(question, self._input(user, sent_history))], k=20)
 
     def _input(self, user: str, history: list[str]) -> dict[str, Any]:
         """Everything to compute from; a model that takes features wants them all."""
@@ -119,15 +121,17 @@ def _get(kind: str, question: Question) -> TrafficRequest:
 
 def _post(
     kind: str,
-    asked: Sequence[tuple[Question, dict[str, Any]]],
+    questions_with_fields: Sequence[tuple[Question, dict[str, Any]]],
     *,
     table: str | None = TOPK,
     **options: Any,
 ) -> TrafficRequest:
-    entities = [{"id": question.id, **more} for question, more in asked]
+    entities = [{"id": question.id, **more} for question, more in questions_with_fields]
     body = orjson.dumps({"entities": entities, **options})
     path = "/v1/lookup" if table is None else f"/v1/lookup/{table}"
-    return TrafficRequest(kind, "POST", path, body, tuple(question for question, _ in asked))
+    return TrafficRequest(
+        kind, "POST", path, body, tuple(question for question, _ in questions_with_fields)
+    )
 
 
 @dataclass(slots=True)
@@ -139,12 +143,12 @@ class Latencies:
     def rows(self) -> list[tuple[str, int, float, float, float, float]]:
         """(source, requests, p50, p99, p99.9, max), in the ladder's order."""
         order = (*map(str, Source), "batch")
-        found = []
+        latency_rows = []
         for name in order:
-            if taken := self.of.get(name):
-                p50, p99, p999 = np.percentile(taken, [50, 99, 99.9]).tolist()
-                found.append((name, len(taken), p50, p99, p999, max(taken)))
-        return found
+            if latencies_ms := self.of.get(name):
+                p50, p99, p999 = np.percentile(latencies_ms, [50, 99, 99.9]).tolist()
+                latency_rows.append((name, len(latencies_ms), p50, p99, p999, max(latencies_ms)))
+        return latency_rows
 
 
 async def replay(
@@ -160,17 +164,17 @@ async def replay(
 ) -> Latencies:
     """Send `requests` (None: until `stop`), at most `rate` per second, over `concurrency` connections."""
     latencies, source = Latencies(), iter(stream)
-    turn = itertools.count()
-    began = time.perf_counter()
+    request_numbers = itertools.count()
+    started_at = time.perf_counter()
 
     async def worker() -> None:
         async with HttpConnection(url) as connection:
             while not stop():
-                number = next(turn)
+                number = next(request_numbers)
                 if requests is not None and number >= requests:
                     return
                 if rate is not None:
-                    await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
+                    await asyncio.sleep(max(0.0, started_at + number / rate - time.perf_counter()))
                 await _ask(connection, next(source), judge, latencies)
                 progress(1)
 
@@ -183,8 +187,8 @@ async def replay(
 async def _ask(
     connection: HttpConnection, request: TrafficRequest, judge: Judge, latencies: Latencies
 ) -> None:
-    barred = set(judge.barred)
-    began = time.perf_counter()
+    rolled_back_generations = set(judge.barred)
+    started_at = time.perf_counter()
     try:
         status, raw = await connection.request(request.method, request.path, request.body)
     except (OSError, TimeoutError, EOFError) as error:
@@ -192,13 +196,13 @@ async def _ask(
             f"{request.method} {request.path}: no answer ({type(error).__name__}: {error})"
         )
         return
-    took_ms = (time.perf_counter() - began) * 1000
+    took_ms = (time.perf_counter() - started_at) * 1000
     if status != 200:
         judge.complain(f"{request.method} {request.path}: {status} {raw[:300]!r}")
         return
     body = orjson.loads(raw)
     answers = [body] if request.method == "GET" else body["answers"]
-    judge.request(request.questions, answers, barred)
+    judge.request(request.questions, answers, rolled_back_generations)
     name = answers[0].get("source", "?") if len(request.questions) == 1 else "batch"
     latencies.of[name].append(took_ms)
 

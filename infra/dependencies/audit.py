@@ -65,67 +65,92 @@ class SourceAnswer:
 
 def accepted(text: str) -> tuple[Acceptance, ...]:
     """Read the file of accepted advisories; raises `TypeError` or `ValueError` for an entry without its four parts."""
-    entries = [Acceptance(**each) for each in tomllib.loads(text).get("advisory", [])]
-    for each in entries:
-        if not (each.id and each.package and each.reason.strip() and type(each.until) is date):
-            raise ValueError(f"{each.id}: id, package, reason and until (a day) are needed")
+    entries = [Acceptance(**acceptance) for acceptance in tomllib.loads(text).get("advisory", [])]
+    for acceptance in entries:
+        if not (
+            acceptance.id
+            and acceptance.package
+            and acceptance.reason.strip()
+            and type(acceptance.until) is date
+        ):
+            raise ValueError(f"{acceptance.id}: id, package, reason and until (a day) are needed")
     return tuple(entries)
 
 
 def answer(report: dict[str, Any]) -> SourceAnswer:
     """Read a report; raises `NotAsked` where the source had nothing on a version known to be bad."""
     advisories, unknown = [], []
-    for each in report["dependencies"]:
-        if "skip_reason" in each:
-            unknown.append(each["name"])
-        for found in each.get("vulns", ()):
-            ids = frozenset({found["id"], *found["aliases"]})
-            fixed = tuple(found["fix_versions"])
-            advisories.append(Advisory(each["name"], each["version"], ids, fixed))
-    if not any(each.package == KNOWN_BAD.name for each in advisories):
+    for dependency in report["dependencies"]:
+        if "skip_reason" in dependency:
+            unknown.append(dependency["name"])
+        for vulnerability in dependency.get("vulns", ()):
+            ids = frozenset({vulnerability["id"], *vulnerability["aliases"]})
+            fixed = tuple(vulnerability["fix_versions"])
+            advisories.append(Advisory(dependency["name"], dependency["version"], ids, fixed))
+    if not any(advisory.package == KNOWN_BAD.name for advisory in advisories):
         raise NotAsked(
             f"it has no advisory on {KNOWN_BAD.name} {KNOWN_BAD.version}, which has some"
             f" ({len(unknown)} of {len(report['dependencies'])} packages are unknown to it)"
         )
-    others = tuple(each for each in advisories if each.package != KNOWN_BAD.name)
-    return SourceAnswer(others, tuple(unknown))
+    other_advisories = tuple(
+        advisory for advisory in advisories if advisory.package != KNOWN_BAD.name
+    )
+    return SourceAnswer(other_advisories, tuple(unknown))
 
 
-def complaints(said: SourceAnswer, taken: Sequence[Acceptance], today: date) -> list[str]:
+def complaints(
+    source_answer: SourceAnswer, acceptances: Sequence[Acceptance], today: date
+) -> list[str]:
     """All that stands in the way of a release, one line each."""
-    lines = [f"{name}: unknown to the source, so not audited" for name in said.unknown]
-    for found in said.advisories:
-        fitting = [each for each in taken if each.package == found.package and each.id in found.ids]
-        told = f"{found.package} {found.version}: {', '.join(sorted(found.ids))}"
+    lines = [f"{name}: unknown to the source, so not audited" for name in source_answer.unknown]
+    for advisory in source_answer.advisories:
+        fitting = [
+            acceptance
+            for acceptance in acceptances
+            if acceptance.package == advisory.package and acceptance.id in advisory.ids
+        ]
+        advisory_text = f"{advisory.package} {advisory.version}: {', '.join(sorted(advisory.ids))}"
         if not fitting:
-            remedy = f"mended in {', '.join(found.fixed_in)}" if found.fixed_in else "not mended"
-            lines.append(f"{told}; {remedy}")
-        elif all(each.until < today for each in fitting):
-            lines.append(f"{told}; accepted until {fitting[0].until} only")
+            remedy = (
+                f"mended in {', '.join(advisory.fixed_in)}" if advisory.fixed_in else "not mended"
+            )
+            lines.append(f"{advisory_text}; {remedy}")
+        elif all(acceptance.until < today for acceptance in fitting):
+            lines.append(f"{advisory_text}; accepted until {fitting[0].until} only")
     lines.extend(
-        f"{each.package}: {each.id} is accepted, but no advisory any more"
-        for each in taken
-        if not any(each.package == a.package and each.id in a.ids for a in said.advisories)
+        f"{acceptance.package}: {acceptance.id} is accepted, but no advisory any more"
+        for acceptance in acceptances
+        if not any(
+            acceptance.package == a.package and acceptance.id in a.ids
+            for a in source_answer.advisories
+        )
     )
     return lines
 
 
-def requirements(wanted: Iterable[Pin]) -> list[str]:
+def requirements(pins_to_audit: Iterable[Pin]) -> list[str]:
     """Make requirement files that hold each name once, markers left out: no machine's versions go unasked."""
     files: list[dict[str, str]] = []
-    for pin in sorted({(each.name, each.version) for each in wanted}):
-        file = next((each for each in files if pin[0] not in each), None)
+    for pin in sorted({(locked_pin.name, locked_pin.version) for locked_pin in pins_to_audit}):
+        file = next(
+            (version_by_name for version_by_name in files if pin[0] not in version_by_name), None
+        )
         if file is None:
             files.append(file := {})
         file[pin[0]] = pin[1]
-    return ["".join(f"{name}=={version}\n" for name, version in each.items()) for each in files]
+    return [
+        "".join(f"{name}=={version}\n" for name, version in version_by_name.items())
+        for version_by_name in files
+    ]
 
 
-def ask(source: str, wanted: Iterable[Pin]) -> SourceAnswer:
+def ask(source: str, pins_to_audit: Iterable[Pin]) -> SourceAnswer:
     """Ask one source about all of them; raises `NotAsked` where it does not answer."""
-    answers = [answer(_report(source, text)) for text in requirements(wanted)]
-    advisories = {found: None for each in answers for found in each.advisories}
-    unknown = {name: None for each in answers for name in each.unknown}
+    answers = [answer(_report(source, text)) for text in requirements(pins_to_audit)]
+    advisories = {
+        advisory: None for source_answer in answers for advisory in source_answer.advisories
+    }
+    unknown = {name: None for source_answer in answers for name in source_answer.unknown}
     return SourceAnswer(tuple(advisories), tuple(unknown))
 
 
@@ -138,32 +163,41 @@ def _report(source: str, text: str) -> dict[str, Any]:
             "--no-deps", "--disable-pip", "--timeout", "15", "--requirement", file.name,
         ]  # fmt: skip
         try:
-            done = subprocess.run(
+            completed_process = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
             )
         except subprocess.TimeoutExpired:
             raise NotAsked(f"no answer within {PATIENCE_S} s") from None
     try:
-        return dict(json.loads(done.stdout))
+        return dict(json.loads(completed_process.stdout))
     except json.JSONDecodeError:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        if any(word in done.stderr for word in NOT_REACHED):
+        last = (completed_process.stderr.strip().splitlines() or ["no output"])[-1]
+        if any(error_text in completed_process.stderr for error_text in NOT_REACHED):
             raise NotAsked(last) from None
-        raise RuntimeError(f"pip-audit ended with {done.returncode}: {last}") from None
+        raise RuntimeError(f"pip-audit ended with {completed_process.returncode}: {last}") from None
 
 
 def main() -> int:
     """Audit all locks and say what was found."""
-    wanted = {pin for name in NAMES for pin in lock(name)}
+    pins_to_audit = {pin for name in NAMES for pin in lock(name)}
     for source in SOURCES:
         try:
-            said = ask(source, wanted)
+            source_answer = ask(source, pins_to_audit)
         except NotAsked as problem:
             print(f"advisories of {source} could not be asked: {problem}", file=sys.stderr)
             continue
-        found = complaints(said, accepted(ACCEPTED.read_text()), datetime.now(UTC).date())
-        print("\n".join([*found, f"{len(wanted)} pins asked of {source}: {len(found)} complaints"]))
-        return OPEN if found else 0
+        complaint_lines = complaints(
+            source_answer, accepted(ACCEPTED.read_text()), datetime.now(UTC).date()
+        )
+        print(
+            "\n".join(
+                [
+                    *complaint_lines,
+                    f"{len(pins_to_audit)} pins asked of {source}: {len(complaint_lines)} complaints",
+                ]
+            )
+        )
+        return OPEN if complaint_lines else 0
     print("NOT AUDITED: no source of advisories could be asked", file=sys.stderr)
     return NOT_ASKED
 

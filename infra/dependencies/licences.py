@@ -59,8 +59,8 @@ UNDECLARED = "no licence"
 def rules(text: str) -> Rules:
     """Read the file of allowed licences; raises `ValueError` for an exception without a reason."""
     read = tomllib.loads(text)
-    for name, each in read["exceptions"].items():
-        if not (each.get("licence") and each.get("reason")):
+    for name, licence_exception in read["exceptions"].items():
+        if not (licence_exception.get("licence") and licence_exception.get("reason")):
             raise ValueError(f"{name}: an exception needs a licence and a reason")
     return Rules(frozenset(read["allowed"]), read["spelled"], read["exceptions"], read["elsewhere"])
 
@@ -73,79 +73,93 @@ def licence_of(metadata: Message, spelled: dict[str, str]) -> str:
     if not more and line in spelled:
         return spelled[line]
     # A whole text in the field, or a word that nobody can judge: what it is classified as says more.
-    named = [CLASSIFIER.match(each) for each in metadata.get_all("Classifier") or []]
-    words = sorted({spelled.get(each["name"], each["name"]) for each in named if each})
-    return " AND ".join(words) or ("" if line == "UNKNOWN" or more else line)
+    named = [CLASSIFIER.match(classifier) for classifier in metadata.get_all("Classifier") or []]
+    licence_names = sorted(
+        {
+            spelled.get(classifier_match["name"], classifier_match["name"])
+            for classifier_match in named
+            if classifier_match
+        }
+    )
+    return " AND ".join(licence_names) or ("" if line == "UNKNOWN" or more else line)
 
 
 def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
     """True if one side of each OR, and both of each AND, are on the list (SPDX: AND binds first)."""
-    words = WORDS.findall(expression)
+    tokens = WORDS.findall(expression)
 
     def either() -> bool:
-        found = both()
-        while words and words[0].upper() == "OR":
-            words.pop(0)
-            found = both() or found
-        return found
+        is_any_allowed = parse_conjunction()
+        while tokens and tokens[0].upper() == "OR":
+            tokens.pop(0)
+            is_any_allowed = parse_conjunction() or is_any_allowed
+        return is_any_allowed
 
-    def both() -> bool:
-        found = one()
-        while words and words[0].upper() == "AND":
-            words.pop(0)
-            found = one() and found
-        return found
+    def parse_conjunction() -> bool:
+        is_every_allowed = parse_operand()
+        while tokens and tokens[0].upper() == "AND":
+            tokens.pop(0)
+            is_every_allowed = parse_operand() and is_every_allowed
+        return is_every_allowed
 
-    def one() -> bool:
-        if words and words[0] == "(":
-            words.pop(0)
-            found = either()
-            return bool(words) and words.pop(0) == ")" and found
+    def parse_operand() -> bool:
+        if tokens and tokens[0] == "(":
+            tokens.pop(0)
+            is_group_allowed = either()
+            return bool(tokens) and tokens.pop(0) == ")" and is_group_allowed
         name = []
-        while words and words[0].upper() not in ("AND", "OR", ")", "("):
-            name.append(words.pop(0))
+        while tokens and tokens[0].upper() not in ("AND", "OR", ")", "("):
+            name.append(tokens.pop(0))
         return " ".join(name) in allowed
 
-    return either() and not words
+    return either() and not tokens
 
 
-def look(wanted: Iterable[tuple[str, Pin]], known: Rules) -> Licences:
+def look(lock_pins: Iterable[tuple[str, Pin]], licence_rules: Rules) -> Licences:
     """Judge all pins, each with the lock that it stands in, by what is installed here."""
     licences: dict[str, str] = {}
     complaints: dict[str, None] = {}
     unseen: dict[str, None] = {}
-    for name, pin in wanted:
+    for name, pin in lock_pins:
         if not pin.is_for_this_machine():
             unseen[f"{pin.name} {pin.version} ({pin.marker})"] = None
-            licences.setdefault(pin.name, known.elsewhere.get(pin.name, ""))
+            licences.setdefault(pin.name, licence_rules.elsewhere.get(pin.name, ""))
             continue
         try:
-            found = importlib.metadata.distribution(pin.name)
+            distribution = importlib.metadata.distribution(pin.name)
         except importlib.metadata.PackageNotFoundError:
             complaints[f"{pin.name}: in {name}.txt, not installed"] = None
             continue
-        if found.version != pin.version:
-            complaints[f"{pin.name}: {found.version} is installed, not {pin.version}"] = None
-        licences[pin.name] = licence_of(found.metadata, known.spelled)  # type: ignore[arg-type]
-        if known.elsewhere.get(pin.name, licences[pin.name]) != licences[pin.name]:
+        if distribution.version != pin.version:
+            complaints[f"{pin.name}: {distribution.version} is installed, not {pin.version}"] = None
+        licences[pin.name] = licence_of(distribution.metadata, licence_rules.spelled)  # type: ignore[arg-type]
+        if licence_rules.elsewhere.get(pin.name, licences[pin.name]) != licences[pin.name]:
             complaints[f"{pin.name}: {licences[pin.name]}, not as said under elsewhere"] = None
-    standing = {pin.name: set[str]() for _, pin in wanted}
-    for name, pin in wanted:
+    standing = {pin.name: set[str]() for _, pin in lock_pins}
+    for name, pin in lock_pins:
         standing[pin.name].add(name)
     for package, licence in licences.items():
-        complaints |= dict.fromkeys(_judged(package, licence, standing[package], known))
-    gone = [each for each in known.exceptions if each not in standing]
-    complaints |= dict.fromkeys(f"{each}: an exception for what no lock has" for each in gone)
+        complaints |= dict.fromkeys(_judged(package, licence, standing[package], licence_rules))
+    obsolete_exceptions = [
+        package_name for package_name in licence_rules.exceptions if package_name not in standing
+    ]
+    complaints |= dict.fromkeys(
+        f"{package_name}: an exception for what no lock has" for package_name in obsolete_exceptions
+    )
     return Licences(licences, tuple(complaints), tuple(unseen))
 
 
-def _judged(package: str, licence: str, locks: set[str], known: Rules) -> list[str]:
-    excepted = known.exceptions.get(package)
-    told = licence or UNDECLARED
+def _judged(package: str, licence: str, locks: set[str], licence_rules: Rules) -> list[str]:
+    excepted = licence_rules.exceptions.get(package)
+    declared_licence = licence or UNDECLARED
     if excepted is None:
-        return [] if is_allowed(licence, known.allowed) else [f"{package}: {told}, not allowed"]
-    if excepted["licence"] != told:
-        return [f"{package}: {told}, excepted as {excepted['licence']}"]
+        return (
+            []
+            if is_allowed(licence, licence_rules.allowed)
+            else [f"{package}: {declared_licence}, not allowed"]
+        )
+    if excepted["licence"] != declared_licence:
+        return [f"{package}: {declared_licence}, excepted as {excepted['licence']}"]
     return [f"{package}: excepted, and shipped with the service"] if SHIPPED in locks else []
 
 
@@ -162,18 +176,18 @@ def pinned() -> list[tuple[str, Pin]]:
 
 def main(arguments: list[str]) -> int:
     """Look at all licences, say what could not be looked at, and complain."""
-    found = look(pinned(), rules(ALLOWED.read_text()))
+    licence_report = look(pinned(), rules(ALLOWED.read_text()))
     if arguments == ["--write"]:
-        PAGE.write_text(page(found.licences))
+        PAGE.write_text(page(licence_report.licences))
     if arguments == ["--list"]:
-        for name, licence in sorted(found.licences.items()):
+        for name, licence in sorted(licence_report.licences.items()):
             print(f"{name}: {licence}")
-    for each in found.unseen:
-        print(f"not looked at on this machine: {each}")
-    for each in found.complaints:
-        print(f"refused: {each}", file=sys.stderr)
-    print(f"{len(found.licences)} packages, {len(found.complaints)} refused")
-    return 1 if found.complaints else 0
+    for unseen_pin in licence_report.unseen:
+        print(f"not looked at on this machine: {unseen_pin}")
+    for complaint in licence_report.complaints:
+        print(f"refused: {complaint}", file=sys.stderr)
+    print(f"{len(licence_report.licences)} packages, {len(licence_report.complaints)} refused")
+    return 1 if licence_report.complaints else 0
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ class Pin:
 
 def pins(text: str) -> tuple[Pin, ...]:
     """All of a lock; raises `ValueError` where a line is neither one nor a hash of one."""
-    found = []
+    parsed_pins = []
     for line in text.splitlines():
         if match := LINE.match(line):
             name = canonicalize_name(match["name"])
-            found.append(Pin(name, match["version"], (match["marker"] or "").strip()))
+            parsed_pins.append(Pin(name, match["version"], (match["marker"] or "").strip()))
         elif line.strip() and not line.lstrip().startswith(("--hash=", "#")):
             raise ValueError(f"no pinned distribution: {line!r}")
-    return tuple(found)
+    return tuple(parsed_pins)
 
 
 def lock(name: str) -> tuple[Pin, ...]:

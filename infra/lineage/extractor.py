@@ -45,70 +45,74 @@ class NightExtractor(BaseExtractor):
         step = self._step
         if step is None:
             return self._execute_extraction()
-        given = [*self.operator.op_args, *self.operator.op_kwargs.values()]
-        found: Mapping[str, Any] = next((each for each in given if is_build(each)), {})
+        operator_arguments = [*self.operator.op_args, *self.operator.op_kwargs.values()]
+        build_fields: Mapping[str, Any] = next(
+            (argument for argument in operator_arguments if is_build(argument)), {}
+        )
         if step in _RETURNING:
-            found = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
-        if not found:  # it failed, or has nothing to do with one generation
+            build_fields = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
+        if not build_fields:  # it failed, or has nothing to do with one generation
             return OperatorLineage()
-        made = Build.of(night_config(), {"generation": "", **found})
+        build = Build.of(night_config(), {"generation": "", **build_fields})
         shard = self.operator.op_kwargs.get("shard")
-        told = datasets_of(step, Ended(made, shard, found))
+        step_datasets = datasets_of(step, Ended(build, shard, build_fields))
         return OperatorLineage(
-            inputs=[_input(each) for each in told.inputs],
-            outputs=[_output(each) for each in told.outputs],
+            inputs=[_input(dataset) for dataset in step_datasets.inputs],
+            outputs=[_output(dataset) for dataset in step_datasets.outputs],
         )
 
     @property
     def _step(self) -> str | None:
         """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
         name = _RENAMED.get(self.operator.task_id, self.operator.task_id)
-        is_ours = self.operator.dag_id == NIGHTLY and name in (*BEFORE, *NIGHT)
-        return name if is_ours else None
+        is_night_step = self.operator.dag_id == NIGHTLY and name in (*BEFORE, *NIGHT)
+        return name if is_night_step else None
 
 
-def is_build(given: object) -> bool:
+def is_build(argument: object) -> bool:
     """True if a task was given this as the generation that it is to work on."""
-    return isinstance(given, Mapping) and "generation" in given
+    return isinstance(argument, Mapping) and "generation" in argument
 
 
-def _input(each: StepDataset) -> InputDataset:
+def _input(dataset: StepDataset) -> InputDataset:
     facets: dict[str, Any] = {}
-    if (each.rows, each.size_bytes, each.files) != (None, None, None):
+    if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
         facets["inputStatistics"] = input_statistics_input_dataset.InputStatisticsInputDatasetFacet(
-            rowCount=each.rows, size=each.size_bytes, fileCount=each.files
+            rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
         )
-    if each.checks:
+    if dataset.checks:
         facets["dataQualityAssertions"] = (
             data_quality_assertions_dataset.DataQualityAssertionsDatasetFacet(
-                [_assertion(check) for check in each.checks]
+                [_assertion(check) for check in dataset.checks]
             )
         )
     return InputDataset(
-        each.name.namespace, each.name.name, facets=_facets(each), inputFacets=facets
+        dataset.name.namespace, dataset.name.name, facets=_facets(dataset), inputFacets=facets
     )
 
 
-def _output(each: StepDataset) -> OutputDataset:
+def _output(dataset: StepDataset) -> OutputDataset:
     facets: dict[str, Any] = {}
-    if (each.rows, each.size_bytes, each.files) != (None, None, None):
+    if (dataset.rows, dataset.size_bytes, dataset.files) != (None, None, None):
         facets["outputStatistics"] = (
             output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet(
-                rowCount=each.rows, size=each.size_bytes, fileCount=each.files
+                rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
             )
         )
     return OutputDataset(
-        each.name.namespace, each.name.name, facets=_facets(each), outputFacets=facets
+        dataset.name.namespace, dataset.name.name, facets=_facets(dataset), outputFacets=facets
     )
 
 
-def _facets(each: StepDataset) -> dict[str, DatasetFacet]:
+def _facets(dataset: StepDataset) -> dict[str, DatasetFacet]:
     facets: dict[str, DatasetFacet] = {}
-    if each.version is not None:
-        facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(each.version)
-    if each.location is not None:
-        place = symlinks_dataset.Identifier(each.location.namespace, each.location.name, "LOCATION")
-        facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([place])
+    if dataset.version is not None:
+        facets["version"] = dataset_version_dataset.DatasetVersionDatasetFacet(dataset.version)
+    if dataset.location is not None:
+        location_identifier = symlinks_dataset.Identifier(
+            dataset.location.namespace, dataset.location.name, "LOCATION"
+        )
+        facets["symlinks"] = symlinks_dataset.SymlinksDatasetFacet([location_identifier])
     return facets
 
 

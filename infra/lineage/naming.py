@@ -28,9 +28,11 @@ class DatasetName:
         """Name of what lies behind a URL or an absolute path, or further down in it; secrets in it are left out."""
         url = _without_query(url)
         azure = _AZURE.match(url)
-        kept = azure.end() if azure else 0
-        scheme, _, rest = f"{url[:kept]}{without_secrets(url[kept:])}".rpartition("://")
-        path = PurePosixPath(rest, *parts)
+        prefix_length = azure.end() if azure else 0
+        scheme, _, location_path = (
+            f"{url[:prefix_length]}{without_secrets(url[prefix_length:])}".rpartition("://")
+        )
+        path = PurePosixPath(location_path, *parts)
         if scheme in ("", "file"):
             return cls("file", str(path))
         return cls(f"{scheme}://{path.parts[0]}", "/".join(path.parts[1:]) or "/")
@@ -39,12 +41,12 @@ class DatasetName:
     def of_pattern(cls, pattern: str, base: str) -> Self:
         """Name of source files: the file, or the folder above the first wildcard; plain ones are relative to `base`."""
         full = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base, pattern))
-        kept = []
+        fixed_parts = []
         for part in full.split("/"):
-            if any(each in part for each in "*?["):
+            if any(wildcard in part for wildcard in "*?["):
                 break
-            kept.append(part)
-        return cls.of_url("/".join(kept))
+            fixed_parts.append(part)
+        return cls.of_url("/".join(fixed_parts))
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
@@ -53,16 +55,16 @@ class DatasetName:
         The first of several nodes or sentinels stands for all; a service under Sentinel belongs to the system.
         """
         if is_sentinel(url):
-            group, found = read_url(url)
+            group, connection_options = read_url(url)
             host, port = group.addresses[0]
-            place = f"{host}:{port}/{group.service}"
+            address = f"{host}:{port}/{group.service}"
         else:
-            found = parse_url(seed_urls(url)[0] if is_cluster(url) else url)  # type: ignore[no-untyped-call]
-            place = (
-                found.get("path")
-                or f"{found.get('host', 'localhost')}:{found.get('port', REDIS_PORT)}"
+            connection_options = parse_url(seed_urls(url)[0] if is_cluster(url) else url)  # type: ignore[no-untyped-call]
+            address = (
+                connection_options.get("path")
+                or f"{connection_options.get('host', 'localhost')}:{connection_options.get('port', REDIS_PORT)}"
             )
-        return cls(f"redis://{place}", f"{found.get('db', 0)}/{key}")
+        return cls(f"redis://{address}", f"{connection_options.get('db', 0)}/{key}")
 
 
 def _without_query(url: str) -> str:

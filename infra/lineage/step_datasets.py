@@ -60,12 +60,12 @@ class Ended:
     shard: int | None = None
     found: Mapping[str, Any] = field(default_factory=dict)
 
-    def part(self, *names: str, **counted: Any) -> StepDataset:
+    def part(self, *names: str, **dataset_fields: Any) -> StepDataset:
         """Part of the generation, such as a table."""
         url, generation = self.made.store.url, self.made.generation
         return StepDataset(
             DatasetName.of_url(url, "generations", *names), generation,
-            DatasetName.of_url(url, generation_path(generation), *names), **counted,
+            DatasetName.of_url(url, generation_path(generation), *names), **dataset_fields,
         )  # fmt: skip
 
     def report(self, name: str) -> Mapping[str, Any]:
@@ -80,8 +80,8 @@ class Ended:
     @property
     def vectors(self) -> StepDataset:
         """Vectors of all items, float32."""
-        found = self.report("embed_items")
-        rows, dims = found.get("items"), found.get("dims")
+        embed_report = self.report("embed_items")
+        rows, dims = embed_report.get("items"), embed_report.get("dims")
         size_bytes = rows * dims * 4 if rows and dims else None
         return self.part(catalogue.VECTORS, rows=rows, size_bytes=size_bytes)
 
@@ -91,134 +91,160 @@ class Ended:
         raw = self.made.store.read(generation_path(self.made.generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
 
-    def in_redis(self, name: str, key: str, **counted: Any) -> StepDataset:
+    def in_redis(self, name: str, key: str, **dataset_fields: Any) -> StepDataset:
         """Keys of this generation in Redis: `name` is that of all nights, `key` that of this one."""
         url = str(self.made.config.redis_url)
         return StepDataset(
             DatasetName.of_redis(url, name), self.made.generation, DatasetName.of_redis(url, key),
-            **counted,
+            **dataset_fields,
         )  # fmt: skip
 
 
-def datasets_of(step: str, ended: Ended) -> StepDatasets:
+def datasets_of(step: str, finished_step: Ended) -> StepDatasets:
     """Datasets of a step that ended; of one that knows none, such as `retire`, nothing."""
-    look = _LOOKS.get(step)
-    return StepDatasets() if look is None else look(ended)
+    list_datasets = _LOOKS.get(step)
+    return StepDatasets() if list_datasets is None else list_datasets(finished_step)
 
 
-def _take_events(ended: Ended) -> StepDatasets:
-    config = ended.made.config
+def _take_events(finished_step: Ended) -> StepDatasets:
+    config = finished_step.made.config
     name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
-    rows, until = ended.found.get("events"), ended.found.get("events_until")
+    rows, events_until = finished_step.found.get("events"), finished_step.found.get("events_until")
     return StepDatasets(
-        (StepDataset(name, until, rows=rows),),
-        (StepDataset(DatasetName.of_url(ended.made.store.url, "events"), until, rows=rows),),
-    )
-
-
-def _begin(ended: Ended) -> StepDatasets:
-    config, begun = ended.made.config, ended.report("begin")
-    inputs = [*_sources(ended, begun)]
-    if events := begun.get("events"):
-        name = DatasetName.of_url(ended.made.store.url, "events")
-        inputs.append(StepDataset(name, events["until"], files=events["files"]))
-    if not config.sources.item_vectors:
-        name = DatasetName.of_url(str(config.path(config.bundle)))
-        inputs.append(StepDataset(name, begun.get("bundle_digest")))
-    return StepDatasets(
-        tuple(inputs),
+        (StepDataset(name, events_until, rows=rows),),
         (
-            ended.part("items", rows=begun.get("items")),
-            ended.part("work/partition", rows=begun.get("users")),
-            ended.bundle,
+            StepDataset(
+                DatasetName.of_url(finished_step.made.store.url, "events"), events_until, rows=rows
+            ),
         ),
     )
 
 
-def _sources(ended: Ended, begun: Mapping[str, Any]) -> Iterator[StepDataset]:
+def _begin(finished_step: Ended) -> StepDatasets:
+    config, begin_report = finished_step.made.config, finished_step.report("begin")
+    inputs = [*_sources(finished_step, begin_report)]
+    if events := begin_report.get("events"):
+        name = DatasetName.of_url(finished_step.made.store.url, "events")
+        inputs.append(StepDataset(name, events["until"], files=events["files"]))
+    if not config.sources.item_vectors:
+        name = DatasetName.of_url(str(config.path(config.bundle)))
+        inputs.append(StepDataset(name, begin_report.get("bundle_digest")))
+    return StepDatasets(
+        tuple(inputs),
+        (
+            finished_step.part("items", rows=begin_report.get("items")),
+            finished_step.part("work/partition", rows=begin_report.get("users")),
+            finished_step.bundle,
+        ),
+    )
+
+
+def _sources(finished_step: Ended, begin_report: Mapping[str, Any]) -> Iterator[StepDataset]:
     """Sources, with their rows where one file or pattern has all of them, and what was left out of them."""
-    config = ended.made.config
+    config = finished_step.made.config
     for kind in SOURCES:
-        found: Any = getattr(config.sources, kind)
-        patterns = [found] if isinstance(found, str) else [*(found or ())]
-        counted = begun.get("unusable", {}).get(kind, {})
+        source_setting: Any = getattr(config.sources, kind)
+        patterns = (
+            [source_setting] if isinstance(source_setting, str) else [*(source_setting or ())]
+        )
+        source_counts = begin_report.get("unusable", {}).get(kind, {})
         left_out = tuple(
-            Check(f"usable: {reason}", False, each["rows"], 0, blocks=False)
-            for reason, each in counted.get("reasons", {}).items()
+            Check(f"usable: {reason}", False, reason_counts["rows"], 0, blocks=False)
+            for reason, reason_counts in source_counts.get("reasons", {}).items()
         )
         for pattern in patterns:
-            rows = counted.get("rows") if len(patterns) == 1 else None
+            rows = source_counts.get("rows") if len(patterns) == 1 else None
             name = DatasetName.of_pattern(pattern, str(config.path(".").absolute()))
             yield StepDataset(name, rows=rows, checks=left_out)
 
 
-def _embed_items(ended: Ended) -> StepDatasets:
-    rows = ended.report("begin").get("items")
-    return StepDatasets((ended.part("items", rows=rows), ended.bundle), (ended.vectors,))
+def _embed_items(finished_step: Ended) -> StepDatasets:
+    rows = finished_step.report("begin").get("items")
+    return StepDatasets(
+        (finished_step.part("items", rows=rows), finished_step.bundle), (finished_step.vectors,)
+    )
 
 
-def _score(ended: Ended) -> StepDatasets:
-    found = ended.report(shard_report(ended.shard or 0))
-    users, items = found.get("users", {}), found.get("items", {})
+def _score(finished_step: Ended) -> StepDatasets:
+    score_report = finished_step.report(shard_report(finished_step.shard or 0))
+    users, items = score_report.get("users", {}), score_report.get("items", {})
     tables = {**users.get("tables", {}), **items.get("tables", {})}
     written = tuple(
-        ended.part(
-            "tables", name, rows=each["count"], size_bytes=each["file"]["size_bytes"], files=1
+        finished_step.part(
+            "tables",
+            name,
+            rows=table_report["count"],
+            size_bytes=table_report["file"]["size_bytes"],
+            files=1,
         )
-        for name, each in tables.items()
+        for name, table_report in tables.items()
     )
-    read = ended.part("work/partition", rows=users.get("entities"))
-    return StepDatasets((read, ended.vectors, ended.bundle), written)
+    read = finished_step.part("work/partition", rows=users.get("entities"))
+    return StepDatasets((read, finished_step.vectors, finished_step.bundle), written)
 
 
-def _assemble(ended: Ended) -> StepDatasets:
-    reports = [ended.report(shard_report(shard)) for shard in range(ended.made.config.shards)]
+def _assemble(finished_step: Ended) -> StepDatasets:
+    reports = [
+        finished_step.report(shard_report(shard))
+        for shard in range(finished_step.made.config.shards)
+    ]
     names = {
         name
-        for each in reports
+        for report in reports
         for kind in ("users", "items")
-        for name in each.get(kind, {}).get("tables", ())
+        for name in report.get(kind, {}).get("tables", ())
     }
-    rows = ended.report("assemble").get("users_scored")
-    read = tuple(ended.part("tables", name) for name in sorted(names))
-    return StepDatasets(read, (ended.part(rows=rows),))
+    rows = finished_step.report("assemble").get("users_scored")
+    read = tuple(finished_step.part("tables", name) for name in sorted(names))
+    return StepDatasets(read, (finished_step.part(rows=rows),))
 
 
-def _index(ended: Ended) -> StepDatasets:
+def _index(finished_step: Ended) -> StepDatasets:
     written = tuple(
-        ended.part(each["file"]["path"], size_bytes=each["file"]["size_bytes"], files=1)
-        for each in ended.report("index").get("indexes", {}).values()
+        finished_step.part(
+            index_report["file"]["path"], size_bytes=index_report["file"]["size_bytes"], files=1
+        )
+        for index_report in finished_step.report("index").get("indexes", {}).values()
     )
-    return StepDatasets((ended.vectors,), written)
+    return StepDatasets((finished_step.vectors,), written)
 
 
-def _quantize(ended: Ended) -> StepDatasets:
-    models = ended.report("quantize").get("models", {})
-    files = [each for model in models.values() for each in (model["fp32"], model["int8"]) if each]
-    size_bytes = sum(each["size_bytes"] for each in files)
-    written = ended.part("models", size_bytes=size_bytes, files=len(files))
-    return StepDatasets((ended.bundle,), (written,) if files else ())
+def _quantize(finished_step: Ended) -> StepDatasets:
+    models = finished_step.report("quantize").get("models", {})
+    files = [
+        model_file
+        for model in models.values()
+        for model_file in (model["fp32"], model["int8"])
+        if model_file
+    ]
+    size_bytes = sum(model_file["size_bytes"] for model_file in files)
+    written = finished_step.part("models", size_bytes=size_bytes, files=len(files))
+    return StepDatasets((finished_step.bundle,), (written,) if files else ())
 
 
-def _load(ended: Ended) -> StepDatasets:
-    manifest = ended.manifest
-    return StepDatasets(_tables(ended, manifest), _pages(ended, manifest))
+def _load(finished_step: Ended) -> StepDatasets:
+    manifest = finished_step.manifest
+    return StepDatasets(_tables(finished_step, manifest), _pages(finished_step, manifest))
 
 
-def _verify(ended: Ended) -> StepDatasets:
-    manifest = ended.manifest
+def _verify(finished_step: Ended) -> StepDatasets:
+    manifest = finished_step.manifest
     gates = () if manifest is None else manifest.gates
-    return StepDatasets((ended.part(checks=tuple(map(_check, gates))), *_pages(ended, manifest)))
+    return StepDatasets(
+        (finished_step.part(checks=tuple(map(_check, gates))), *_pages(finished_step, manifest))
+    )
 
 
-def _publish(ended: Ended) -> StepDatasets:
-    live = ended.made.config.keyspace().live
-    return StepDatasets(_pages(ended, ended.manifest), (ended.in_redis(live, live),))
+def _publish(finished_step: Ended) -> StepDatasets:
+    live = finished_step.made.config.keyspace().live
+    return StepDatasets(
+        _pages(finished_step, finished_step.manifest), (finished_step.in_redis(live, live),)
+    )
 
 
-def _warm(ended: Ended) -> StepDatasets:
-    live = ended.made.config.keyspace().live
-    return StepDatasets((ended.in_redis(live, live),))
+def _warm(finished_step: Ended) -> StepDatasets:
+    live = finished_step.made.config.keyspace().live
+    return StepDatasets((finished_step.in_redis(live, live),))
 
 
 def _check(gate: Mapping[str, Any]) -> Check:
@@ -226,18 +252,23 @@ def _check(gate: Mapping[str, Any]) -> Check:
     return Check(gate["rule"], gate["passed"], gate["value"], gate["threshold"], note)
 
 
-def _tables(ended: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
-    return tuple(ended.part("tables", name, **counted) for name, counted in _counted(manifest))
+def _tables(finished_step: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+    return tuple(
+        finished_step.part("tables", name, **table_totals)
+        for name, table_totals in _counted(manifest)
+    )
 
 
-def _pages(ended: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
-    generation, before = (
-        ended.made.generation,
-        f"larder:{KEYSPACE_VERSION}:{ended.made.config.namespace}:g",
+def _pages(finished_step: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+    generation, key_prefix = (
+        finished_step.made.generation,
+        f"larder:{KEYSPACE_VERSION}:{finished_step.made.config.namespace}:g",
     )
     return tuple(
-        ended.in_redis(f"{before}:{name}", f"{before}:{generation}:{name}", **counted)
-        for name, counted in _counted(manifest)
+        finished_step.in_redis(
+            f"{key_prefix}:{name}", f"{key_prefix}:{generation}:{name}", **table_totals
+        )
+        for name, table_totals in _counted(manifest)
     )
 
 

@@ -69,21 +69,23 @@ class LocalAirflow(AirflowClient):
 
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
         """The end of a task's last log, as text."""
-        task = next(each for each in reversed(report.tasks) if each.task_id == task_id)
+        task = next(
+            task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id
+        )
         return _task_log(self.home / "logs", report, task, lines)
 
     @property
     def session(self) -> int:
         """Id of the session that every task's processes belong to."""
-        return next(each.pid for each in self._processes if each.log.stem == "scheduler")
+        return next(process.pid for process in self._processes if process.log.stem == "scheduler")
 
-    def wait_new(self, dag_id: str, known: tuple[str, ...]) -> str:
-        """Return the first run that is not among `known`, such as the one that an asset starts."""
+    def wait_new(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
+        """Return the first run that is not among `earlier_run_ids`, such as the one that an asset starts."""
         give_up = time.monotonic() + NEW_RUN_S
         while time.monotonic() < give_up:
             self.check()
             for run_id in self.run_ids(dag_id):
-                if run_id not in known:
+                if run_id not in earlier_run_ids:
                     return run_id
             time.sleep(0.25)
         raise AirflowFailed(
@@ -100,14 +102,18 @@ class LocalAirflow(AirflowClient):
     ) -> RunReport:
         """Wait until a run has succeeded; AirflowFailed with the failed task's log if it does not."""
         give_up = time.monotonic() + timeout_s
-        told: set[TaskReport] = set()
+        reported_tasks: set[TaskReport] = set()
         while True:
             self.check()
             report = self.report(dag_id, run_id)
-            for each in report.tasks:
-                if on_task is not None and each.state in ENDED and each not in told:
-                    told.add(each)
-                    on_task(each)
+            for task_report in report.tasks:
+                if (
+                    on_task is not None
+                    and task_report.state in ENDED
+                    and task_report not in reported_tasks
+                ):
+                    reported_tasks.add(task_report)
+                    on_task(task_report)
             if report.state == "success":
                 return report
             if report.state == "failed" or time.monotonic() > give_up:
@@ -116,8 +122,8 @@ class LocalAirflow(AirflowClient):
 
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
-        taken = AirflowFailed(f"another command already runs Airflow in {self.home}")
-        self._stack.enter_context(alone(self.home.parent / "airflow.lock", taken))
+        lock_error = AirflowFailed(f"another command already runs Airflow in {self.home}")
+        self._stack.enter_context(alone(self.home.parent / "airflow.lock", lock_error))
         # A run that an interrupted command left behind would be taken up again otherwise.
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
@@ -141,13 +147,13 @@ class LocalAirflow(AirflowClient):
     def _guard(self, name: str, *arguments: str) -> Guarded:
         return self._stack.enter_context(self.start(name, *arguments))
 
-    def _wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+    def _wait_until(self, subject: str, condition: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
         while not condition():
             self.check()
             if time.monotonic() > give_up:
                 raise AirflowFailed(
-                    f"{what} not ready within {timeout_s:.0f} s\n{self._last_words()}"
+                    f"{subject} not ready within {timeout_s:.0f} s\n{self._last_words()}"
                 )
             time.sleep(0.1)
 
@@ -161,12 +167,14 @@ class LocalAirflow(AirflowClient):
                 )
 
     def _last_words(self) -> str:
-        return "\n".join(f"-- {each.log.stem}\n{each.tail(8)}" for each in self._processes)
+        return "\n".join(f"-- {process.log.stem}\n{process.tail(8)}" for process in self._processes)
 
     def _explain(self, report: RunReport, timeout_s: float) -> str:
         lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
         if report.state != "failed":
-            waiting = ", ".join(f"{each.task_id} {each.state}" for each in report.tasks)
+            waiting = ", ".join(
+                f"{task_report.task_id} {task_report.state}" for task_report in report.tasks
+            )
             lines = [f"{lines[0]} after {timeout_s:.0f} s: {waiting}"]
         for task in report.tasks:
             if task.state in ("failed", "up_for_retry"):
@@ -212,8 +220,8 @@ def _task_log(logs: Path, report: RunReport, task: TaskReport, lines: int = 25) 
         text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
     except OSError:
         return "(no log)"
-    told = [_readable(line) for line in text.splitlines()]
-    return "\n".join([line for line in told if not line.startswith("info: ::")][-lines:])
+    log_lines = [_readable(line) for line in text.splitlines()]
+    return "\n".join([line for line in log_lines if not line.startswith("info: ::")][-lines:])
 
 
 def _readable(line: str) -> str:

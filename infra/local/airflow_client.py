@@ -77,8 +77,10 @@ class AirflowClient:
 
     def announce(self, asset: str) -> None:
         """Say that an asset changed, as a task that lists it among its outlets does: its DAGs start."""
-        found = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset)}")["assets"]
-        number = next(each["id"] for each in found if each["name"] == asset)
+        assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset)}")["assets"]
+        number = next(
+            asset_record["id"] for asset_record in assets if asset_record["name"] == asset
+        )
         self._call("POST", "/api/v2/assets/events", {"asset_id": number, "extra": {}})
 
     def clear(self, dag_id: str, run_id: str) -> None:
@@ -95,7 +97,7 @@ class AirflowClient:
         """Look at a run as it is now."""
         path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}"
         run = self._call("GET", path)
-        found = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
+        instances_reply = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
         tasks = tuple(
             TaskReport(
                 task["task_id"],
@@ -105,7 +107,7 @@ class AirflowClient:
                 task["try_number"],
                 task["id"],
             )
-            for task in found["task_instances"]
+            for task in instances_reply["task_instances"]
         )
         return RunReport(
             dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks

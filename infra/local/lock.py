@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 @contextmanager
-def alone(lock: Path, taken: Exception) -> Iterator[None]:
-    """Hold the lock file; raises `taken` at once while another process does."""
+def alone(lock: Path, lock_error: Exception) -> Iterator[None]:
+    """Hold the lock file; raises `lock_error` at once while another process does."""
     with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise taken from None
+            raise lock_error from None
         yield

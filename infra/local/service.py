@@ -66,9 +66,9 @@ class ServiceProcess:
         while time.monotonic() < give_up:
             self.check()
             if self.log.exists() and (
-                found := _ANNOUNCED.search(self.log.read_text("utf-8", "replace"))
+                announcement := _ANNOUNCED.search(self.log.read_text("utf-8", "replace"))
             ):
-                return found[1]
+                return announcement[1]
             time.sleep(0.02)
         raise ServiceFailed(f"the service did not come up within {START_S:.0f} s")
 

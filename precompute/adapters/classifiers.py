@@ -91,11 +91,11 @@ class ClassifierReport:
             if self.largest_difference is None
             else f"largest difference from what the library says: {self.largest_difference:.1e}"
         )
-        again = f"the import before it is replaced, its {SETTINGS} kept"
+        replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
         features = orjson.dumps(self.request).decode()
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
-            *([f"{self.folder}: {again}"] if self.is_again else []),
+            *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._incomplete_in_words(),
             compared,
             "a request about an id without a row sends features like "
@@ -106,8 +106,8 @@ class ClassifierReport:
     def _incomplete_in_words(self) -> list[str]:
         if not self.incomplete_rows:
             return []
-        told = "rows lack a value and get no answer: fill it with what the model was trained with for a missing one"
-        return [f"{self.incomplete_rows:,} {told}"]
+        remark = "rows lack a value and get no answer: fill it with what the model was trained with for a missing one"
+        return [f"{self.incomplete_rows:,} {remark}"]
 
 
 def from_classifier(
@@ -130,7 +130,7 @@ def from_classifier(
     probabilities. `expected` [rows, labels] is what the library says of each row. Raises SourceError or BundleError,
     naming what is wrong and the remedy; nothing is written then.
     """
-    began, to = time.perf_counter(), Path(to)
+    started_at, to = time.perf_counter(), Path(to)
     rows = table_of(features, "features")
     if id_column not in rows.column_names:
         raise SourceError(
@@ -143,9 +143,9 @@ def from_classifier(
     spec, inputs = _bound(graph, rows.drop_columns([id_column]), columns, output, labels)
     is_new = not to.exists()
     open_import_folder(to)
-    beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
+    staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
-        made = ModelFile(OnnxModel(graph), spec)
+        user_tower = ModelFile(OnnxModel(graph), spec)
         labelled = ModelFile(OnnxModel(graph), spec, labels=tuple(labels))
         # Labels are the items, with a unit vector each: the score of a label is what the model gives for it.
         items = ModelFile(
@@ -154,19 +154,20 @@ def from_classifier(
             entity="item",
         )
         bundle = write_bundle(
-            beside, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=made, item_tower=items,
+            staging_folder, name=table, version="1", dims=len(labels), item_ids=list(labels), user_tower=user_tower,
+            item_tower=items,
             values={table: labelled}, training={"imported": "classifier"},
         )  # fmt: skip
         tower = Tower.open(bundle.values[table].path, spec)
         is_usable = np.stack([_usable(column) for column in inputs.values()]).all(axis=0)
         difference = _largest_difference(tower, inputs, expected, ids, np.flatnonzero(is_usable))
-        put_in_place(beside, to / BUNDLE)
+        put_in_place(staging_folder, to / BUNDLE)
     except BaseException:
         if is_new:
             shutil.rmtree(to, ignore_errors=True)
         raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
     pq.write_table(pa.table({"user": ids, **inputs}), to / f".{FEATURES}.part")
     (to / f".{FEATURES}.part").replace(to / FEATURES)
     is_again = (to / SETTINGS).exists()
@@ -182,7 +183,7 @@ def from_classifier(
         request=request,
         largest_difference=difference,
         is_again=is_again,
-        seconds=round(time.perf_counter() - began, 3),
+        seconds=round(time.perf_counter() - started_at, 3),
     )
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
@@ -217,58 +218,64 @@ def _bound(
     except Exception as error:  # Protocol Buffers' errors share no base class
         raise SourceError(f"model is no ONNX model: {error}") from None
     constants = {tensor.name for tensor in model.initializer}
-    given = [each for each in model.input if each.name not in constants]
-    for each in given:
-        if each.type.tensor_type.elem_type not in _DTYPES:
+    graph_inputs = [graph_input for graph_input in model.input if graph_input.name not in constants]
+    for graph_input in graph_inputs:
+        if graph_input.type.tensor_type.elem_type not in _DTYPES:
             raise SourceError(
-                f"input {each.name!r} of the model holds no float32, int32, int64 or text: export it with "
+                f"input {graph_input.name!r} of the model holds no float32, int32, int64 or text: export it with "
                 "FloatTensorType, Int64TensorType or StringTensorType"
             )
     name = _output(model, output, len(labels))
-    if len(given) > 1:
-        sources = {each.name: [each.name] for each in given}
+    if len(graph_inputs) > 1:
+        sources = {graph_input.name: [graph_input.name] for graph_input in graph_inputs}
     elif columns is not None:
-        sources = {given[0].name: list(columns)}
+        sources = {graph_inputs[0].name: list(columns)}
     else:
-        sources = {given[0].name: rows.column_names}
+        sources = {graph_inputs[0].name: rows.column_names}
     specs, inputs = [], {}
-    for each in given:
-        wanted = sources[each.name]
-        if missing := [column for column in wanted if column not in rows.column_names]:
+    for graph_input in graph_inputs:
+        input_columns = sources[graph_input.name]
+        if missing := [column for column in input_columns if column not in rows.column_names]:
             raise SourceError(
                 f"features has no column {missing[0]!r}, which the model takes; it has {', '.join(rows.column_names)}"
             )
-        spec = _input_spec(each, wanted)
+        spec = _input_spec(graph_input, input_columns)
         specs.append(spec)
-        inputs[each.name] = _column(rows.select(wanted), spec)
+        inputs[graph_input.name] = _column(rows.select(input_columns), spec)
     return TowerSpec(tuple(specs), name, len(labels)), inputs
 
 
 def _output(model: Any, output: str | None, labels: int) -> str:
     """Name of the output with a number for each label."""
     floats = {
-        each.name: _width(each)
-        for each in model.output
-        if each.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+        graph_output.name: _width(graph_output)
+        for graph_output in model.output
+        if graph_output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
-    found = [output] if output else [name for name in floats if len(floats) == 1 or "prob" in name]
-    if any(each.type.HasField("sequence_type") for each in model.output) and not floats:
+    output_names = (
+        [output] if output else [name for name in floats if len(floats) == 1 or "prob" in name]
+    )
+    if (
+        any(graph_output.type.HasField("sequence_type") for graph_output in model.output)
+        and not floats
+    ):
         raise SourceError(
             "the model gives a list of dictionaries: export it with zipmap off (skl2onnx: "
             "options={LogisticRegression: {'zipmap': False}}; onnxmltools: zipmap=False)"
         )
-    if len(found) != 1 or found[0] not in floats:
+    if len(output_names) != 1 or output_names[0] not in floats:
         raise SourceError(
             f"the model's outputs of numbers are {', '.join(floats) or 'none'}: name the one with a number for each "
             "label as output"
         )
-    width = floats[found[0]]
+    width = floats[output_names[0]]
     if width is not None and width != labels:
         raise SourceError(
-            f"output {found[0]!r} has {width} numbers, and there are {labels} labels: give one label for each, in the "
+            f"output {output_names[0]!r} has {width} numbers, and there are {labels} labels: give one label for each, "
+            "in the "
             "order of the model's classes"
         )
-    return found[0]
+    return output_names[0]
 
 
 def _width(value: Any) -> int | None:
@@ -277,19 +284,23 @@ def _width(value: Any) -> int | None:
     return int(sizes[1].dim_value) or None if len(sizes) > 1 else None
 
 
-def _input_spec(given: Any, columns: Sequence[str]) -> InputSpec:
-    dtype = _DTYPES[given.type.tensor_type.elem_type]
-    is_matrix = len(given.type.tensor_type.shape.dim) > 1
-    width = _width(given)
+def _input_spec(graph_input: Any, columns: Sequence[str]) -> InputSpec:
+    dtype = _DTYPES[graph_input.type.tensor_type.elem_type]
+    is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
+    width = _width(graph_input)
     if not is_matrix and len(columns) > 1:
         width = 1
     if width is not None and width != len(columns):
         raise SourceError(
-            f"input {given.name!r} of the model takes {width} columns, not the {len(columns)} of features "
+            f"input {graph_input.name!r} of the model takes {width} columns, not the {len(columns)} of features "
             f"({', '.join(columns)}): name those in the order of the training as columns"
         )
     return InputSpec(
-        given.name, "feature", dtype, column=given.name, width=len(columns) if is_matrix else None
+        graph_input.name,
+        "feature",
+        dtype,
+        column=graph_input.name,
+        width=len(columns) if is_matrix else None,
     )
 
 
@@ -328,10 +339,12 @@ def _usable(column: Any) -> NDArray[np.bool_]:
 
 def _fed(column: Any, spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
     """The input as the model takes it."""
-    some = column.take(pa.array(rows))
-    if pa.types.is_fixed_size_list(some.type):
-        some = some.flatten()
-    values = np.asarray(some.to_pylist(), object if spec.dtype == "string" else spec.dtype)
+    selected_column = column.take(pa.array(rows))
+    if pa.types.is_fixed_size_list(selected_column.type):
+        selected_column = selected_column.flatten()
+    values = np.asarray(
+        selected_column.to_pylist(), object if spec.dtype == "string" else spec.dtype
+    )
     return values if spec.width is None else values.reshape(len(rows), spec.width)
 
 
@@ -340,28 +353,34 @@ def _largest_difference(
 ) -> float | None:
     """How far the model is from what its library says; SourceError above TOLERANCE, naming the first such id."""
     labels = tower.spec.output_dims
-    wanted = None if expected is None else np.asarray(expected, np.float64)
-    if wanted is not None and wanted.shape == (len(ids),) and labels == 1:
-        wanted = wanted[:, None]
-    if wanted is not None and wanted.shape != (len(ids), labels):
+    expected_outputs = None if expected is None else np.asarray(expected, np.float64)
+    if expected_outputs is not None and expected_outputs.shape == (len(ids),) and labels == 1:
+        expected_outputs = expected_outputs[:, None]
+    if expected_outputs is not None and expected_outputs.shape != (len(ids), labels):
         raise SourceError(
-            f"expected is {list(wanted.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of each row"
+            f"expected is {list(expected_outputs.shape)}, {[len(ids), labels]} is wanted: what predict_proba says of "
+            "each row"
         )
-    compared = usable if wanted is not None else usable[:1]
+    compared = usable if expected_outputs is not None else usable[:1]
     differences = np.zeros(len(compared))
     for start in range(0, len(compared), ROWS_AT_ONCE):
         rows = compared[start : start + ROWS_AT_ONCE]
-        given = tower.run(
-            {each.name: _fed(inputs[each.name], each, rows) for each in tower.spec.inputs}
+        outputs = tower.run(
+            {
+                input_spec.name: _fed(inputs[input_spec.name], input_spec, rows)
+                for input_spec in tower.spec.inputs
+            }
         )
-        if wanted is not None:
-            differences[start : start + len(rows)] = np.abs(given - wanted[rows]).max(axis=1)
-    if wanted is None or not len(compared):
+        if expected_outputs is not None:
+            differences[start : start + len(rows)] = np.abs(outputs - expected_outputs[rows]).max(
+                axis=1
+            )
+    if expected_outputs is None or not len(compared):
         return None
     is_off = ~(differences <= TOLERANCE)
     if is_off.any():
         first = ids[int(compared[is_off.argmax()])].as_py()
-        texts = any(each.dtype == "string" for each in tower.spec.inputs)
+        texts = any(input_spec.dtype == "string" for input_spec in tower.spec.inputs)
         remedy = _TEXTS_DIFFER if texts else _ROWS_DIFFER
         raise SourceError(
             f"the model differs from expected by more than {TOLERANCE:g} for {int(is_off.sum()):,} of "

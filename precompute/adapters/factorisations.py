@@ -74,8 +74,8 @@ def from_sklearn(
             f"{type(model).__name__} is neither TruncatedSVD nor NMF: give the vectors of both sides to from_vectors"
         )
     items = Vectors.of(item_ids, np.transpose(model.components_), "item")
-    known = None if user_ids is None else ids_of(user_ids, "user")
-    clicks = ClickMatrix.of(user_items, known, items.ids)
+    checked_user_ids = None if user_ids is None else ids_of(user_ids, "user")
+    clicks = ClickMatrix.of(user_items, checked_user_ids, items.ids)
     if user_vectors is None:
         # What was given, not the clicks: those leave weights below 0 out, which the model saw.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
@@ -117,8 +117,8 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     clicks.resize(len(users), len(items))  # who never clicked has a row at the end, or no vector
     # What was not in any interaction comes last in both, and some models have no vectors of it.
     ids = tuple(
-        each.external_ids[: len(rows)]
-        for each, rows in ((dataset.user_id_map, users), (dataset.item_id_map, items))
+        id_map.external_ids[: len(rows)]
+        for id_map, rows in ((dataset.user_id_map, users), (dataset.item_id_map, items))
     )
     inner = getattr(model, "model", None)
     has_features = dataset.user_features is not None or dataset.item_features is not None
@@ -154,10 +154,10 @@ def _of_pair(
     )  # fmt: skip
 
 
-def _asked(ask: Callable[[], Any], remedy: str) -> Any:
+def _asked(call_model: Callable[[], Any], remedy: str) -> Any:
     """Answer of a model; its own errors, of whatever kind, become one line."""
     try:
-        return ask()
+        return call_model()
     except Exception as error:
-        said = " ".join(str(error).split()).rstrip(".")
-        raise SourceError(f"the model says: {said}; {remedy}") from error
+        model_message = " ".join(str(error).split()).rstrip(".")
+        raise SourceError(f"the model says: {model_message}; {remedy}") from error

@@ -14,71 +14,77 @@ from cache.errors import SourceError
 from precompute.adapters.given import ids_of
 
 
-def feature_columns(given: Any, ids: Any, what: str) -> dict[str, Any]:
+def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
     """Columns by name, each with a row for each id, in their order.
 
-    `given` is a mapping of arrays, which is taken as it is, or a table: of Arrow, pandas or polars, or the path of a
-    Parquet or CSV file. A table with a column of ids, named `what` ("item" or "user"), may have its rows in any order,
-    and more of them; a table whose ids stand in a column of another name, in another order, is refused. Without `ids`
-    the rows stay as they are. Raises SourceError, naming the remedy.
+    `feature_source` is a mapping of arrays, which is taken as it is, or a table: of Arrow, pandas or polars, or the
+    path of a Parquet or CSV file. A table with a column of ids, named `entity_kind` ("item" or "user"), may have its
+    rows in any order, and more of them; a table whose ids stand in a column of another name, in another order, is
+    refused. Without `ids` the rows stay as they are. Raises SourceError, naming the remedy.
     """
-    if given is None:
+    if feature_source is None:
         return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    table = table_of(given, f"{what}_features")
+    if isinstance(feature_source, Mapping):
+        return dict(feature_source)
+    table = table_of(feature_source, f"{entity_kind}_features")
     if ids is None:
         pass  # of entities that nobody names, the values are examples
-    elif what in table.column_names:
-        table = _in_order(table, ids, what)
+    elif entity_kind in table.column_names:
+        table = _in_order(table, ids, entity_kind)
     elif table.num_rows != len(ids):
         raise SourceError(
-            f"{what}_features has {table.num_rows:,} rows for {len(ids):,} {what} ids, and no column {what!r} that "
+            f"{entity_kind}_features has {table.num_rows:,} rows for {len(ids):,} {entity_kind} ids, and no column "
+            f"{entity_kind!r} that "
             "tells whose they are: add it, or give a row for each id, in their order"
         )
     elif name := _misnamed_ids(table, ids):
         raise SourceError(
-            f"{what}_features has no column {what!r}, but {name!r} holds {what} ids: rename it to {what!r}; "
-            f"or, if these are no {what} ids, give arrays by name, with a row for each id, in their order"
+            f"{entity_kind}_features has no column {entity_kind!r}, but {name!r} holds {entity_kind} ids: rename it to "
+            f"{entity_kind!r}; "
+            f"or, if these are no {entity_kind} ids, give arrays by name, with a row for each id, in their order"
         )
     return {
-        name: _values(table[name].combine_chunks()) for name in table.column_names if name != what
+        name: _values(table[name].combine_chunks())
+        for name in table.column_names
+        if name != entity_kind
     }
 
 
-def table_of(given: Any, setting: str) -> Any:
+def table_of(table_source: Any, setting: str) -> Any:
     """The Arrow table that an argument, called `setting` in errors, is or names; raises SourceError."""
     try:
-        if isinstance(given, str | Path):
-            path = Path(given)
+        if isinstance(table_source, str | Path):
+            path = Path(table_source)
             is_csv = path.suffix.lower() == ".csv"
             return pa.csv.read_csv(path) if is_csv else pq.read_table(path)
-        if isinstance(given, pa.Table):
-            return given
-        if hasattr(given, "to_arrow"):  # polars
-            return given.to_arrow()
-        if hasattr(given, "columns") and hasattr(given, "iloc"):  # pandas
-            return pa.Table.from_pandas(given, preserve_index=False)
+        if isinstance(table_source, pa.Table):
+            return table_source
+        if hasattr(table_source, "to_arrow"):  # polars
+            return table_source.to_arrow()
+        if hasattr(table_source, "columns") and hasattr(table_source, "iloc"):  # pandas
+            return pa.Table.from_pandas(table_source, preserve_index=False)
     except (OSError, pa.ArrowException) as error:
         raise SourceError(
             f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv"
         ) from None
     raise SourceError(
-        f"{setting} is a {type(given).__name__}: give arrays by name, a table of Arrow, pandas or polars, or the "
+        f"{setting} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or polars, or "
+        "the "
         "path of a Parquet or CSV file"
     )
 
 
-def _in_order(table: Any, ids: Any, what: str) -> Any:
+def _in_order(table: Any, ids: Any, entity_kind: str) -> Any:
     """The rows of the ids, in their order."""
-    texts = ids_of(table[what], what)
-    places = pc.index_in(ids, value_set=texts)
-    if places.null_count:
-        missing = ids.filter(pc.is_null(places))[0].as_py()
+    texts = ids_of(table[entity_kind], entity_kind)
+    row_indices = pc.index_in(ids, value_set=texts)
+    if row_indices.null_count:
+        missing = ids.filter(pc.is_null(row_indices))[0].as_py()
         raise SourceError(
-            f"{what}_features has no row of {places.null_count:,} {what} ids, {missing!r} among them: give one for each"
+            f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing!r} among "
+            "them: give one for each"
         )
-    return table.take(places)
+    return table.take(row_indices)
 
 
 def _misnamed_ids(table: Any, ids: Any) -> str | None:

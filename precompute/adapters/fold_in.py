@@ -52,9 +52,9 @@ def ridges(rows: NDArray[np.float32], offset: NDArray[np.float32], target: float
     """
     size = float(np.square(rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
     folds = [Fold("mean", rows, 0.0, None, offset, is_mean=True)]
-    for each in RIDGES:
-        back = np.eye(rows.shape[1], dtype=np.float32) * np.float32(target / (each * size))
-        folds.append(Fold(f"ridge {each:g}", rows, 1 / (each * size), back, offset))
+    for ridge in RIDGES:
+        back = np.eye(rows.shape[1], dtype=np.float32) * np.float32(target / (ridge * size))
+        folds.append(Fold(f"ridge {ridge:g}", rows, 1 / (ridge * size), back, offset))
     return folds
 
 
@@ -65,17 +65,17 @@ def demand_taste(
     rng: np.random.Generator,
 ) -> None:
     """Raises SourceError where users' vectors rank what they clicked no better than any other item."""
-    if (share := share_by_chance(items, users, clicks, rng)) is not None:
-        raise as_by_chance(share)
+    if (auc := share_by_chance(items, users, clicks, rng)) is not None:
+        raise as_by_chance(auc)
 
 
-def as_by_chance(share: float) -> SourceError:
+def as_by_chance(auc: float) -> SourceError:
     """Error for clicks that score above a random item in this share of pairs."""
     return SourceError(
-        f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: give all ids in the "
+        f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: give all ids in the "
         "order of their rows, or, where these clicks are only to be left out of lists, import without them and "
         "name their file in [sources] interactions",
-        share=share,
+        share=auc,
     )
 
 
@@ -92,12 +92,14 @@ def share_by_chance(
     pairs = clicks.matrix.tocoo()
     if np.count_nonzero(np.diff(clicks.matrix.indptr)) < USERS_LEAST:
         return None
-    some = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
-    vectors = users[pairs.row[some]]
-    clicked = np.einsum("ij,ij->i", vectors, items[pairs.col[some]])
-    other = np.einsum("ij,ij->i", vectors, items[rng.integers(len(items), size=len(some))])
-    share = float(((clicked > other) + 0.5 * (clicked == other)).mean())
-    return share if share + DEVIATIONS * 0.5 / np.sqrt(len(some)) < CHANCE else None
+    sampled_pairs = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
+    vectors = users[pairs.row[sampled_pairs]]
+    clicked = np.einsum("ij,ij->i", vectors, items[pairs.col[sampled_pairs]])
+    random_scores = np.einsum(
+        "ij,ij->i", vectors, items[rng.integers(len(items), size=len(sampled_pairs))]
+    )
+    auc = float(((clicked > random_scores) + 0.5 * (clicked == random_scores)).mean())
+    return auc if auc + DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE else None
 
 
 def choose(
@@ -114,20 +116,22 @@ def choose(
         items.shape[1],
     )
     rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
-    kept, held = _cut(clicks, rows, rng)
+    folded_histories, held_out_histories = _cut(clicks, rows, rng)
     if not len(rows):
-        steps, tower = enough_steps(folds[0], spec, kept)
+        steps, tower = enough_steps(folds[0], spec, folded_histories)
         return Chosen(folds[0].name, tower, spec, steps, {})
     recalls: dict[str, float] = {}
-    best: Chosen | None = None  # the others are let go: each has a table of all items
+    winning_fold: Chosen | None = None  # the others are let go: each has a table of all items
     for fold in folds:
-        steps, tower = enough_steps(fold, spec, kept)
-        found = recall(run(tower, spec, kept), items, kept, held, metric)
-        if best is None or found > recalls[best.name]:
-            best = Chosen(fold.name, tower, spec, steps, recalls)
-        recalls[fold.name] = found
-    assert best is not None  # noqa: S101
-    return best
+        steps, tower = enough_steps(fold, spec, folded_histories)
+        fold_recall = recall(
+            run(tower, spec, folded_histories), items, folded_histories, held_out_histories, metric
+        )
+        if winning_fold is None or fold_recall > recalls[winning_fold.name]:
+            winning_fold = Chosen(fold.name, tower, spec, steps, recalls)
+        recalls[fold.name] = fold_recall
+    assert winning_fold is not None  # noqa: S101
+    return winning_fold
 
 
 def recall_of(
@@ -145,13 +149,17 @@ def recall_of(
     rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
     if not len(rows):
         return None
-    kept, held = _cut(clicks, rows, rng)
-    vectors = run(tower, spec, kept)
+    folded_histories, held_out_histories = _cut(clicks, rows, rng)
+    vectors = run(tower, spec, folded_histories)
     # Not what is in the history itself: a model of the next item may well place that last.
-    found = (np.ones(len(held.indices), np.float32), held.indices, held.indptr)
-    shape = len(held), len(items)
-    demand_taste(items, vectors, ClickMatrix(sp.csr_matrix(found, shape), None), rng)
-    return recall(vectors, items, kept, held, metric)
+    held_out_csr = (
+        np.ones(len(held_out_histories.indices), np.float32),
+        held_out_histories.indices,
+        held_out_histories.indptr,
+    )
+    shape = len(held_out_histories), len(items)
+    demand_taste(items, vectors, ClickMatrix(sp.csr_matrix(held_out_csr, shape), None), rng)
+    return recall(vectors, items, folded_histories, held_out_histories, metric)
 
 
 def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
@@ -159,20 +167,22 @@ def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int
     if not fold.strength:
         return 1, fold.tower(1)
     lengths = np.diff(histories.indptr)
-    some = histories.take(np.argsort(-lengths, kind="stable")[:: max(1, len(lengths) // 32)])
-    if not len(some):
-        some = Histories.of([range(min(8, len(fold.rows)))])
-    exact = np.stack([fold.exact(each) for each in _rows(some)])
+    sampled_histories = histories.take(
+        np.argsort(-lengths, kind="stable")[:: max(1, len(lengths) // 32)]
+    )
+    if not len(sampled_histories):
+        sampled_histories = Histories.of([range(min(8, len(fold.rows)))])
+    exact = np.stack([fold.exact(history) for history in _rows(sampled_histories)])
     scale = np.abs(exact).max(axis=1, keepdims=True) + TOLERANCE
-    best, before = (STEPS[0], OnnxModel(b"")), np.inf
+    best_steps_and_tower, best_error = (STEPS[0], OnnxModel(b"")), np.inf
     for steps in STEPS:
         tower = fold.tower(steps)
-        error = float((np.abs(run(tower, spec, some) - exact) / scale).max())
-        if error < before / 1.5:
-            best, before = (steps, tower), error
+        error = float((np.abs(run(tower, spec, sampled_histories) - exact) / scale).max())
+        if error < best_error / 1.5:
+            best_steps_and_tower, best_error = (steps, tower), error
         if error <= TOLERANCE:
             break
-    return best
+    return best_steps_and_tower
 
 
 def run(tower: OnnxModel, spec: TowerSpec, histories: Histories) -> NDArray[np.float32]:
@@ -193,10 +203,10 @@ def _cut(
     """(what is folded, what is to be found) of these users: one fifth of each history is held out."""
     if clicks is None or not len(rows):
         return Histories.of([]), Histories.of([])
-    kept, held = [], []
+    folded_histories, held_out_histories = [], []
     for history in _rows(clicks.histories(rows, HISTORY_MAX)):
         mixed = rng.permutation(len(history))
-        out = max(1, len(mixed) // 5)
-        held.append(history[mixed[:out]])
-        kept.append(history[np.sort(mixed[out:])])
-    return Histories.of(kept), Histories.of(held)
+        held_out_count = max(1, len(mixed) // 5)
+        held_out_histories.append(history[mixed[:held_out_count]])
+        folded_histories.append(history[np.sort(mixed[held_out_count:])])
+    return Histories.of(folded_histories), Histories.of(held_out_histories)

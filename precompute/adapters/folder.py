@@ -95,18 +95,20 @@ class ImportReport:
 
     def lines(self) -> list[str]:
         """For eyes, a finding a line."""
-        tried = ", ".join(f"{name} {each:.4f}" for name, each in self.recalls.items())
+        tried = ", ".join(f"{name} {recall:.4f}" for name, recall in self.recalls.items())
         overlap = self.agreement.get("overlap_at_20")
         size = f"{self.items:,} items, {self.users:,} users with vectors, {self.clicks:,} clicks"
-        left = ", ".join(f"{count:,} {why}" for why, count in self.left_out.items() if count)
+        left_out_text = ", ".join(
+            f"{count:,} {reason}" for reason, count in self.left_out.items() if count
+        )
         has_users = self.users or self.clicks
         todo = "" if has_users else f"name what users did in [sources] interactions of {SETTINGS}, "
-        again = f"the import before it is replaced, its {SETTINGS} kept"
+        replacement_note = f"the import before it is replaced, its {SETTINGS} kept"
         return [
             f"{self.model}: {size}, {self.dims} dimensions, {self.metric}",
-            *([f"clicks left out: {left}"] if left else []),
+            *([f"clicks left out: {left_out_text}"] if left_out_text else []),
             *(["times of clicks put them in order, and are not written"] if self.had_times else []),
-            *([f"{self.folder}: {again}"] if self.is_again else []),
+            *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._columns_in_words(),
             f"a history becomes a vector by {self.fold_in}"
             + (f" (recall@20 of what was held out: {tried})" if tried else ""),
@@ -118,22 +120,24 @@ class ImportReport:
                 else []
             ),
             f"{self.bundle_bytes:,} bytes in {self.seconds:.1f} s",
-            *(f"cannot: {each}" for each in self.cannot),
+            *(f"cannot: {limit}" for limit in self.cannot),
             f"next: cd {self.folder}, {todo}then larder check, larder night and larder serve",
         ]
 
     def _columns_in_words(self) -> list[str]:
-        told = []
+        remarks = []
         if self.further_columns:
             named = ", ".join(self.further_columns)
-            told.append(
+            remarks.append(
                 f"further columns of item_features, which the model does not take, are kept: {named}; name those that "
                 "filters may ask for in [sources] item_attributes"
             )
         if self.unused_columns:
             named = ", ".join(self.unused_columns)
-            told.append(f"left out of user_features, since the model does not take them: {named}")
-        return told
+            remarks.append(
+                f"left out of user_features, since the model does not take them: {named}"
+            )
+        return remarks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,130 +179,135 @@ def open_import_folder(to: Path) -> None:
         )  # so that an import that dies on its way can be run again
 
 
-def write_folder(to: Path, made: Imported, began: float) -> ImportReport:
+def write_folder(to: Path, imported: Imported, started_at: float) -> ImportReport:
     """Write the folder, each file in one move; one that is there already is replaced, its settings are kept.
 
     Raises ConfigError for a folder that holds something else, with nothing written.
     """
     open_import_folder(to)
-    beside = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
+    staging_folder = to / f".{BUNDLE}.{secrets.token_hex(4)}.part"
     try:
-        bundle = bundle_of(made, beside)
-        compared = _agreement(bundle, made)
-        size_bytes = sum(each.stat().st_size for each in beside.iterdir())
-        put_in_place(beside, to / BUNDLE)
+        bundle = bundle_of(imported, staging_folder)
+        compared = _agreement(bundle, imported)
+        size_bytes = sum(bundle_file.stat().st_size for bundle_file in staging_folder.iterdir())
+        put_in_place(staging_folder, to / BUNDLE)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    _write_tables(to, made)
-    limits, is_again = made.cannot, (to / SETTINGS).exists()
+        shutil.rmtree(staging_folder, ignore_errors=True)
+    _write_tables(to, imported)
+    limits, is_again = imported.cannot, (to / SETTINGS).exists()
     if is_again:
-        limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), made)
+        limits += _unnamed((to / SETTINGS).read_text(encoding="utf-8"), imported)
     else:
-        users = f'user_vectors = "{USERS}"\n' if made.users is not None else ""
-        users += "".join(f'{name} = "{name}.parquet"\n' for name in made.features)
+        users = f'user_vectors = "{USERS}"\n' if imported.users is not None else ""
+        users += "".join(f'{name} = "{name}.parquet"\n' for name in imported.features)
         clicks = (
             "# TO DO: files of what users did, and how their columns are called\ninteractions = []\n"
             '# user_column = "user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
         )
-        if made.users is not None:
+        if imported.users is not None:
             clicks = "interactions = []     # files of what users did, if you have any: left out of their lists"
-        if made.clicks is not None:
+        if imported.clicks is not None:
             clicks = f'interactions = ["{CLICKS}"]     # left out of their lists; or your own files'
         write_atomically(to / SETTINGS, _SETTINGS.format(users=users, clicks=clicks).encode())
     report = ImportReport(
-        str(to), made.model, len(made.items.ids), 0 if made.users is None else len(made.users.ids),
-        0 if made.clicks is None else int(made.clicks.matrix.nnz), made.items.dims, made.metric, made.fold_in,
-        dict(made.recalls), compared, size_bytes, round(time.perf_counter() - began, 3), limits,
-        {} if made.clicks is None else dict(made.clicks.left_out), is_again,
-        made.clicks is not None and made.clicks.is_ordered, made.further_columns, made.unused_columns,
+        str(to), imported.model, len(imported.items.ids), 0 if imported.users is None else len(imported.users.ids),
+        0 if imported.clicks is None else int(imported.clicks.matrix.nnz), imported.items.dims, imported.metric,
+        imported.fold_in,
+        dict(imported.recalls), compared, size_bytes, round(time.perf_counter() - started_at, 3), limits,
+        {} if imported.clicks is None else dict(imported.clicks.left_out), is_again,
+        imported.clicks is not None and imported.clicks.is_ordered, imported.further_columns, imported.unused_columns,
     )  # fmt: skip
     write_atomically(to / REPORT, json_text(report.to_json()).encode())
     return report
 
 
-def _unnamed(settings: str, made: Imported) -> tuple[str, ...]:
+def _unnamed(settings: str, imported: Imported) -> tuple[str, ...]:
     """Limits of settings that were kept from before: files of this import that they do not name."""
-    files = [f"{name}.parquet" for name in made.features]
-    files += [USERS] * (made.users is not None) + [CLICKS] * (made.clicks is not None)
+    files = [f"{name}.parquet" for name in imported.features]
+    files += [USERS] * (imported.users is not None) + [CLICKS] * (imported.clicks is not None)
     return tuple(
-        f"use {each}, which {SETTINGS} does not name: it was there, and is kept"
-        for each in files
-        if each not in settings
+        f"use {file_name}, which {SETTINGS} does not name: it was there, and is kept"
+        for file_name in files
+        if file_name not in settings
     )
 
 
-def bundle_of(made: Imported, folder: Path, **training: Any) -> Bundle:
+def bundle_of(imported: Imported, folder: Path, **training: Any) -> Bundle:
     """Write the model into a folder as a bundle; `training` stands in it beside what is known of the fold.
 
     The same model is the same bytes.
     """
-    dims, spec = made.items.dims, made.user_spec
+    dims, spec = imported.items.dims, imported.user_spec
     return write_bundle(
         folder,
-        name=made.model,
+        name=imported.model,
         version="1",
         dims=dims,
-        item_ids=made.items.ids,
-        metric=made.metric,
-        user_tower=ModelFile(made.user_tower, spec),
-        item_tower=made.item_tower
+        item_ids=imported.items.ids,
+        metric=imported.metric,
+        user_tower=ModelFile(imported.user_tower, spec),
+        item_tower=imported.item_tower
         or ModelFile(
-            item_tower(made.items.rows),
+            item_tower(imported.items.rows),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
         ),
         training={
-            "imported": made.model,
-            "fold_in": made.fold_in,
-            "recalls": dict(made.recalls),
+            "imported": imported.model,
+            "fold_in": imported.fold_in,
+            "recalls": dict(imported.recalls),
             **training,
         },
     )
 
 
-def _write_tables(to: Path, made: Imported) -> None:
+def _write_tables(to: Path, imported: Imported) -> None:
     """Clicks, users' vectors and features as Parquet; those of an earlier import are removed where there are none."""
     part = to / f".{secrets.token_hex(4)}.part"
     try:
-        if made.clicks is None:
+        if imported.clicks is None:
             (to / CLICKS).unlink(missing_ok=True)
         else:
-            made.clicks.write(part, made.items.ids)
+            imported.clicks.write(part, imported.items.ids)
             part.replace(to / CLICKS)
-        if made.users is None:
+        if imported.users is None:
             (to / USERS).unlink(missing_ok=True)
         else:
             rows = pa.FixedSizeListArray.from_arrays(
-                pa.array(made.users.rows.ravel()), made.users.dims
+                pa.array(imported.users.rows.ravel()), imported.users.dims
             )
-            pq.write_table(pa.table({"user": made.users.ids, "vector": rows}), part)
+            pq.write_table(pa.table({"user": imported.users.ids, "vector": rows}), part)
             part.replace(to / USERS)
-        for name in FEATURES - made.features.keys():
+        for name in FEATURES - imported.features.keys():
             (to / f"{name}.parquet").unlink(missing_ok=True)
-        for name, table in made.features.items():
+        for name, table in imported.features.items():
             pq.write_table(table, part)
             part.replace(to / f"{name}.parquet")
     finally:
         part.unlink(missing_ok=True)
 
 
-def _agreement(bundle: Bundle, made: Imported) -> dict[str, Any]:
+def _agreement(bundle: Bundle, imported: Imported) -> dict[str, Any]:
     """Agreement of the user tower's int8 form, over known histories; empty without any."""
-    if made.clicks is None or made.user_spec.history is None or len(made.user_spec.inputs) > 1:
+    if (
+        imported.clicks is None
+        or imported.user_spec.history is None
+        or len(imported.user_spec.inputs) > 1
+    ):
         return {}
-    rows = made.clicks.sample(COMPARED, 1, np.random.default_rng(0))
+    rows = imported.clicks.sample(COMPARED, 1, np.random.default_rng(0))
     if not len(rows):
         return {}
-    longest = made.user_spec.history.max_length or 1
-    histories: Histories = made.clicks.histories(rows, longest)
-    inputs = {made.user_spec.history.name: histories}
+    longest = imported.user_spec.history.max_length or 1
+    histories: Histories = imported.clicks.histories(rows, longest)
+    inputs = {imported.user_spec.history.name: histories}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
         try:
-            quantize_tower(bundle.user_tower.path, made.user_spec, inputs, path)
+            quantize_tower(bundle.user_tower.path, imported.user_spec, inputs, path)
         except BundleError as error:
             return {"why_not": error.message}
         return agreement(
-            Tower.open(bundle.user_tower.path, made.user_spec), Tower.open(path, made.user_spec), inputs,
-            made.items.rows, metric=made.metric, excluded=histories,
+            Tower.open(bundle.user_tower.path, imported.user_spec), Tower.open(path, imported.user_spec), inputs,
+            imported.items.rows, metric=imported.metric, excluded=histories,
         )  # fmt: skip

@@ -33,21 +33,22 @@ class Vectors:
     rows: NDArray[np.float32]
 
     @classmethod
-    def of(cls, ids: Any, rows: Any, what: str) -> Self:
+    def of(cls, ids: Any, rows: Any, entity_kind: str) -> Self:
         """Checks both; `rows` may be the path of a .npy file, or of a Parquet file with a column of ids and of vectors.
 
         Raises SourceError, which names what is wrong and the remedy.
         """
         if isinstance(rows, str | Path):
-            named, rows = _from_file(Path(rows), what)
+            named, rows = _from_file(Path(rows), entity_kind)
             ids = named if ids is None else ids
-        found = _numbers(rows, what)
-        texts = ids_of(range(len(found)) if ids is None else ids, what)
-        if len(texts) != len(found):
+        matrix = _numbers(rows, entity_kind)
+        texts = ids_of(range(len(matrix)) if ids is None else ids, entity_kind)
+        if len(texts) != len(matrix):
             raise SourceError(
-                f"{len(texts):,} {what} ids, but {len(found):,} {what} vectors: give one id for each row, in its order"
+                f"{len(texts):,} {entity_kind} ids, but {len(matrix):,} {entity_kind} vectors: give one id for each "
+                "row, in its order"
             )
-        return cls(texts, found)
+        return cls(texts, matrix)
 
     @property
     def dims(self) -> int:
@@ -55,7 +56,7 @@ class Vectors:
         return int(self.rows.shape[1])
 
 
-def ids_of(ids: Any, what: str) -> Any:
+def ids_of(ids: Any, entity_kind: str) -> Any:
     """Arrow strings of ids (texts or integers, or the path of a file with one a line); SourceError for others."""
     if isinstance(ids, str | Path):
         path = Path(ids)
@@ -65,7 +66,7 @@ def ids_of(ids: Any, what: str) -> Any:
             ids = [line.strip(BLANKS) for line in lines]
         except (OSError, UnicodeDecodeError) as error:
             raise SourceError(
-                f"{what} ids {path}: {error}; it holds one id a line, in UTF-8"
+                f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8"
             ) from None
     values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     try:
@@ -74,24 +75,25 @@ def ids_of(ids: Any, what: str) -> Any:
         )
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
         raise SourceError(
-            f"{what} ids: {error}; ids are texts or integers, all of one kind"
+            f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind"
         ) from None
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if not len(column):
-        raise SourceError(f"there is no {what}: give at least one")
-    found, bad = read_ids(column, Path("the ids given"), what)
-    if bad:
-        reason, rows = next(iter(bad.items()))
+        raise SourceError(f"there is no {entity_kind}: give at least one")
+    id_column, invalid_mask_by_reason = read_ids(column, Path("the ids given"), entity_kind)
+    if invalid_mask_by_reason:
+        reason, rows = next(iter(invalid_mask_by_reason.items()))
         raise SourceError(
-            f"{what} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
+            f"{entity_kind} ids: {reason}, first in row {int(rows.argmax())}{unusable.remedy(reason)}"
         )
-    texts = found.texts()
+    texts = id_column.texts()
     repeated = repeats_in(texts)
     if len(repeated):
         at = int(repeated[0])
         raise SourceError(
-            f"{what} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for each",
+            f"{entity_kind} id {texts[at].as_py()!r} is there twice, the second time in row {at}: keep one row for "
+            "each",
             row=at,
         )
     return texts
@@ -104,8 +106,8 @@ class NothingKnown(SourceError):
 def _ids_remedy(users: Any, items: Any) -> str:
     """What to do where no id of the clicks is known: most often the model's rows were given no ids."""
     unnamed = [
-        f"{what}_ids (--{what}-ids)"
-        for what, ids in (("user", users), ("item", items))
+        f"{entity_kind}_ids (--{entity_kind}-ids)"
+        for entity_kind, ids in (("user", users), ("item", items))
         if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
     ]
     if not unnamed:
@@ -127,47 +129,47 @@ class ClickMatrix:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Any, users: Any, items: Any) -> Self:
+    def of(cls, clicks: Any, users: Any, items: Any) -> Self:
         """Checks a scipy matrix [users, items] (or its .npz file), or reads a table (a path; `Sources` names columns).
 
         `users` are the users' ids in the order of the rows (None: the matrix' row numbers, or whoever is in the table),
         `items` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
         SourceError, which names both sides.
         """
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str | Path) and Path(given).suffix != ".npz":
-            given = Sources(interactions=(str(given),))
-        if isinstance(given, Sources):
-            where = ", ".join(given.interactions)
-            return cls.read(read_interactions(given, Path.cwd()), where, users, items)
-        if isinstance(given, str | Path):
+        if isinstance(clicks, cls):
+            return clicks
+        if isinstance(clicks, str | Path) and Path(clicks).suffix != ".npz":
+            clicks = Sources(interactions=(str(clicks),))
+        if isinstance(clicks, Sources):
+            where = ", ".join(clicks.interactions)
+            return cls.read(read_interactions(clicks, Path.cwd()), where, users, items)
+        if isinstance(clicks, str | Path):
             try:
-                given = sp.load_npz(given)
+                clicks = sp.load_npz(clicks)
             except (OSError, ValueError, KeyError) as error:
                 raise SourceError(
-                    f"{given}: {error}; write it with scipy.sparse.save_npz"
+                    f"{clicks}: {error}; write it with scipy.sparse.save_npz"
                 ) from None
-        if not sp.issparse(given):
+        if not sp.issparse(clicks):
             raise SourceError(
-                f"clicks are a scipy sparse matrix, users by items, not a {type(given).__name__}"
+                f"clicks are a scipy sparse matrix, users by items, not a {type(clicks).__name__}"
             )
-        found = sp.csr_matrix(given, dtype=np.float32, copy=True)
-        texts = ids_of(range(found.shape[0]), "user") if users is None else users
-        if found.shape != (len(texts), len(items)):
-            is_turned = found.shape == (len(items), len(texts))
+        matrix = sp.csr_matrix(clicks, dtype=np.float32, copy=True)
+        texts = ids_of(range(matrix.shape[0]), "user") if users is None else users
+        if matrix.shape != (len(texts), len(items)):
+            is_turned = matrix.shape == (len(items), len(texts))
             remedy = "give a row for each user, a column for each item, in the order of their ids"
             raise SourceError(
-                f"the clicks are {found.shape[0]:,} by {found.shape[1]:,}, there are {len(texts):,} users and "
+                f"the clicks are {matrix.shape[0]:,} by {matrix.shape[1]:,}, there are {len(texts):,} users and "
                 f"{len(items):,} items: {'it is items by users, give its transpose' if is_turned else remedy}"
             )
-        if not np.isfinite(found.data).all():
+        if not np.isfinite(matrix.data).all():
             raise SourceError("the clicks have weights that are no finite numbers: leave those out")
-        found.sum_duplicates()
-        found.data[found.data < 0] = 0  # a dislike, which no history can say
-        left_out = {_NO_CLICK: int(found.nnz - found.count_nonzero())}
-        found.eliminate_zeros()
-        return cls(found, texts, left_out=left_out)
+        matrix.sum_duplicates()
+        matrix.data[matrix.data < 0] = 0  # a dislike, which no history can say
+        left_out = {_NO_CLICK: int(matrix.nnz - matrix.count_nonzero())}
+        matrix.eliminate_zeros()
+        return cls(matrix, texts, left_out=left_out)
 
     @classmethod
     def read(cls, batches: Iterable[Interactions], where: str, users: Any, items: Any) -> Self:
@@ -186,16 +188,20 @@ class ClickMatrix:
         row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
         names = numbered.names.cast(pa.string())
         if users is not None:
-            known = Vocabulary.of(pa.chunked_array([users]))
-            assert known is not None  # noqa: S101
-            row, names = known.places(names)[row], users
-        kept = (row >= 0) & (column >= 0)
-        if not kept.any():
+            user_vocabulary = Vocabulary.of(pa.chunked_array([users]))
+            assert user_vocabulary is not None  # noqa: S101
+            row, names = user_vocabulary.places(names)[row], users
+        is_known = (row >= 0) & (column >= 0)
+        if not is_known.any():
             raise NothingKnown(
                 f"{where}: not one click is of a known user on a known item; {_ids_remedy(users, items)}"
             )
-        found = cls.in_order(row[kept], column[kept], time[kept], names, len(items))
-        return replace(found, left_out={**found.left_out, _UNKNOWN: int((~kept).sum())})
+        click_matrix = cls.in_order(
+            row[is_known], column[is_known], time[is_known], names, len(items)
+        )
+        return replace(
+            click_matrix, left_out={**click_matrix.left_out, _UNKNOWN: int((~is_known).sum())}
+        )
 
     @classmethod
     def in_order(
@@ -220,16 +226,21 @@ class ClickMatrix:
         """True if clicks weigh differently."""
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
-    def sample(self, most: int, least: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Rows of at most `most` users with at least `least` items, in ascending order."""
-        enough = np.flatnonzero(np.diff(self.matrix.indptr) >= least)
-        return np.sort(rng.choice(enough, min(most, len(enough)), replace=False))
+    def sample(self, max_users: int, min_items: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Rows of at most `max_users` users with at least `min_items` items, in ascending order."""
+        enough = np.flatnonzero(np.diff(self.matrix.indptr) >= min_items)
+        return np.sort(rng.choice(enough, min(max_users, len(enough)), replace=False))
 
     def histories(self, rows: NDArray[np.int64], longest: int) -> Histories:
         """Items of some users, the last `longest` of each."""
-        found = Histories(self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64))
+        all_histories = Histories(
+            self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64)
+        )
         parts = [
-            found.indices[found.indptr[row] : found.indptr[row + 1]][-longest:] for row in rows
+            all_histories.indices[all_histories.indptr[row] : all_histories.indptr[row + 1]][
+                -longest:
+            ]
+            for row in rows
         ]
         return Histories.of(parts)
 
@@ -247,59 +258,61 @@ class ClickMatrix:
                 )
 
 
-def _from_file(path: Path, what: str) -> tuple[Any, Any]:
+def _from_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
     """(ids if the file has them, rows)."""
     try:
         if path.suffix == ".npy":
             return None, np.load(path, allow_pickle=False)
         if path.suffix != ".parquet":
-            raise SourceError(f"{what} vectors {path}: a .npy or a .parquet file is read")
-        known = pq.read_schema(path).names
-        if len(set(known)) < len(known):
+            raise SourceError(f"{entity_kind} vectors {path}: a .npy or a .parquet file is read")
+        column_names = pq.read_schema(path).names
+        if len(set(column_names)) < len(column_names):
             raise SourceError(
-                f"{what} vectors {path} has two columns of one name among {', '.join(known)}: leave one"
+                f"{entity_kind} vectors {path} has two columns of one name among {', '.join(column_names)}: leave one"
             )
         table = pq.read_table(path)
     except FileNotFoundError:
-        raise SourceError(f"{what} vectors: there is no file {path}") from None
+        raise SourceError(f"{entity_kind} vectors: there is no file {path}") from None
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         if "pickle" in str(error).lower():  # numpy says how it would be read all the same
             raise SourceError(
-                f"{what} vectors {path} are pickled, and would run whatever code is in them: save numbers, not objects"
+                f"{entity_kind} vectors {path} are pickled, and would run whatever code is in them: save numbers, not "
+                "objects"
             ) from None
-        raise SourceError(f"{what} vectors {path}: {error}") from None
-    names = [each.name for each in table.schema if _is_list(each.type)]
-    others = [name for name in table.column_names if name not in names]
-    if len(names) != 1 or len(others) > 1:
+        raise SourceError(f"{entity_kind} vectors {path}: {error}") from None
+    names = [arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)]
+    id_columns = [name for name in table.column_names if name not in names]
+    if len(names) != 1 or len(id_columns) > 1:
         raise SourceError(
-            f"{what} vectors {path} has {', '.join(table.column_names)}: it wants one of ids and one of "
+            f"{entity_kind} vectors {path} has {', '.join(table.column_names)}: it wants one of ids and one of "
             "lists of numbers"
         )
-    ids = table.column(others[0]) if others else None
+    ids = table.column(id_columns[0]) if id_columns else None
     return ids, table.column(names[0])
 
 
 def _is_list(kind: Any) -> bool:
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(each(kind) for each in lists)
+    return any(is_list_type(kind) for is_list_type in lists)
 
 
-def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
+def _numbers(rows: Any, entity_kind: str) -> NDArray[np.float32]:
     if isinstance(rows, pa.Array | pa.ChunkedArray):
         if isinstance(rows, pa.ChunkedArray):
             rows = rows.combine_chunks()
         if not _is_list(rows.type):
-            raise SourceError(f"{what} vectors are {rows.type}: lists of numbers are needed")
+            raise SourceError(f"{entity_kind} vectors are {rows.type}: lists of numbers are needed")
         widths = pc.list_value_length(rows).unique().to_pylist()
         if len(widths) > 1 or None in widths:
             raise SourceError(
-                f"{what} vectors have {widths} numbers: all rows need as many, and none may be missing"
+                f"{entity_kind} vectors have {widths} numbers: all rows need as many, and none may be missing"
             )
         values = pc.list_flatten(rows)
         if values.null_count:
             row = int(np.flatnonzero(np.asarray(values.is_null()))[0]) // widths[0]
             raise SourceError(
-                f"a number is missing in {what} vectors, first in row {row:,}: all numbers of a vector are needed",
+                f"a number is missing in {entity_kind} vectors, first in row {row:,}: all numbers of a vector are "
+                "needed",
                 row=row,
             )
         flat = values.to_numpy(zero_copy_only=False)
@@ -307,29 +320,34 @@ def _numbers(rows: Any, what: str) -> NDArray[np.float32]:
     if hasattr(rows, "detach"):  # a tensor of torch
         rows = rows.detach().cpu().numpy()
     try:
-        found = np.asarray(rows)
+        matrix = np.asarray(rows)
     except ValueError as error:
-        raise SourceError(f"{what} vectors: {error}; all rows need as many numbers") from None
-    if found.dtype == object or found.ndim != 2 or 0 in found.shape:
         raise SourceError(
-            f"{what} vectors are a matrix of numbers, a row for each {what}, not {found.dtype} {list(found.shape)}"
-        )
-    if found.dtype == np.float16:
+            f"{entity_kind} vectors: {error}; all rows need as many numbers"
+        ) from None
+    if matrix.dtype == object or matrix.ndim != 2 or 0 in matrix.shape:
         raise SourceError(
-            f"{what} vectors are float16, whose rounding lists would show: give the float32 that they were fitted in"
+            f"{entity_kind} vectors are a matrix of numbers, a row for each {entity_kind}, not {matrix.dtype} "
+            f"{list(matrix.shape)}"
         )
-    if not np.issubdtype(found.dtype, np.number) or np.iscomplexobj(found):
-        raise SourceError(f"{what} vectors are {found.dtype}: real numbers are needed")
+    if matrix.dtype == np.float16:
+        raise SourceError(
+            f"{entity_kind} vectors are float16, whose rounding lists would show: give the float32 that they were "
+            "fitted in"
+        )
+    if not np.issubdtype(matrix.dtype, np.number) or np.iscomplexobj(matrix):
+        raise SourceError(f"{entity_kind} vectors are {matrix.dtype}: real numbers are needed")
     with np.errstate(
         over="ignore"
     ):  # what float32 cannot hold becomes infinite, and is refused as that
-        found = np.ascontiguousarray(found, np.float32)
-    finite = np.isfinite(found).all(axis=1)
+        matrix = np.ascontiguousarray(matrix, np.float32)
+    finite = np.isfinite(matrix).all(axis=1)
     if not finite.all():
-        bad = np.flatnonzero(~finite)
+        nonfinite_rows = np.flatnonzero(~finite)
         raise SourceError(
-            f"{len(bad):,} {what} vectors are not finite (NaN or infinite), the first in row {bad[0]:,}: fit the model "
+            f"{len(nonfinite_rows):,} {entity_kind} vectors are not finite (NaN or infinite), the first in row "
+            f"{nonfinite_rows[0]:,}: fit the model "
             "to its end, or leave these rows and their ids out",
-            row=int(bad[0]),
+            row=int(nonfinite_rows[0]),
         )
-    return found
+    return matrix

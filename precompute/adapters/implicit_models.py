@@ -37,8 +37,8 @@ def from_implicit(
     parts = _saved(Path(model)) if isinstance(model, str | Path) else _attributes(model)
     users, items = parts.get("user_factors"), parts.get("item_factors")
     if users is None or items is None or not np.size(users) or not np.size(items):
-        what = model if isinstance(model, str | Path) else type(model).__name__
-        raise SourceError(f"{what} has no factors: call fit before it is imported")
+        model_name = model if isinstance(model, str | Path) else type(model).__name__
+        raise SourceError(f"{model_name} has no factors: call fit before it is imported")
     name = "implicit" if isinstance(model, str | Path) else f"implicit {type(model).__name__}"
     of_items, of_users = Vectors.of(item_ids, items, "item"), Vectors.of(user_ids, users, "user")
     clicks = ClickMatrix.of(user_items, of_users.ids, of_items.ids)
@@ -74,9 +74,13 @@ def _als(items: NDArray[np.float32], regularization: float, confidence: float) -
 
 
 def _attributes(model: Any) -> Mapping[str, Any]:
-    found: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
-    on_gpu = {name: each.to_numpy() for name, each in found.items() if hasattr(each, "to_numpy")}
-    return found | on_gpu
+    attribute_by_name: dict[str, Any] = {name: getattr(model, name, None) for name in _NAMES}
+    on_gpu = {
+        name: attribute.to_numpy()
+        for name, attribute in attribute_by_name.items()
+        if hasattr(attribute, "to_numpy")
+    }
+    return attribute_by_name | on_gpu
 
 
 def _saved(path: Path) -> Mapping[str, Any]:

@@ -42,11 +42,12 @@ def from_item_weights(
     the users of `clicks` (a scipy matrix [users, items] or a table, as in `from_vectors`), too; a click counts 1.
     Raises SourceError for weights that are not finite, not square, or not of these items.
     """
-    found = _checked(weights)
-    names = ids_of(range(found.shape[0]) if item_ids is None else item_ids, "item")
-    if len(names) != found.shape[0]:
+    checked_weights = _checked(weights)
+    names = ids_of(range(checked_weights.shape[0]) if item_ids is None else item_ids, "item")
+    if len(names) != checked_weights.shape[0]:
         raise SourceError(
-            f"{len(names):,} item ids, but weights of {found.shape[0]:,} items: give one id for each row, in its order"
+            f"{len(names):,} item ids, but weights of {checked_weights.shape[0]:,} items: give one id for each row, in "
+            "its order"
         )
     of_clicks = ClickMatrix.of(
         clicks, None if user_ids is None else ids_of(user_ids, "user"), names
@@ -56,14 +57,16 @@ def from_item_weights(
         limits.append("weigh the clicks of a history: each counts 1")
     if np.diff(of_clicks.matrix.indptr).max() > HISTORY_MAX:
         limits.append(f"use more than {HISTORY_MAX} items of a history")
-    if dims is None and found.shape[0] <= EXACT_MAX:
-        rows = np.eye(found.shape[0], dtype=np.float32)
-        items = np.ascontiguousarray((found.toarray() if sp.issparse(found) else found).T)
+    if dims is None and checked_weights.shape[0] <= EXACT_MAX:
+        rows = np.eye(checked_weights.shape[0], dtype=np.float32)
+        items = np.ascontiguousarray(
+            (checked_weights.toarray() if sp.issparse(checked_weights) else checked_weights).T
+        )
     else:
-        rows, items, share = _cut(found, DIMS if dims is None else dims, seed)
+        rows, items, energy_share = _cut(checked_weights, DIMS if dims is None else dims, seed)
         limits.append(
-            f"rank quite as the weights do: {items.shape[1]} dimensions keep {share:.1%} of their energy"
-            + _overlap(found, rows, items, of_clicks, seed)
+            f"rank quite as the weights do: {items.shape[1]} dimensions keep {energy_share:.1%} of their energy"
+            + _overlap(checked_weights, rows, items, of_clicks, seed)
         )
     fold = Fold("the sum of its items' rows", rows, 0.0, None, np.zeros_like(rows[0]))
     return import_vectors(
@@ -86,18 +89,24 @@ def ease(clicks: Any, regularization: float = 500.0) -> NDArray[np.float32]:
 
 def _checked(weights: Any) -> Any:
     """Weights as float32, dense or CSR."""
-    found = (
+    checked_weights = (
         sp.csr_matrix(weights, dtype=np.float32)
         if sp.issparse(weights)
         else np.asarray(weights, np.float32)
     )
-    if found.ndim != 2 or found.shape[0] != found.shape[1] or not found.shape[0]:
+    if (
+        checked_weights.ndim != 2
+        or checked_weights.shape[0] != checked_weights.shape[1]
+        or not checked_weights.shape[0]
+    ):
         raise SourceError(
-            f"item weights are a square matrix, a row and a column for each item, not {list(found.shape)}"
+            f"item weights are a square matrix, a row and a column for each item, not {list(checked_weights.shape)}"
         )
-    if not np.isfinite(found.data if sp.issparse(found) else found).all():
+    if not np.isfinite(
+        checked_weights.data if sp.issparse(checked_weights) else checked_weights
+    ).all():
         raise SourceError("the item weights are not all finite numbers: set what is unknown to 0")
-    return found
+    return checked_weights
 
 
 def _cut(
@@ -109,11 +118,15 @@ def _cut(
             f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}"
         )
     start = np.random.default_rng(seed).standard_normal(weights.shape[0])
-    left, values, right = svds(weights.astype(np.float64), k=dims, v0=start)
+    left_vectors, values, right = svds(weights.astype(np.float64), k=dims, v0=start)
     root = np.sqrt(values)
     energy = float(np.square(weights.data if sp.issparse(weights) else weights, dtype="f8").sum())
-    share = float(np.square(values).sum()) / (energy or 1.0)
-    return (left * root).astype(np.float32), (right.T * root).astype(np.float32), share
+    energy_share = float(np.square(values).sum()) / (energy or 1.0)
+    return (
+        (left_vectors * root).astype(np.float32),
+        (right.T * root).astype(np.float32),
+        energy_share,
+    )
 
 
 def _overlap(
@@ -124,15 +137,17 @@ def _overlap(
     seed: int,
 ) -> str:
     """Words for the report about lists by the cut weights beside the exact ones; none where nobody clicked."""
-    some = clicks.sample(COMPARED, 1, np.random.default_rng(seed))
-    if not len(some):
+    sampled_users = clicks.sample(COMPARED, 1, np.random.default_rng(seed))
+    if not len(sampled_users):
         return ""
-    history = (clicks.matrix[some] > 0).astype(np.float32)
+    history = (clicks.matrix[sampled_users] > 0).astype(np.float32)
     exact = history @ weights
     lists = []
     for scores in (exact.toarray() if sp.issparse(exact) else exact, history @ rows @ items.T):
         scores[history.nonzero()] = -np.inf
-        left = max(0, scores.shape[1] - TOP)
-        lists.append(np.argpartition(scores, left, axis=1)[:, left:])
-    share = float(recalls(lists[0], lists[1]).mean())
-    return f", and lists of {len(some)} users share {share:.3f} of the exact top {TOP}"
+        top_start = max(0, scores.shape[1] - TOP)
+        lists.append(np.argpartition(scores, top_start, axis=1)[:, top_start:])
+    mean_recall = float(recalls(lists[0], lists[1]).mean())
+    return (
+        f", and lists of {len(sampled_users)} users share {mean_recall:.3f} of the exact top {TOP}"
+    )

@@ -55,12 +55,19 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     """Module whose inputs are Larder's: places of items and users counted from 0, the padding behind the last item."""
 
     def __init__(
-        self, module: Any, inputs: Mapping[str, Tensor], example: Example, items: int, what: str
+        self,
+        module: Any,
+        inputs: Mapping[str, Tensor],
+        example: Example,
+        items: int,
+        tower_name: str,
     ) -> None:
         super().__init__()
-        demand_exportable(module, what)
+        demand_exportable(module, tower_name)
         if not inputs:
-            raise SourceError(f"the example has no input of {what}: name each argument of forward")
+            raise SourceError(
+                f"the example has no input of {tower_name}: name each argument of forward"
+            )
         pad, first = example.pad, example.first_item
         if "history" in inputs and (pad < 0 or first <= pad < first + items):
             raise SourceError(
@@ -75,13 +82,13 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
             )
         for name, value in inputs.items():
             is_wide = value.ndim == 2 and value.shape[1] > 1 and not value.is_floating_point()
-            if what == "the user tower" and is_wide and "history" not in inputs:
+            if tower_name == "the user tower" and is_wide and "history" not in inputs:
                 raise SourceError(
                     f"the example's {name!r} holds rows of whole numbers: if these are items, call it history (forward "
                     "may call it as it likes); if not, make them float32"
                 )
         self.module, self.names, self.example = module, tuple(inputs), example
-        self.items, self.what, self.inputs = items, what, dict(inputs)
+        self.items, self.what, self.inputs = items, tower_name, dict(inputs)
         self.eval()
 
     @property
@@ -103,42 +110,50 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def feed(self, rows: int, items: int, length: int) -> Feed:
         """Inputs of so many rows: indices in turn, and the example's own values of features."""
-        made = {}
+        array_by_name = {}
         for name, value in self.inputs.items():
             dtype = _numpy_of(value, f"{self.what}: input {name!r}")
-            turn = np.arange(rows)
+            row_numbers = np.arange(rows)
             if name == "history":
-                made[name] = np.full((rows, length), self.pad, dtype)
-                made[name][:, :items] = (turn[:, None] * 7 + np.arange(items)) % self.items
+                array_by_name[name] = np.full((rows, length), self.pad, dtype)
+                array_by_name[name][:, :items] = (
+                    row_numbers[:, None] * 7 + np.arange(items)
+                ) % self.items
             elif name in _INDICES:
-                made[name] = (turn % (self.items if name == "item" else len(value))).astype(dtype)
+                array_by_name[name] = (
+                    row_numbers % (self.items if name == "item" else len(value))
+                ).astype(dtype)
             else:
-                made[name] = np.ascontiguousarray(value.numpy()[turn % len(value)])
-        return made
+                array_by_name[name] = np.ascontiguousarray(value.numpy()[row_numbers % len(value)])
+        return array_by_name
 
     def run(
         self, rows: int, features: Mapping[str, Any], histories: Histories | None = None
     ) -> NDArray[np.float32]:
         """Vectors of rows 0 to `rows`, by torch; `features` have a row for each."""
-        found = []
+        vector_batches = []
         for start in range(0, rows, ROWS_AT_ONCE):
-            some = np.arange(start, min(start + ROWS_AT_ONCE, rows))
+            batch_rows = np.arange(start, min(start + ROWS_AT_ONCE, rows))
             feed = {}
             for name, value in self.inputs.items():
                 if name == "history":
                     assert histories is not None  # noqa: S101
                     dtype = str(_numpy_of(value, name))
-                    feed[name] = histories.padded(some, self.example.max_length, self.pad, dtype)
+                    feed[name] = histories.padded(
+                        batch_rows, self.example.max_length, self.pad, dtype
+                    )
                 elif name in _INDICES:
-                    feed[name] = some.astype(_numpy_of(value, name))
+                    feed[name] = batch_rows.astype(_numpy_of(value, name))
                 else:
-                    feed[name] = np.ascontiguousarray(features[name][some])
-            found.append(vectors_of(self, feed, self.what))
-        return np.concatenate(found)
+                    feed[name] = np.ascontiguousarray(features[name][batch_rows])
+            vector_batches.append(vectors_of(self, feed, self.what))
+        return np.concatenate(vector_batches)
 
     def spec(self, dims: int) -> TowerSpec:
         """Specification of the inputs and the output."""
-        return TowerSpec(tuple(self._input(*each) for each in self.inputs.items()), "vector", dims)
+        return TowerSpec(
+            tuple(self._input(*named_input) for named_input in self.inputs.items()), "vector", dims
+        )
 
     def _input(self, name: str, value: Tensor) -> InputSpec:
         dtype: Any = str(_numpy_of(value, f"{self.what}: input {name!r}"))
@@ -186,8 +201,8 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
 
 def _without_traces(program: Any) -> OnnxModel:
     """The model of an export, without its stack traces, which name folders of the machine."""
-    held = program.model.graph.initializers
-    constants = {name: held.pop(name).const_value.numpy() for name in list(held)}
+    initializers = program.model.graph.initializers
+    constants = {name: initializers.pop(name).const_value.numpy() for name in list(initializers)}
     model = program.model_proto
     for node in model.graph.node:
         node.ClearField("metadata_props")
@@ -195,12 +210,12 @@ def _without_traces(program: Any) -> OnnxModel:
     return OnnxModel.of(model, constants)
 
 
-def _numpy_of(value: Tensor, what: str) -> np.dtype[Any]:
+def _numpy_of(value: Tensor, subject: str) -> np.dtype[Any]:
     """Its dtype; SourceError for one that no input of a bundle has."""
     names = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
     if value.dtype not in names:
         raise SourceError(
-            f"{what} is {value.dtype}: inputs are int32, int64 or float32; texts and flags become numbers first"
+            f"{subject} is {value.dtype}: inputs are int32, int64 or float32; texts and flags become numbers first"
         )
     return np.dtype(names[value.dtype])
 
@@ -208,15 +223,17 @@ def _numpy_of(value: Tensor, what: str) -> np.dtype[Any]:
 def _why(error: Exception) -> str:
     """Cause of a failed export, with the operator if it names one, and the remedy."""
     causes: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in causes:
-        causes.append(each)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     text = "\n".join(map(str, causes))
-    if found := re.search(
+    if operator_match := re.search(
         r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", text
     ):
-        return f"uses {found[1]}, for which ONNX has no operator: write forward with others"
+        return (
+            f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
+        )
     return f"cannot be exported: {first_line(causes[-1])}; forward must not decide by values of its inputs"
 
 

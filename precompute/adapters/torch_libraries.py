@@ -38,18 +38,24 @@ def from_recbole(
         for field in (dataset.uid_field, dataset.iid_field)
     )
     if clicks is None:
-        found = dataset.inter_feat
+        interactions = dataset.inter_feat
         row, column = (
-            np.asarray(found[each]) - 1 for each in (dataset.uid_field, dataset.iid_field)
+            np.asarray(interactions[id_field]) - 1
+            for id_field in (dataset.uid_field, dataset.iid_field)
         )
-        has_times = dataset.time_field in found.columns
-        time = np.asarray(found[dataset.time_field]) if has_times else np.zeros(len(row))
-        before = getattr(dataset, f"{dataset.iid_field}_list_field", None)
-        if before in found.columns:
+        has_times = dataset.time_field in interactions.columns
+        time = np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(row))
+        history_field = getattr(dataset, f"{dataset.iid_field}_list_field", None)
+        if history_field in interactions.columns:
             # Of a sequential dataset that is prepared, a user's first item is only in the history of the second.
-            second = np.asarray(found[dataset.item_list_length_field]) == 1
-            column = np.concatenate([np.asarray(found[before])[second, 0] - 1, column])
-            row, time = (np.concatenate([each[second], each]) for each in (row, time))
+            second = np.asarray(interactions[dataset.item_list_length_field]) == 1
+            column = np.concatenate(
+                [np.asarray(interactions[history_field])[second, 0] - 1, column]
+            )
+            row, time = (
+                np.concatenate([column_values[second], column_values])
+                for column_values in (row, time)
+            )
         clicks = ClickMatrix.in_order(row, column, time, ids_of(users, "user"), len(items))
     model = model.cpu().eval()
     name = f"RecBole {type(model).__name__}"
@@ -102,16 +108,19 @@ def from_rechub(
     item_features = feature_columns(item_features, ids_of(item_ids, "item"), "item")
     users = None if user_ids is None else ids_of(user_ids, "user")
     user_features = feature_columns(user_features, users, "user")
-    given = {"user": user_features, "item": item_features}
+    features_by_mode = {"user": user_features, "item": item_features}
     towers, inputs = {}, {}
     for mode in ("user", "item"):
         features = [*getattr(model, f"{mode}_features", [])]
         features += getattr(model, "history_features", []) if mode == "user" else []
-        own = list(dict.fromkeys(each.name for each in features))
+        input_names = list(dict.fromkeys(feature.name for feature in features))
         bound = {
-            next((key for key, name in names.items() if name == each), each): each for each in own
+            next((key for key, name in names.items() if name == input_name), input_name): input_name
+            for input_name in input_names
         }
-        inputs[mode] = {key: _example(key, name, given[mode], mode) for key, name in bound.items()}
+        inputs[mode] = {
+            key: _example(key, name, features_by_mode[mode], mode) for key, name in bound.items()
+        }
         towers[mode] = _Mode(model, mode, list(bound.values())).cpu().eval()
     example = Example(
         inputs["user"],
@@ -177,17 +186,18 @@ class _Mode(nn.Module):  # type: ignore[misc]
         return self.model(dict(zip(self.names, inputs, strict=True)))
 
 
-def _example(key: str, name: str, given: Mapping[str, Any], what: str) -> Tensor:
+def _example(key: str, name: str, feature_arrays: Mapping[str, Any], entity_kind: str) -> Tensor:
     if key == "history":
         return torch.ones(2, 2, dtype=torch.int64)
     if key in ("item", "user"):
         return torch.tensor([0, 1])
-    if name not in given:
+    if name not in feature_arrays:
         raise SourceError(
-            f"the {what} tower takes {name!r}: name it as item, history or user, or give it in {what}_features"
+            f"the {entity_kind} tower takes {name!r}: name it as item, history or user, or give it in "
+            f"{entity_kind}_features"
         )
-    found = torch.as_tensor(np.asarray(given[name])[:_EXAMPLES])
-    return found.float() if found.is_floating_point() else found.long()
+    tensor = torch.as_tensor(np.asarray(feature_arrays[name])[:_EXAMPLES])
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -199,9 +209,11 @@ def _factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
                 users, items = model.forward()[:2]
             else:
                 users, items = model.user_embedding.weight, model.item_embedding.weight
-            some = torch.arange(1, min(len(users), 1 + _COMPARED))
-            scores = model.full_sort_predict({model.USER_ID: some}).view(len(some), -1)
-            off = float((users[some] @ items.T - scores).abs().max() / scores.abs().max())
+            user_indices = torch.arange(1, min(len(users), 1 + _COMPARED))
+            scores = model.full_sort_predict({model.USER_ID: user_indices}).view(
+                len(user_indices), -1
+            )
+            off = float((users[user_indices] @ items.T - scores).abs().max() / scores.abs().max())
     except Exception as error:  # whatever the model's own code raises
         raise SourceError(
             f"RecBole's {name} gives no vectors of users and items ({first_line(error)}): import a model "

@@ -49,10 +49,10 @@ def from_torch(
     itself. `clicks` are those of `from_vectors`. Raises SourceError or BundleError, naming what is wrong and the
     remedy; nothing is written then.
     """
-    began, rng = time.perf_counter(), np.random.default_rng(seed)
+    started_at, rng = time.perf_counter(), np.random.default_rng(seed)
     to, items = Path(to), ids_of(item_ids, "item")
     users = None if user_ids is None else ids_of(user_ids, "user")
-    found = None if clicks is None else ClickMatrix.of(clicks, users, items)
+    click_matrix = None if clicks is None else ClickMatrix.of(clicks, users, items)
     has_user_features = user_features is not None
     item_features = feature_columns(item_features, items, "item")
     user_features = feature_columns(user_features, users, "user")
@@ -75,25 +75,28 @@ def from_torch(
     model, spec, _ = export(of_items)
     rows = Vectors(items, of_items.run(len(items), of_item))
     tables = {
-        f"{what}_features": _table(what, ids, columns)
-        for what, ids, columns in (("item", items, of_item | further), ("user", users, of_user))
+        f"{entity_kind}_features": _table(entity_kind, ids, columns)
+        for entity_kind, ids, columns in (
+            ("item", items, of_item | further),
+            ("user", users, of_user),
+        )
         if columns
     }
     unused = tuple(sorted(user_features.keys() - example.user.keys()))
     limits = [*cannot]
     if "item" in example.item:
         limits.append("take in an item that it was not fitted on: the item tower has no row for it")
-    made = ModelFile(model, spec, entity="item")
+    item_model = ModelFile(model, spec, entity="item")
     model_name = name or type(of_users.module).__name__
     if "user" in example.user:
-        vectors = Vectors(users, _known(of_users, users, found, user_features))
+        vectors = Vectors(users, _known(of_users, users, click_matrix, user_features))
         if len(example.user) > 1:
             limits.append(
                 "use a stranger's features or a newer history: the user tower wants a user's index"
             )
         return import_vectors(
-            to, rows, vectors, found, metric=metric, model=model_name, cannot=limits, seed=seed,
-            item_tower=made, features=tables, further_columns=tuple(further), unused_columns=unused,
+            to, rows, vectors, click_matrix, metric=metric, model=model_name, cannot=limits, seed=seed,
+            item_tower=item_model, features=tables, further_columns=tuple(further), unused_columns=unused,
         )  # fmt: skip
     tower, user_spec, _ = export(of_users)
     _demand_same(user_spec.output_dims, rows.dims)
@@ -106,37 +109,38 @@ def from_torch(
             f"{example.max_length} items (is_fixed), and a short one is wrong where the model never saw that"
         )
     if user_spec.history is not None:
-        limits += _limits(example, found)
+        limits += _limits(example, click_matrix)
         if not user_spec.features:
-            share = recall_of(tower, user_spec, rows.rows, found, metric, rng)
-            recalls = {} if share is None else {"the user tower": share}
+            tower_recall = recall_of(tower, user_spec, rows.rows, click_matrix, metric, rng)
+            recalls = {} if tower_recall is None else {"the user tower": tower_recall}
     imported = Imported(
-        model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, found, tuple(limits),
-        made, tables, further_columns=tuple(further), unused_columns=unused,
+        model_name, rows, tower, user_spec, metric, "the user tower itself", recalls, None, click_matrix, tuple(limits),
+        item_model, tables, further_columns=tuple(further), unused_columns=unused,
     )  # fmt: skip
-    return write_folder(to, imported, began)
+    return write_folder(to, imported, started_at)
 
 
-def _loaded(given: Any, trust: bool) -> Any:
+def _loaded(module_or_path: Any, trust: bool) -> Any:
     """The module; a file of one only with `trust`, since its loading runs whatever was pickled."""
-    if not isinstance(given, str | Path):
-        return given
+    if not isinstance(module_or_path, str | Path):
+        return module_or_path
     if not trust:
         raise SourceError(
-            f"{given} is pickled, and loading it runs whatever code is in it: give the module, or trust=True for a "
+            f"{module_or_path} is pickled, and loading it runs whatever code is in it: give the module, or trust=True "
+            "for a "
             "file of your own"
         )
     try:
-        found = torch.load(Path(given), map_location="cpu", weights_only=False)
+        module = torch.load(Path(module_or_path), map_location="cpu", weights_only=False)
     except Exception as error:  # whatever unpickling runs into
         raise SourceError(
-            f"{given}: {first_line(error)}; write it with torch.save(module, path)"
+            f"{module_or_path}: {first_line(error)}; write it with torch.save(module, path)"
         ) from None
-    if isinstance(found, Mapping):
+    if isinstance(module, Mapping):
         raise SourceError(
-            f"{given} holds weights without their module: make the module, call load_state_dict, and give that"
+            f"{module_or_path} holds weights without their module: make the module, call load_state_dict, and give that"
         )
-    return found
+    return module
 
 
 def _known(
@@ -156,19 +160,20 @@ def _known(
 
 
 def _features(
-    inputs: Mapping[str, Any], given: Mapping[str, Any] | None, ids: Any, what: str
+    inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any] | None, ids: Any, entity_kind: str
 ) -> dict[str, NDArray[Any]]:
     """Arrays by name of the inputs that are features, with a row for each id; NaN only of users."""
-    found, rows = {}, len(ids)
+    input_arrays, rows = {}, len(ids)
     for name, value in inputs.items():
         if name in _INDICES:
             continue
-        if given is None or name not in given:
+        if feature_arrays is None or name not in feature_arrays:
             raise SourceError(
-                f"{what}_features has no {name!r}: give an array with a row for each {what} id, in their order",
+                f"{entity_kind}_features has no {name!r}: give an array with a row for each {entity_kind} id, in their "
+                "order",
                 input=name,
             )
-        column = given[name]
+        column = feature_arrays[name]
         column = (
             column.detach().cpu().numpy()
             if isinstance(column, torch.Tensor)
@@ -177,27 +182,29 @@ def _features(
         shape = (rows, *value.shape[1:])
         if column.shape != shape:
             raise SourceError(
-                f"{what}_features: {name!r} is {list(column.shape)}, {list(shape)} is wanted: a row for each {what} "
+                f"{entity_kind}_features: {name!r} is {list(column.shape)}, {list(shape)} is wanted: a row for each "
+                f"{entity_kind} "
                 "id, as wide as in the example",
                 input=name,
             )
-        found[name] = _as_input(
-            column, value.numpy().dtype, f"{what}_features: {name!r}", ids, what
+        input_arrays[name] = _as_input(
+            column, value.numpy().dtype, f"{entity_kind}_features: {name!r}", ids, entity_kind
         )
-    return found
+    return input_arrays
 
 
 def _as_input(
-    column: NDArray[Any], dtype: np.dtype[Any], where: str, ids: Any, what: str
+    column: NDArray[Any], dtype: np.dtype[Any], where: str, ids: Any, entity_kind: str
 ) -> NDArray[Any]:
     """The column in the type that the tower takes; SourceError, with the first id, for a value that it cannot hold."""
     if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
         raise SourceError(
-            f"{where} holds texts, and the {what} tower takes {dtype}: give the codes that the model was trained with "
+            f"{where} holds texts, and the {entity_kind} tower takes {dtype}: give the codes that the model was "
+            "trained with "
             "(docs/how-to/import/torch.md, Texts in the place of codes)"
         )
     numbers = column.astype(np.float64) if column.dtype.kind == "O" else column
-    if numbers.dtype.kind != "f" or (what == "user" and dtype.kind == "f"):
+    if numbers.dtype.kind != "f" or (entity_kind == "user" and dtype.kind == "f"):
         return numbers.astype(dtype)
     is_bad = ~np.isfinite(numbers) if dtype.kind == "f" else numbers != np.trunc(numbers)
     is_bad = is_bad.reshape(len(ids), -1).any(axis=1)
@@ -208,15 +215,17 @@ def _as_input(
         lack = "is missing or NaN" if np.isnan(value).any() else lack
         raise SourceError(
             f"{where} {lack} for {ids[row].as_py()!r}, the first of {int(is_bad.sum()):,}: give a value that the model "
-            f"was trained with for an unknown one, or leave these {what}s out"
+            f"was trained with for an unknown one, or leave these {entity_kind}s out"
         )
     return numbers.astype(dtype)
 
 
-def _further(inputs: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _further(
+    inputs: Mapping[str, Any], feature_arrays: Mapping[str, Any], rows: int
+) -> dict[str, Any]:
     """Columns of items that the model does not take: a table of them is what filters go by."""
-    found = {}
-    for name, column in given.items():
+    further_columns = {}
+    for name, column in feature_arrays.items():
         if name in inputs:
             continue
         if isinstance(column, torch.Tensor):
@@ -228,18 +237,18 @@ def _further(inputs: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> 
                 "it out",
                 input=name,
             )
-        found[name] = values
-    return found
+        further_columns[name] = values
+    return further_columns
 
 
-def _table(what: str, ids: Any, features: Mapping[str, Any]) -> Any:
+def _table(entity_kind: str, ids: Any, features: Mapping[str, Any]) -> Any:
     columns = {
-        name: pa.array(each)
-        if isinstance(each, pa.Array) or each.ndim == 1
-        else pa.FixedSizeListArray.from_arrays(pa.array(each.ravel()), each.shape[1])
-        for name, each in features.items()
+        name: pa.array(values)
+        if isinstance(values, pa.Array) or values.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+        for name, values in features.items()
     }
-    return pa.table({what: ids, **columns})
+    return pa.table({entity_kind: ids, **columns})
 
 
 def _demand_same(users: int, items: int) -> None:
@@ -250,11 +259,11 @@ def _demand_same(users: int, items: int) -> None:
 
 
 def _limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
-    found = [
+    limits = [
         f"see more of a history than its last {example.max_length:,} items (max_length of Example), or an item twice"
     ]
     if clicks is not None and not clicks.is_ordered:
-        found.append(
+        limits.append(
             "know the order of these clicks: there are no times; give a table with a column timestamp"
         )
-    return found
+    return limits

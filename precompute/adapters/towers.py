@@ -104,39 +104,57 @@ def _conjugate_gradients(steps: int) -> list[NodeProto]:
         *_dot("r0", "r0", "rr0"),
     ]
     for step in range(steps):
-        before, after = str(step), str(step + 1)
+        previous_step, after = str(step), str(step + 1)
         nodes += [
-            helper.make_node("MatMul", [f"p{before}", "columns"], [f"along{before}"]),
-            helper.make_node("MatMul", [f"along{before}", "rows"], [f"square{before}"]),
-            helper.make_node("Mul", [f"square{before}", "strength"], [f"weighed{before}"]),
-            helper.make_node("Add", [f"weighed{before}", f"p{before}"], [f"ap{before}"]),
-            *_dot(f"p{before}", f"ap{before}", f"pap{before}"),
-            *_ratio(f"rr{before}", f"pap{before}", f"alpha{before}"),
-            *_moved(f"x{before}", f"alpha{before}", f"p{before}", f"x{after}", "Add"),
-            *_moved(f"r{before}", f"alpha{before}", f"ap{before}", f"r{after}", "Sub"),
+            helper.make_node("MatMul", [f"p{previous_step}", "columns"], [f"along{previous_step}"]),
+            helper.make_node(
+                "MatMul", [f"along{previous_step}", "rows"], [f"square{previous_step}"]
+            ),
+            helper.make_node(
+                "Mul", [f"square{previous_step}", "strength"], [f"weighed{previous_step}"]
+            ),
+            helper.make_node(
+                "Add", [f"weighed{previous_step}", f"p{previous_step}"], [f"ap{previous_step}"]
+            ),
+            *_dot(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
+            *_ratio(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
+            *_moved(
+                f"x{previous_step}",
+                f"alpha{previous_step}",
+                f"p{previous_step}",
+                f"x{after}",
+                "Add",
+            ),
+            *_moved(
+                f"r{previous_step}",
+                f"alpha{previous_step}",
+                f"ap{previous_step}",
+                f"r{after}",
+                "Sub",
+            ),
             *_dot(f"r{after}", f"r{after}", f"rr{after}"),
-            *_ratio(f"rr{after}", f"rr{before}", f"beta{before}"),
-            *_moved(f"r{after}", f"beta{before}", f"p{before}", f"p{after}", "Add"),
+            *_ratio(f"rr{after}", f"rr{previous_step}", f"beta{previous_step}"),
+            *_moved(f"r{after}", f"beta{previous_step}", f"p{previous_step}", f"p{after}", "Add"),
         ]
     return nodes
 
 
-def _dot(one: str, other: str, out: str) -> list[NodeProto]:
+def _dot(left_name: str, right_name: str, output_name: str) -> list[NodeProto]:
     return [
-        helper.make_node("Transpose", [other], [f"{out}_column"], perm=[0, 2, 1]),
-        helper.make_node("MatMul", [one, f"{out}_column"], [out]),
+        helper.make_node("Transpose", [right_name], [f"{output_name}_column"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", [left_name, f"{output_name}_column"], [output_name]),
     ]
 
 
-def _ratio(above: str, below: str, out: str) -> list[NodeProto]:
+def _ratio(above: str, below: str, output_name: str) -> list[NodeProto]:
     return [
-        helper.make_node("Max", [below, "tiny"], [f"{out}_below"]),
-        helper.make_node("Div", [above, f"{out}_below"], [out]),
+        helper.make_node("Max", [below, "tiny"], [f"{output_name}_below"]),
+        helper.make_node("Div", [above, f"{output_name}_below"], [output_name]),
     ]
 
 
-def _moved(start: str, by: str, along: str, out: str, how: str) -> list[NodeProto]:
+def _moved(start: str, by: str, along: str, output_name: str, how: str) -> list[NodeProto]:
     return [
-        helper.make_node("Mul", [by, along], [f"{out}_step"]),
-        helper.make_node(how, [start, f"{out}_step"], [out]),
+        helper.make_node("Mul", [by, along], [f"{output_name}_step"]),
+        helper.make_node(how, [start, f"{output_name}_step"], [output_name]),
     ]

@@ -41,11 +41,11 @@ def from_vectors(
     """
     items = Vectors.of(item_ids, item_vectors, "item")
     users = None if user_vectors is None else Vectors.of(user_ids, user_vectors, "user")
-    known = (
+    known_user_ids = (
         users.ids if users is not None else None if user_ids is None else ids_of(user_ids, "user")
     )
-    found = None if clicks is None else ClickMatrix.of(clicks, known, items.ids)
-    return import_vectors(Path(to), items, users, found, metric=metric, seed=seed)
+    click_matrix = None if clicks is None else ClickMatrix.of(clicks, known_user_ids, items.ids)
+    return import_vectors(Path(to), items, users, click_matrix, metric=metric, seed=seed)
 
 
 def import_vectors(
@@ -68,15 +68,17 @@ def import_vectors(
 
     Raises SourceError where users' vectors rank what they clicked no better than any other item.
     """
-    began = time.perf_counter()
-    made = model_of(
+    started_at = time.perf_counter()
+    imported = model_of(
         items, users, clicks, folds=folds, metric=metric, model=model, cannot=cannot, seed=seed, item_tower=item_tower,
         features=features,
     )  # fmt: skip
-    if made.share_by_chance is not None:
-        raise as_by_chance(made.share_by_chance)
-    told = replace(made, further_columns=further_columns, unused_columns=unused_columns)
-    return write_folder(to, told, began)
+    if imported.share_by_chance is not None:
+        raise as_by_chance(imported.share_by_chance)
+    imported_with_columns = replace(
+        imported, further_columns=further_columns, unused_columns=unused_columns
+    )
+    return write_folder(to, imported_with_columns, started_at)
 
 
 def model_of(
@@ -104,11 +106,11 @@ def model_of(
         raise SourceError(
             f"users' vectors have {users.dims} numbers, items' {items.dims}: give both of one fitted model"
         )
-    share = None
+    chance_auc = None
     if users is not None and clicks is not None:
-        share = share_by_chance(items.rows, users.rows, clicks, rng)
+        chance_auc = share_by_chance(items.rows, users.rows, clicks, rng)
     tried = folds or _folds(items.rows, None if users is None else users.rows, clicks, rng)
-    chosen = choose(tried, items.rows, clicks, metric, rng)
+    winning_fold = choose(tried, items.rows, clicks, metric, rng)
     limits = list(cannot)
     if clicks is None and users is None:
         limits.append(
@@ -120,8 +122,9 @@ def model_of(
             "leave out of lists what users chose before, nor judge by what they choose next: there are no clicks"
         )
     return Imported(
-        model, items, chosen.tower, chosen.spec, metric, chosen.name, chosen.recalls, users, clicks, tuple(limits),
-        item_tower, features or {}, share,
+        model, items, winning_fold.tower, winning_fold.spec, metric, winning_fold.name, winning_fold.recalls,
+        users, clicks, tuple(limits),
+        item_tower, features or {}, chance_auc,
     )  # fmt: skip
 
 
@@ -144,7 +147,9 @@ def _folds(
         rows[:, (items == items[0]).all(axis=0) & (len(items) > 1)] = 0
         if clicks is not None and clicks.matrix.nnz:
             pairs = clicks.matrix.tocoo()
-            some = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
-            scores = np.einsum("ij,ij->i", users[pairs.row[some]], rows[pairs.col[some]])
+            sampled_pairs = rng.choice(pairs.nnz, min(pairs.nnz, 20_000), replace=False)
+            scores = np.einsum(
+                "ij,ij->i", users[pairs.row[sampled_pairs]], rows[pairs.col[sampled_pairs]]
+            )
             target = max(float(np.median(scores)), 1e-6)
     return ridges(rows, offset, target)

@@ -33,11 +33,11 @@ def generation_id(
     cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
 ) -> str:
     """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
-    whole = hashlib.sha256(config.semantic())
-    whole.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    hasher = hashlib.sha256(config.semantic())
+    hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
     if (stages := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
-        whole.update(f"|stages {stages}".encode())
-    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{whole.hexdigest()[:12]}"
+        hasher.update(f"|stages {stages}".encode())
+    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{hasher.hexdigest()[:12]}"
 
 
 def cut_of(generation: str) -> int:
@@ -99,32 +99,33 @@ class Build:
         raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
         if raw is None:
             return None
-        found: dict[str, Any] = orjson.loads(raw)
-        demand(STAGES, found.pop(FIELD, 1), f"work/{name}.json of {self.generation}")
-        return found
+        report: dict[str, Any] = orjson.loads(raw)
+        demand(STAGES, report.pop(FIELD, 1), f"work/{name}.json of {self.generation}")
+        return report
 
     def need(self, name: str) -> dict[str, Any]:
         """A report that must be there."""
-        found = self.read_report(name)
-        if found is None:
+        report = self.read_report(name)
+        if report is None:
             if self.generation not in self.store.names("generations"):
                 raise UnknownGeneration(
                     f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
                     generation=self.generation,
                 )
             raise StoreError(f"{self.generation}: step {name!r} has not finished; run it first")
-        return found
+        return report
 
 
 def open_bundle(build: Build) -> Bundle:
     """The bundle as `begin` pinned it into the generation."""
-    begun = build.need("begin")
-    for name in begun["bundle_files"]:
+    begin_report = build.need("begin")
+    for name in begin_report["bundle_files"]:
         build.fetch(f"bundle/{name}")
     bundle = Bundle.read(build.root / "bundle")
-    if bundle.digest != begun["bundle_digest"]:
+    if bundle.digest != begin_report["bundle_digest"]:
         raise BundleError(
-            f"the bundle of {build.generation} has digest {bundle.digest}, `begin` pinned {begun['bundle_digest']}"
+            f"the bundle of {build.generation} has digest {bundle.digest}, `begin` pinned "
+            f"{begin_report['bundle_digest']}"
         )
     return bundle
 
@@ -140,15 +141,15 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
 def erased_from(build: Build) -> Erased:
     """Erased entities that `begin` left out of this build."""
     numbers = set(build.need("begin").get("erased", ()))
-    return Erased.of(each for each in all_erasures(build.store) if each.number in numbers)
+    return Erased.of(erasure for erasure in all_erasures(build.store) if erasure.number in numbers)
 
 
 def model_entry(
     build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
 ) -> Model:
     """A bundle's model as the manifest lists it."""
-    source = next(each for each in bundle.models if each.name == name)
-    fp32, *weights = [build.describe(each) for _, each, _ in source.files]
+    source = next(bundle_model for bundle_model in bundle.models if bundle_model.name == name)
+    fp32, *weights = [build.describe(file_name) for _, file_name, _ in source.files]
     return Model(
         name=name,
         fp32=fp32,

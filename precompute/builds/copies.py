@@ -43,25 +43,26 @@ def on_this_host(
 def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
     """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
     try:
-        records = [each for each in all_releases(store) if each.generation == generation]
+        records = [release for release in all_releases(store) if release.generation == generation]
     except (LarderError, OSError):
         return  # the store does not answer: the error itself is what can be told
     is_retired = bool(records) and records[-1].action == "retire"
     if is_retired and GENERATION.fullmatch(
         records[-1].attempt
     ):  # by a night: any other retirement is a person's
-        newer = records[-1].attempt
+        newer_generation = records[-1].attempt
         raise Refused(
-            f"{generation} was retired while it was being made, by {newer}, which is of newer data: nothing is left to "
+            f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
+            "is left to "
             "do here",
-            rule="retired", value=generation, threshold=newer,
+            rule="retired", value=generation, threshold=newer_generation,
         ) from error  # fmt: skip
 
 
 def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
     """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
     with contextlib.suppress(StoreError, OSError):
-        store.sweep_host_copies(in_use, before=time.time() - COPY_IDLE_S)
+        store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
 
 
 def record_copies(store: ArtefactStore, generation: str) -> None:

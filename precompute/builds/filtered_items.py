@@ -13,10 +13,15 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     filtered = build.config.filtered
     if not filtered:
         return {}
-    begun = build.need("begin")
-    for path in paths_of(begun["attributes"]):
+    begin_report = build.need("begin")
+    for path in paths_of(begin_report["attributes"]):
         build.fetch(path)
-    count = int(begun["items"])
-    passing = passing_filters(build.config, build.root, begun["attributes"], count)
+    count = int(begin_report["items"])
+    filter_mask_by_name = passing_filters(
+        build.config, build.root, begin_report["attributes"], count
+    )
     everything = np.arange(count)
-    return {name: passing[filter_].among(everything) for name, (_, filter_) in filtered.items()}
+    return {
+        name: filter_mask_by_name[filter_].among(everything)
+        for name, (_, filter_) in filtered.items()
+    }

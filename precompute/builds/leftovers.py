@@ -14,17 +14,24 @@ UNFINISHED_S = 86_400.0
 
 def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
     """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
-    store, now, bundle = releases.store, releases.clock(), config.path(config.bundle)
+    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()
-    held = {each for replica in releases.control.replicas() for each in replica.holds}
-    wanted = {each for each, row in view.rows.items() if row.state in UNFINISHED}
-    wanted |= {*held, *filter(None, (view.ledger.live, view.ledger.previous))}
+    held_generations = {
+        generation for replica in releases.control.replicas() for generation in replica.holds
+    }
+    needed_generations = {
+        generation for generation, row in view.rows.items() if row.state in UNFINISHED
+    }
+    needed_generations |= {
+        *held_generations,
+        *filter(None, (view.ledger.live, view.ledger.previous)),
+    }
     heal(bundle)
-    swept = len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
-    sweep_notes(store, wanted)
+    swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
+    sweep_notes(store, needed_generations)
     return (
         swept
-        + store.sweep_unfinished(before=now - UNFINISHED_S)
+        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)
         + sweep_bundles(store)
-        + sweep_training(bundle, before=now - UNFINISHED_S)
+        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_S)
     )

@@ -40,8 +40,10 @@ class StepRow:
         """Rate per second, for people; empty where nothing is counted."""
         if not self.count:
             return ""
-        each = self.count / max(seconds, 1e-9)
-        return f"{size_text(each)}/s" if self.unit == "B" else f"{each:,.0f} {self.unit}/s"
+        per_second = self.count / max(seconds, 1e-9)
+        return (
+            f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
+        )
 
 
 def size_text(size_bytes: float) -> str:

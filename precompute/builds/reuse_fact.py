@@ -16,48 +16,50 @@ MEASURED_USERS: Final = 1_000
 """Computed users from which on a night's own time for each is believed."""
 
 
-def reuse_of(made: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fact of a generation, from the reports of its shards.
 
     `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
     lists of those who were copied would have taken.
     """
-    begun, embedded = made.need("begin"), made.need("embed_items")
-    noted = begun.get("base") or {}
-    before = _before(made, noted.get("generation"))
+    begin_report, embedded = build.need("begin"), build.need("embed_items")
+    base_note = begin_report.get("base") or {}
+    base_fact = _before(build, base_note.get("generation"))
     users = users_by_reason(reports)
     computed = sum(users.values()) - users["copied"]
     busy_s = sum(
         report["users"]["seconds"][stage] for report in reports for stage in ("tower", "topk")
     )
     user_s = busy_s / max(1, computed)
-    if computed < MEASURED_USERS and before.get("user_s"):
-        user_s = before["user_s"]
-    found = {
-        "base": noted.get("generation"), "why": noted.get("why", ""),
-        "took_over": noted.get("took_over", False), "read_because": noted.get("read_because", ""),
+    if computed < MEASURED_USERS and base_fact.get("user_s"):
+        user_s = base_fact["user_s"]
+    fact = {
+        "base": base_note.get("generation"), "why": base_note.get("why", ""),
+        "took_over": base_note.get("took_over", False), "read_because": base_note.get("read_because", ""),
         "users": users, "items": sum(report["items"].get("copied", 0) for report in reports),
         "item_vectors": embedded.get("copied", 0), "user_s": user_s, "spared_s": users["copied"] * user_s,
     }  # fmt: skip
-    night = {name: found[name] for name in ("users", "spared_s")}
-    return {**found, "nights": [*before.get("nights", ()), night][-NIGHTS:]}
+    night = {name: fact[name] for name in ("users", "spared_s")}
+    return {**fact, "nights": [*base_fact.get("nights", ()), night][-NIGHTS:]}
 
 
 def users_by_reason(reports: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
     users = dict.fromkeys((*REASONS, "computed"), 0)
-    for each in (report["users"] for report in reports):
-        for name, count in (each.get("reasons") or {"computed": each["scored"]}).items():
+    for users_report in (report["users"] for report in reports):
+        for name, count in (
+            users_report.get("reasons") or {"computed": users_report["scored"]}
+        ).items():
             users[name] += count
     return users
 
 
-def _before(made: Build, generation: str | None) -> Mapping[str, Any]:
+def _before(build: Build, generation: str | None) -> Mapping[str, Any]:
     """The fact of the base, empty where there is none or it is gone."""
     if generation is None:
         return {}
     try:
-        found: Mapping[str, Any] = read_manifest(made.store, generation).facts.get(FACT) or {}
+        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(FACT) or {}
     except LarderError:
         return {}
-    return found
+    return fact

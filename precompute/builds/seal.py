@@ -69,104 +69,111 @@ REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "sc
 """Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
 
-def seal(made: Build) -> Manifest:
+def seal(build: Build) -> Manifest:
     """Write the manifest from the steps' reports; once written it stays."""
-    path = generation_path(made.generation, "manifest.json")
-    if (sealed := made.store.read(path)) is not None:
+    path = generation_path(build.generation, "manifest.json")
+    if (sealed := build.store.read(path)) is not None:
         return Manifest.from_bytes(sealed)
-    config, bundle = made.config, open_bundle(made)
-    steps = {name: made.need(name) for name in REPORTED}
-    begun, index, models = steps["begin"], steps["index"], steps["quantize"]
-    reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
-    fetch_items(made)
-    attributes = begun.get("attributes", {})
-    facets = begun.get("facets") or steps["embed_items"].get("facets") or {}
+    config, bundle = build.config, open_bundle(build)
+    steps = {name: build.need(name) for name in REPORTED}
+    begin_report, index, models = steps["begin"], steps["index"], steps["quantize"]
+    reports = [build.need(shard_report(shard)) for shard in range(config.shards)]
+    fetch_items(build)
+    attributes = begin_report.get("attributes", {})
+    facets = begin_report.get("facets") or steps["embed_items"].get("facets") or {}
     for file in (catalogue.VECTORS, *paths_of(attributes)):
-        made.fetch(file)
-    made.fetch("defaults.json")
+        build.fetch(file)
+    build.fetch("defaults.json")
     manifest = Manifest(
         namespace=config.namespace,
-        generation=made.generation,
-        data_until=cut_of(made.generation),
+        generation=build.generation,
+        data_until=cut_of(build.generation),
         created_at=int(time.time()),
-        bundle_digest=begun["bundle_digest"],
-        inputs_digest=begun["inputs_digest"],
+        bundle_digest=begin_report["bundle_digest"],
+        inputs_digest=begin_report["inputs_digest"],
         entity_sets={
-            "user": _entity_set("user", begun["user_seed"], [report["users"]["directory"] for report in reports]),
-            "item": _entity_set("item", begun["item_seed"], [
-                asdict(made.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
+            "user": _entity_set(
+                "user", begin_report["user_seed"], [report["users"]["directory"] for report in reports]
+            ),
+            "item": _entity_set("item", begin_report["item_seed"], [
+                asdict(build.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
             ]),
         }
-        | {f"{FACET}{name}": _values(name, each) for name, each in facets.items()},
+        | {f"{FACET}{name}": _values(name, facet) for name, facet in facets.items()},
         items=ItemFiles(
-            ids=made.describe(catalogue.IDS),
-            offsets=made.describe(catalogue.OFFSETS),
-            vectors=made.describe(catalogue.VECTORS),
-            model_index=made.describe(catalogue.MODEL_INDEX),
-            count=begun["items"],
+            ids=build.describe(catalogue.IDS),
+            offsets=build.describe(catalogue.OFFSETS),
+            vectors=build.describe(catalogue.VECTORS),
+            model_index=build.describe(catalogue.MODEL_INDEX),
+            count=begin_report["items"],
             dims=bundle.dims,
             attributes={
-                name: Attribute(kind, **{part: made.describe(file) for part, file in files.items()})
+                name: Attribute(kind, **{part: build.describe(file) for part, file in files.items()})
                 for name, (kind, files) in attributes.items()
             },
         ),
         tables=_tables(config, bundle, reports)
-        | {name: _facet(config, name, each["table"]) for name, each in facets.items()},
+        | {name: _facet(config, name, facet["table"]) for name, facet in facets.items()},
         models={
             name: Model(**{
-                **each, **{file: Artefact(**each[file]) for file in ("fp32", "int8", "weights") if each.get(file)},
+                **model_report,
+                **{
+                    file: Artefact(**model_report[file])
+                    for file in ("fp32", "int8", "weights") if model_report.get(file)
+                },
             })
-            for name, each in models["models"].items()
+            for name, model_report in models["models"].items()
         },
         indexes={
-            name: Index(**{**each, "file": Artefact(**each["file"])}) for name, each in index["indexes"].items()
+            name: Index(**{**index_report, "file": Artefact(**index_report["file"])})
+            for name, index_report in index["indexes"].items()
         },
-        defaults=made.describe("defaults.json"),
+        defaults=build.describe("defaults.json"),
         timings={
             **{name: report["seconds"] for name, report in steps.items() if name not in TIMED_APART},
             "score": scoring_seconds(reports),
         },
         gates=(),  # `verify` adds its verdicts
         facts={
-            "users_in_source": begun["users"],
-            FEATURED_USERS: begun.get(FEATURED_USERS, False),
+            "users_in_source": begin_report["users"],
+            FEATURED_USERS: begin_report.get(FEATURED_USERS, False),
             "users_scored": sum(report["users"]["scored"] for report in reports),
             "users_without_input": sum(report["users"]["without_input"] for report in reports),
             "short_lists": sum(report["users"]["short"] for report in reports),
-            "interactions": begun["interactions"],
+            "interactions": begin_report["interactions"],
             **({} if config.sources.interactions else {WITHOUT_INTERACTIONS: True}),
-            "interactions_with_unknown_items": begun["unknown_items"],
-            "items_without_vector": begun["items_without_vector"],
-            **({ITEM_VECTORS: True} if begun.get("events") and config.sources.item_vectors else {}),
-            **({"user_vectors": True} if begun.get("events") and begun.get("user_vectors") else {}),
+            "interactions_with_unknown_items": begin_report["unknown_items"],
+            "items_without_vector": begin_report["items_without_vector"],
+            **({ITEM_VECTORS: True} if begin_report.get("events") and config.sources.item_vectors else {}),
+            **({"user_vectors": True} if begin_report.get("events") and begin_report.get("user_vectors") else {}),
             HISTORY_LIMIT: config.history_limit,
-            "inputs": begun["inputs"],
-            "unusable": merged([begun.get("unusable", {}), *(
+            "inputs": begin_report["inputs"],
+            "unusable": merged([begin_report.get("unusable", {}), *(
                 report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
             )]),
-            **({"remarks": begun["remarks"]} if begun.get("remarks") else {}),
+            **({"remarks": begin_report["remarks"]} if begin_report.get("remarks") else {}),
             "vocabulary_digest": bundle.vocabulary_digest,
-            REUSE: reuse_of(made, reports),
+            REUSE: reuse_of(build, reports),
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
         seen=tuple(
-            SeenPart.of(Artefact(**each) for each in report["users"]["seen"])
+            SeenPart.of(Artefact(**seen_file) for seen_file in report["users"]["seen"])
             for report in reports if report["users"].get("seen")
         ),
         filters=_filters(config, bundle, reports),
-        events=_events(config, begun),
+        events=_events(config, begin_report),
         format=manifest_format(config, bundle),
     )  # fmt: skip
-    made.store.write(path, manifest.to_bytes())
+    build.store.write(path, manifest.to_bytes())
     return manifest
 
 
-def _events(config: NightConfig, begun: Step) -> EventsRead | None:
-    if not (read := begun.get("events")):
+def _events(config: NightConfig, begin_report: Step) -> EventsRead | None:
+    if not (read := begin_report.get("events")):
         return None
-    facets = {name: each.attribute for name, each in config.facets.items()}
+    facets = {name: facet.attribute for name, facet in config.facets.items()}
     # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
-    of = begun.get("events_namespace", config.namespace)
+    of = begin_report.get("events_namespace", config.namespace)
     namespace = "" if of == config.namespace else of
     return EventsRead(read["until"], config.history_limit, facets, namespace)
 
@@ -184,20 +191,24 @@ def manifest_format(config: NightConfig, bundle: Bundle) -> int:
 
 def scoring_seconds(reports: Sequence[Step]) -> float:
     """The time in which at least one shard was under way."""
-    seconds, until = 0.0, 0.0
-    whole = [each for each in reports if "ended_at" in each]  # an older Larder began the night
-    for began_at, ended_at in sorted((each["began_at"], each["ended_at"]) for each in whole):
-        seconds += max(0.0, ended_at - max(began_at, until))
-        until = max(until, ended_at)
+    seconds, covered_until = 0.0, 0.0
+    timed_reports = [
+        report for report in reports if "ended_at" in report
+    ]  # an older Larder began the night
+    for began_at, ended_at in sorted(
+        (report["began_at"], report["ended_at"]) for report in timed_reports
+    ):
+        seconds += max(0.0, ended_at - max(began_at, covered_until))
+        covered_until = max(covered_until, ended_at)
     return seconds
 
 
 def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
-    found = tuple(
+    directory_parts = tuple(
         DirectoryPart(first_hash(shard, len(parts)), part["size_bytes"] // 8, Artefact(**part))
         for shard, part in enumerate(parts)
     )
-    return EntitySet(name, seed, sum(part.count for part in found), found)
+    return EntitySet(name, seed, sum(part.count for part in directory_parts), directory_parts)
 
 
 def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dict[str, Table]:
@@ -224,10 +235,15 @@ def _facet(config: NightConfig, name: str, part: Step) -> Table:
 def _filters(
     config: NightConfig, bundle: Bundle, reports: Sequence[Step]
 ) -> dict[str, NamedFilter]:
-    made: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
+    tables_by_filter: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
     for name, (table, filter_) in config.filtered.items():
-        made[filter_][table] = _table(config, bundle, reports, name, config.tables[table])
-    return {name: NamedFilter(each.filter, made[name]) for name, each in config.filters.items()}
+        tables_by_filter[filter_][table] = _table(
+            config, bundle, reports, name, config.tables[table]
+        )
+    return {
+        name: NamedFilter(filter_config.filter, tables_by_filter[name])
+        for name, filter_config in config.filters.items()
+    }
 
 
 def _table(

@@ -12,7 +12,7 @@ from precompute.builds.build import Build
 
 
 @contextmanager
-def timed(made: Build, step: str) -> Iterator[None]:
+def timed(build: Build, step: str) -> Iterator[None]:
     """Writes when the block began (Unix seconds) and the seconds it took, if it ends well; a step of `TIMED_APART`.
 
     A repeat that found the work done is shorter, and does not replace what the work took.
@@ -20,9 +20,9 @@ def timed(made: Build, step: str) -> Iterator[None]:
     began_at, started = time.time(), time.perf_counter()
     yield
     seconds = time.perf_counter() - started
-    path = generation_path(made.generation, f"times/{step}.json")
+    path = generation_path(build.generation, f"times/{step}.json")
     with suppress(LarderError, OSError, ValueError, TypeError, KeyError):  # it is for show
-        before = made.store.read(path)
-        if before is None or float(orjson.loads(before)["seconds"]) < seconds:
-            told = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
-            made.store.write(path, orjson.dumps(told))
+        earlier_times = build.store.read(path)
+        if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < seconds:
+            times = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
+            build.store.write(path, orjson.dumps(times))

@@ -28,18 +28,18 @@ def sweep(
     progress: Progress = quiet,
 ) -> Swept:
     """Retire every generation that nobody needs; `making` replaces older ones that were never published."""
-    found = sweepable(
+    sweepable_generations = sweepable(
         releases,
         keep=config.keep,
         grace_s=config.superseded_grace_s,
         abandon_after_s=config.abandon_after_s,
         making=making,
     )
-    if not found:
+    if not sweepable_generations:
         return Swept()
     removed, spared = 0, []
     with open_governor(config.governor, releases.control) as governor:
-        for number, generation in enumerate(found):
+        for number, generation in enumerate(sweepable_generations):
             try:
                 removed += retire(
                     releases,
@@ -52,5 +52,13 @@ def sweep(
                 )
             except Conflict:  # pinned, held or live again since it was looked at: another time
                 spared.append(generation)
-            progress("retire", number + 1, len(found))
-    return Swept(tuple(each for each in found if each not in spared), tuple(spared), removed)
+            progress("retire", number + 1, len(sweepable_generations))
+    return Swept(
+        tuple(
+            retired_generation
+            for retired_generation in sweepable_generations
+            if retired_generation not in spared
+        ),
+        tuple(spared),
+        removed,
+    )

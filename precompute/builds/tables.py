@@ -88,12 +88,12 @@ def scored_tables(
 
     One under a filter is in all but the items of its lists like the table that is asked.
     """
-    found = configured_tables(config, bundle)
-    found |= {name: found[table] for name, (table, _) in config.filtered.items()}
+    tables = configured_tables(config, bundle)
+    tables |= {name: tables[table] for name, (table, _) in config.filtered.items()}
     return {
-        name: each
-        for name, each in found.items()
-        if entity is None or entity_of(bundle, name, each) == entity
+        name: table_config
+        for name, table_config in tables.items()
+        if entity is None or entity_of(bundle, name, table_config) == entity
     }
 
 

@@ -47,27 +47,36 @@ def vector_bundle(
     inputs: str,
     files: InputFiles,
     *,
-    before: datetime | None,
+    interactions_before: datetime | None,
     cut: datetime,
 ) -> Iterator[Bundle]:
     """The bundle of `sources.item_vectors`, made once of inputs with this digest, whoever asks again.
 
-    Interactions of `before` or later choose nothing. Items that events brought with a vector are in it, if these
-    count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
+    Interactions of `interactions_before` or later choose nothing. Items that events brought with a vector are in it, if
+    these count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
     """
     sources, store = config.sources, config.store()
     erased = Erased.of(all_erasures(store))
-    whole = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
-    until = before.isoformat() if before and sources.interactions else ""
-    whole.update(f"|{erased.digest(inputs)}|{until}".encode())
+    hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
+    cut_text = (
+        interactions_before.isoformat() if interactions_before and sources.interactions else ""
+    )
+    hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
     behind = counted_behind(config.events.keep_values_days, int(cut.timestamp()))
     vectors = brought_vectors(files.events, behind)
-    if brought := {raw: each for raw, each in vectors.items() if raw not in erased.items}:
-        whole.update(orjson.dumps([(raw.decode(), each) for raw, each in brought.items()]))
+    if event_vectors := {raw: vector for raw, vector in vectors.items() if raw not in erased.items}:
+        hasher.update(
+            orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()])
+        )
     make = partial(
-        make_bundle, config, before=before, erased=erased, brought=brought, files=files.interactions
+        make_bundle,
+        config,
+        interactions_before=interactions_before,
+        erased=erased,
+        event_vectors=event_vectors,
+        files=files.interactions,
     )
-    with bundle_made_of(store, whole.hexdigest(), make) as bundle:
+    with bundle_made_of(store, hasher.hexdigest(), make) as bundle:
         yield bundle
 
 
@@ -75,34 +84,36 @@ def make_bundle(
     config: NightConfig,
     folder: Path,
     *,
-    before: datetime | None,
+    interactions_before: datetime | None,
     erased: Erased = NOBODY,
-    brought: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
+    event_vectors: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
     files: Sequence[SourceFile] | None = None,
 ) -> Bundle:
     """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
 
-    Items that are not in the table have the vectors that events `brought`, where these have as many numbers, none of
-    them far beyond the table's.
-    Interactions are those that the sources name, unless their `files` are listed here.
+    Items that are not in the table have the vectors that events `event_vectors`, where these have as many numbers, none
+    of them far beyond the table's. Interactions are those that the sources name, unless their `files` are listed here.
     The bundle names the table that its items are of; without interactions, other vectors of users make no other bundle.
     """
     sources = config.sources
-    items, limit = _with_brought(_items(config, erased), brought), _limit(config, before, files)
+    items, limit = (
+        _with_brought(_items(config, erased), event_vectors),
+        _limit(config, interactions_before, files),
+    )
     users = _users(config, items, limit, erased) if sources.user_vectors else None
     clicks, odd = None, list[str]()
     if sources.interactions:
-        clicks, odd = _clicks(config, items, users, limit, before, erased, files)
-    made = model_of(items, users, clicks, metric=sources.vector_metric)
-    if made.share_by_chance is not None:
-        odd.append(_chance_in_words(made.share_by_chance))
+        clicks, odd = _clicks(config, items, users, limit, interactions_before, erased, files)
+    imported = model_of(items, users, clicks, metric=sources.vector_metric)
+    if imported.share_by_chance is not None:
+        odd.append(_chance_in_words(imported.share_by_chance))
     _, (table,) = pin([source_file(str(sources.item_vectors), config.path("."))])
-    return bundle_of(made, folder, item_vectors=table, **({"remarks": odd} if odd else {}))
+    return bundle_of(imported, folder, item_vectors=table, **({"remarks": odd} if odd else {}))
 
 
-def _chance_in_words(share: float) -> str:
+def _chance_in_words(auc: float) -> str:
     return (
-        f"what users clicked scores above a random item in {share:.0%} of pairs, as by chance: if the vectors were "
+        f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: if the vectors were "
         "fitted on such clicks, their ids and rows do not belong together; if the clicks are only to be left out of "
         "lists, all is well"
     )
@@ -127,51 +138,55 @@ def _items(config: NightConfig, erased: Erased) -> Vectors:
     if left_out := unusable.left_out("item_vectors"):
         raise SourceError(f"{path}: {left_out:,} rows have no id that can be used")
     try:
-        found = Vectors.of(pa.chunked_array(ids), pa.chunked_array(rows), "item")
+        item_vectors = Vectors.of(pa.chunked_array(ids), pa.chunked_array(rows), "item")
     except SourceError as error:
         raise SourceError(f"{path}: {error.message}", **error.details) from None
-    gone = pa.array([raw.decode() for raw in erased.items], pa.string())
-    kept = as_rows(pc.invert(pc.is_in(found.ids, value_set=gone)))
-    return Vectors(found.ids.filter(pa.array(kept)), found.rows[kept])
+    erased_ids = pa.array([raw.decode() for raw in erased.items], pa.string())
+    is_kept = as_rows(pc.invert(pc.is_in(item_vectors.ids, value_set=erased_ids)))
+    return Vectors(item_vectors.ids.filter(pa.array(is_kept)), item_vectors.rows[is_kept])
 
 
-def _with_brought(items: Vectors, brought: Mapping[bytes, Sequence[float]]) -> Vectors:
+def _with_brought(items: Vectors, event_vectors: Mapping[bytes, Sequence[float]]) -> Vectors:
     """Behind the rows of the table, which wins, those of items that it lacks.
 
     Anybody sends events: a number beyond OUTPUT_MAX, and beyond all of the table's, would spoil the fold and the lists.
     """
-    most = max(OUTPUT_MAX, float(np.abs(items.rows).max(initial=0)))
+    max_magnitude = max(OUTPUT_MAX, float(np.abs(items.rows).max(initial=0)))
     fitting = {
-        raw.decode(): each
-        for raw, each in brought.items()
-        if len(each) == items.dims and max(map(abs, each)) <= most
+        raw.decode(): vector
+        for raw, vector in event_vectors.items()
+        if len(vector) == items.dims and max(map(abs, vector)) <= max_magnitude
     }
-    known = set(
+    ids_in_table = set(
         pc.filter(items.ids, pc.is_in(items.ids, pa.array(list(fitting), pa.string()))).to_pylist()
     )
-    if not (new := {id_: each for id_, each in fitting.items() if id_ not in known}):
+    if not (new := {id_: vector for id_, vector in fitting.items() if id_ not in ids_in_table}):
         return items
     ids = pa.concat_arrays([items.ids, pa.array(list(new), items.ids.type)])
     return Vectors(ids, np.concatenate([items.rows, np.array(list(new.values()), np.float32)]))
 
 
 def _limit(
-    config: NightConfig, before: datetime | None, files: Sequence[SourceFile] | None
+    config: NightConfig, interactions_before: datetime | None, files: Sequence[SourceFile] | None
 ) -> np.uint64:
     """The highest of the USERS_MAX lowest hashes of users with vectors, else of those who did something.
 
     _EVERYBODY where there are fewer.
     """
-    found = Distinct(USERS_MAX)
+    distinct_hashes = Distinct(USERS_MAX)
     if config.sources.user_vectors:
         for ids, _ in _user_vectors(config):
-            found.add(ids.hashes(SEED))
+            distinct_hashes.add(ids.hashes(SEED))
     else:
         for batch in read_interactions(
-            config.sources, Path(config.base), before=before, files=files
+            config.sources, Path(config.base), cutoff_at=interactions_before, files=files
         ):
-            found.add(batch.users.hashes(SEED))
-    return np.uint64(found.smallest[-1]) if len(found.smallest) == USERS_MAX else _EVERYBODY
+            distinct_hashes.add(batch.users.hashes(SEED))
+    return (
+        np.uint64(distinct_hashes.smallest[-1])
+        if len(distinct_hashes.smallest) == USERS_MAX
+        else _EVERYBODY
+    )
 
 
 def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
@@ -189,10 +204,10 @@ def _users(config: NightConfig, items: Vectors, limit: np.uint64, erased: Erased
     spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
     texts, rows = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
     for ids, values in _user_vectors(config):
-        found = read_values(values, spec)
-        kept = found.usable & _below(ids, limit) & erased.keeps_users(ids)
-        texts.append(ids.texts().filter(pa.array(kept)))
-        rows.append(found.numbers[kept])
+        feature_values = read_values(values, spec)
+        is_kept = feature_values.usable & _below(ids, limit) & erased.keeps_users(ids)
+        texts.append(ids.texts().filter(pa.array(is_kept)))
+        rows.append(feature_values.numbers[is_kept])
     names, numbers = pa.concat_arrays(texts), np.concatenate(rows)
     if not len(names):
         raise SourceError(
@@ -209,20 +224,20 @@ def _clicks(
     items: Vectors,
     users: Vectors | None,
     limit: np.uint64,
-    before: datetime | None,
+    interactions_before: datetime | None,
     erased: Erased,
     files: Sequence[SourceFile] | None,
 ) -> tuple[ClickMatrix | None, list[str]]:
     """(clicks of some users before the cut, None where there are none to choose a fold by; remarks)."""
     sources = config.sources
-    read = read_interactions(sources, Path(config.base), before=before, files=files)
+    read = read_interactions(sources, Path(config.base), cutoff_at=interactions_before, files=files)
     batches = [batch.only(_below(batch.users, limit)) for batch in map(erased.leave_out, read)]
     if not sum(len(batch.times) for batch in batches):
         return None, []
     where = ", ".join(sources.interactions)
     try:
-        known = None if users is None else users.ids
-        return ClickMatrix.read(batches, where, known, items.ids), []
+        known_user_ids = None if users is None else users.ids
+        return ClickMatrix.read(batches, where, known_user_ids, items.ids), []
     except NothingKnown as error:
         # Of a sample of users none may have clicked; of everybody it is worth a word.
         return None, [error.message] if limit == _EVERYBODY else []

@@ -85,19 +85,19 @@ class Governor:
 
     def pace(self, size_bytes: int) -> None:
         """Wait until this much more may be sent or asked for."""
-        now = self._timer()
+        now_s = self._timer()
         if not self._known:
             self._governed, self._readers = self._who()
-        if now - self._stepped_at >= self._due_s:
-            self._step(now)
+        if now_s - self._stepped_at >= self._due_s:
+            self._step(now_s)
         self._done_bytes += size_bytes
         if not self._governed:
             return
-        now = self._timer()
-        if now < self._due:
-            self._nap(self._due - now)
-            now = self._timer()
-        self._due = max(self._due, now - BURST_S) + size_bytes / self._allow(size_bytes)
+        now_s = self._timer()
+        if now_s < self._due:
+            self._nap(self._due - now_s)
+            now_s = self._timer()
+        self._due = max(self._due, now_s - BURST_S) + size_bytes / self._allow(size_bytes)
 
     def _allow(self, size_bytes: int) -> float:
         """The rate at which these bytes may go."""
@@ -123,21 +123,21 @@ class Governor:
         self._yield(False)
         self._watch.close()
 
-    def _step(self, now: float) -> None:
-        look = self._fresh(now)
+    def _step(self, now_s: float) -> None:
+        observation = self._fresh(now_s)
         was, (self._governed, self._readers) = self._governed, self._who()
         if self._governed:
             if not was:
-                self._done_bytes, self._stepped_at = 0, now
+                self._done_bytes, self._stepped_at = 0, now_s
             if self._readers and not self._calibrated:
                 self._yield(True)
-                self._calibrate(look)
+                self._calibrate(observation)
             else:
-                self._adapt(look)
+                self._adapt(observation)
         self._yield(self._readers and self._governed and not self._starved)
         self._done_bytes, self._stepped_at = 0, self._timer()
 
-    def _adapt(self, look: Look | None) -> None:
+    def _adapt(self, observation: Look | None) -> None:
         worked, rested = (
             (self._watch.round_trips(), self._rest(REST_S)) if self._readers else ([], [])
         )
@@ -146,9 +146,9 @@ class Governor:
             Signals(
                 worked=worked,
                 rested=rested,
-                replicas_ms=look.replicas_ms if look else {},
-                busy=look.busy if look else 0.0,
-                lag_bytes=look.lag_bytes if look else 0,
+                replicas_ms=observation.replicas_ms if observation else {},
+                busy=observation.busy if observation else 0.0,
+                lag_bytes=observation.lag_bytes if observation else 0,
                 done_bytes=self._done_bytes,
                 spent_s=spent_s,
             ),
@@ -162,14 +162,14 @@ class Governor:
             self._done_bytes / MIB / max(spent_s, 1e-9), self.throttle.rate / MIB, self.throttle.reason,
         )  # fmt: skip
 
-    def _calibrate(self, look: Look | None) -> None:
+    def _calibrate(self, observation: Look | None) -> None:
         """Measures what readers feel when nothing is done, before the first piece."""
-        began = self._timer()
+        started_at = self._timer()
         self._watch.round_trips()
         rested = self._rest(self._config.idle_s)
-        self.throttle.calibrate(rested, look.replicas_ms if look else {})
+        self.throttle.calibrate(rested, observation.replicas_ms if observation else {})
         self._calibrated = True
-        self._owed_bytes += self.throttle.floor * (self._timer() - began)
+        self._owed_bytes += self.throttle.floor * (self._timer() - started_at)
 
     def _rest(self, seconds: float) -> list[float]:
         """Round trips while nothing is done for that long."""
@@ -185,8 +185,8 @@ class Governor:
         Only where the thread gives way to everything else, and for a fifth of the time; never beside what matters
         more than how fast the work goes (`awake` False).
         """
-        until = self._timer() + seconds
-        while (left_s := until - self._timer()) > 0:
+        rest_ends_at = self._timer() + seconds
+        while (left_s := rest_ends_at - self._timer()) > 0:
             if self._yields and self._awake:
                 self._watch.stir()
                 self._spin()
@@ -198,19 +198,23 @@ class Governor:
         if self._config.readers != "auto":
             self._known, always = True, self._config.readers == "always"
             return always, always
-        now = self._timer()
-        look = self._fresh(now)
-        self._known = look is not None and (look.replicas > 0 or look.foreign_s is not None)
-        if look is None:
+        now_s = self._timer()
+        observation = self._fresh(now_s)
+        self._known = observation is not None and (
+            observation.replicas > 0 or observation.foreign_s is not None
+        )
+        if observation is None:
             # Nothing is known of readers, so they are taken to be there; the first look gets a moment to arrive.
-            return True, now - self._opened_at >= STEP_S
-        readers = look.replicas > 0 or (look.foreign_s or 0.0) > FOREIGN_READS_S
-        held = readers or look.followers > 0 or self._config.ceiling_mib_s > 0
-        return held or not self._known, readers
+            return True, now_s - self._opened_at >= STEP_S
+        readers = observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_S
+        is_held_back = readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
+        return is_held_back or not self._known, readers
 
-    def _fresh(self, now: float) -> Look | None:
-        look = self._watch.look()
-        return look if look is not None and now - look.at <= STALE_S else None
+    def _fresh(self, now_s: float) -> Look | None:
+        observation = self._watch.look()
+        return (
+            observation if observation is not None and now_s - observation.at <= STALE_S else None
+        )
 
     def _yield(self, on: bool) -> None:
         if on != self._yields and self._config.yield_cpu:

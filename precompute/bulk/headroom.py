@@ -40,7 +40,7 @@ def unevictable_bytes(
     keyspace: Any = server.info("keyspace")
     used = info_number(info, "used_memory")
     with refusing("INFO", "counts of keys by database"):
-        expiring = sum(int(each["expires"]) for each in keyspace.values())
+        expiring = sum(int(database["expires"]) for database in keyspace.values())
     if not expiring or not control.check_policy().startswith("volatile-"):
         return used
     dataset = info_number(info, "used_memory_dataset", used)
@@ -62,15 +62,18 @@ def demand_redis(
     control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
 ) -> None:
     """Raises Refused unless Redis' `maxmemory` has room for this much more; of a cluster, each node's for its share."""
-    share = shares(control.client)
+    share_by_node = shares(control.client)
     for name, server in masters(control.client).items():
         info: Any = server.info("memory")
         limit = info_number(info, "maxmemory", 0)
         if not limit:
             continue
-        more = round(size_bytes * share[name])
+        more = round(size_bytes * share_by_node[name])
         used = unevictable_bytes(
-            control, server, pages_bytes=pages_bytes * share[name], record_bytes=record_bytes
+            control,
+            server,
+            pages_bytes=pages_bytes * share_by_node[name],
+            record_bytes=record_bytes,
         )
         if used + more > REDIS_USED_MAX * limit:
             where = "" if name == "primary" else f" on {name}"
@@ -86,11 +89,11 @@ def demand_redis(
 
 def demand_disk(folder: Path, size_bytes: int) -> None:
     """Raises Refused unless the file system that holds `folder` has room for this much more."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(there).free
+    existing_folder = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.exists())
+    free = shutil.disk_usage(existing_folder).free
     if free < size_bytes:
         raise Refused(
-            f"{size_bytes:,} bytes are about to be written to {there}, which has {free:,} left; "
+            f"{size_bytes:,} bytes are about to be written to {existing_folder}, which has {free:,} left; "
             "free space, retire generations or move `artifacts`, then run the step again",
             rule=DISK_HEADROOM,
             value=free,

@@ -49,25 +49,25 @@ def load_part(
     Whole or in pieces, a page can be written again without harm, since the generation is not live. The mark is written
     last; pages that an earlier try has noted as there are not sent again.
     """
-    noted = keys.loaded(manifest.generation)
-    if client.hget(noted, part.name) == part.mark:
+    loaded_key = keys.loaded(manifest.generation)
+    if client.hget(loaded_key, part.name) == part.mark:
         return False
-    client.hdel(noted, part.read)
+    client.hdel(loaded_key, part.read)
     entry = part.pages
     if not entry.count:
-        client.hset(noted, part.name, part.mark.decode())
+        client.hset(loaded_key, part.name, part.mark.decode())
         return True
-    done = loaded_pages(client, keys, manifest, part)
-    noted_at, unnoted = done, 0
-    progress(sum(part.size_of(page) for page in range(done)))
+    loaded_count = loaded_pages(client, keys, manifest, part)
+    noted_at, unnoted = loaded_count, 0
+    progress(sum(part.size_of(page) for page in range(loaded_count)))
 
     def landed(pages: int, size_bytes: int) -> None:
-        nonlocal done, noted_at, unnoted
-        done, unnoted = done + pages, unnoted + size_bytes
+        nonlocal loaded_count, noted_at, unnoted
+        loaded_count, unnoted = loaded_count + pages, unnoted + size_bytes
         progress(size_bytes)
-        if unnoted >= NOTED_BYTES and done > noted_at:
-            client.hset(noted, part.progress, f"{part.mark.decode()} {done}")
-            noted_at, unnoted = done, 0
+        if unnoted >= NOTED_BYTES and loaded_count > noted_at:
+            client.hset(loaded_key, part.progress, f"{part.mark.decode()} {loaded_count}")
+            noted_at, unnoted = loaded_count, 0
 
     with (
         (root / entry.file.path).open("rb") as file,
@@ -82,8 +82,8 @@ def load_part(
             memoryview(pages) as view,
             PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed) as stream,
         ):
-            stream.send(names, view, done, part.table.page_bytes)
-    mark_loaded(client, noted, part)
+            stream.send(names, view, loaded_count, part.table.page_bytes)
+    mark_loaded(client, loaded_key, part)
     return True
 
 
@@ -98,11 +98,11 @@ def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
 
 def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
     """Number of pages of an unfinished part that are known to be in Redis, from its first on."""
-    noted = client.hget(keys.loaded(manifest.generation), part.progress)
-    if not isinstance(noted, bytes):
+    progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
+    if not isinstance(progress_note, bytes):
         return 0
-    mark, _, count = noted.partition(b" ")
-    return min(int(count), part.pages.pages) if mark == part.mark and count.isdigit() else 0
+    part_mark, _, count = progress_note.partition(b" ")
+    return min(int(count), part.pages.pages) if part_mark == part.mark and count.isdigit() else 0
 
 
 def unlink_pages(

@@ -43,9 +43,9 @@ class PageStream(OwnConnections):
     def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
         """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
 
-        def again(page: int) -> None:
-            with pages[page * size : (page + 1) * size] as whole:
-                self._client.set(names[page], whole)
+        def resend_page(page: int) -> None:
+            with pages[page * size : (page + 1) * size] as resent_page:
+                self._client.set(names[page], resent_page)
 
         page = first
         while page < len(names):
@@ -53,35 +53,35 @@ class PageStream(OwnConnections):
             if self._governor is None or piece is None:
                 page += self._send_whole(names, pages, page, size)
             else:
-                with pages[page * size : (page + 1) * size] as whole:
-                    self._send_paced(self._governor, names[page], page, whole, piece)
+                with pages[page * size : (page + 1) * size] as page_view:
+                    self._send_paced(self._governor, names[page], page, page_view, piece)
                 page += 1
             if len(self._waiting) >= UNANSWERED:
-                self._await_chunk(again)
+                self._await_chunk(resend_page)
         while self._waiting:
-            self._await_chunk(again)
+            self._await_chunk(resend_page)
 
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
         """Sends a chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
         chunk = names[page : page + max(1, self._chunk_bytes // size)]
         with ExitStack() as views:  # an error must not leave the mapped file in use
             values = [
-                views.enter_context(pages[each * size : (each + 1) * size])
-                for each in range(page, page + len(chunk))
+                views.enter_context(pages[page_number * size : (page_number + 1) * size])
+                for page_number in range(page, page + len(chunk))
             ]
             sent_bytes = sum(len(value) for value in values)
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
-            sent = []
-            for server, places in by_server(self._client, chunk):
+            sent_pages = []
+            for server, positions in by_server(self._client, chunk):
                 packed: list[bytes | memoryview] = []
-                for place in places:
-                    value = values[place]
-                    packed += (_head_of_set(chunk[place], len(value)), value, b"\r\n")
+                for position in positions:
+                    value = values[position]
+                    packed += (_head_of_set(chunk[position], len(value)), value, b"\r\n")
                 connection = self.to(server)
                 connection.send_packed_command(packed, check_health=False)
-                sent.append((connection, [page + place for place in places]))
-        self._sent(_Chunk(sent, len(chunk), sent_bytes))
+                sent_pages.append((connection, [page + position for position in positions]))
+        self._sent(_Chunk(sent_pages, len(chunk), sent_bytes))
         return len(chunk)
 
     def _send_paced(
@@ -108,7 +108,7 @@ class PageStream(OwnConnections):
     def _sent(self, chunk: _Chunk) -> None:
         self._waiting.append(chunk)
 
-    def _await_chunk(self, again: Callable[[int], None]) -> None:
+    def _await_chunk(self, resend_page: Callable[[int], None]) -> None:
         """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
         chunk = self._waiting.popleft()
         for connection, pages in chunk.sent:
@@ -116,7 +116,7 @@ class PageStream(OwnConnections):
                 try:
                     checked("SET", connection.read_response())
                 except redis.exceptions.AskError:  # MOVED is one, too
-                    again(page)
+                    resend_page(page)
         self._landed(chunk.pages, chunk.size_bytes)
 
 

@@ -46,8 +46,8 @@ class Part:
 
     def size_of(self, page: int) -> int:
         """Bytes of its page of that number (from 0)."""
-        whole = self.pages.count * self.table.layout.size_bytes
-        return min(self.table.page_bytes, whole - page * self.table.page_bytes)
+        part_bytes = self.pages.count * self.table.layout.size_bytes
+        return min(self.table.page_bytes, part_bytes - page * self.table.page_bytes)
 
     def key(self, keys: Keyspace, generation: str, page: int) -> str:
         """Redis key of its page of that number (from 0)."""

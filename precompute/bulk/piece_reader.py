@@ -63,17 +63,19 @@ class PieceReader(OwnConnections):
             yield from self._take()
 
     def _take(self) -> Iterator[PageDigest]:
-        asked = self._waiting.popleft()
+        piece_request = self._waiting.popleft()
         try:
-            value: Any = checked("GETRANGE", asked.connection.read_response())
+            value: Any = checked("GETRANGE", piece_request.connection.read_response())
         except redis.exceptions.AskError:  # MOVED is one, too
-            value = self._client.getrange(asked.name.decode(), asked.start, asked.end)
+            value = self._client.getrange(
+                piece_request.name.decode(), piece_request.start, piece_request.end
+            )
         self._digest.update(value)
         self._size_bytes += len(value)
-        if asked.ends_page:
-            found, size_bytes = self._digest.intdigest(), self._size_bytes
+        if piece_request.ends_page:
+            digest, size_bytes = self._digest.intdigest(), self._size_bytes
             self._digest, self._size_bytes = xxhash.xxh3_64(), 0
-            yield PageDigest(asked.page, found if size_bytes else None, size_bytes)
+            yield PageDigest(piece_request.page, digest if size_bytes else None, size_bytes)
 
 
 def _getrange(name: bytes, start: int, end: int) -> bytes:

@@ -38,13 +38,13 @@ def _set(thread: int, *, idle: bool) -> bool:
 
 def _can_return() -> bool:
     """True if a thread can enter the idle class and leave it, tried on one that has nothing else to do."""
-    found: list[bool] = []
+    trial_results: list[bool] = []
 
     def there_and_back() -> None:
         thread = threading.get_native_id()
-        found.append(_set(thread, idle=True) and _set(thread, idle=False))
+        trial_results.append(_set(thread, idle=True) and _set(thread, idle=False))
 
     trial = threading.Thread(target=there_and_back, name="larder-give-way")
     trial.start()
     trial.join()
-    return found[0]
+    return trial_results[0]

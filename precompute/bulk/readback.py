@@ -41,16 +41,16 @@ def verify_part(
 
     A bad page takes its part's `loaded` mark along, so that the next `load` sends the part again.
     """
-    found = bad_pages(
+    damaged_pages = bad_pages(
         client, keys, manifest, root, part,
         chunk_bytes=chunk_bytes, progress=progress, governor=governor,
     )  # fmt: skip
-    with closing(found):
-        bad = next(found, None)
-    if bad is not None:
+    with closing(damaged_pages):
+        damaged_page = next(damaged_pages, None)
+    if damaged_page is not None:
         client.hdel(keys.loaded(manifest.generation), part.name, part.progress)
-        name = part.key(keys, manifest.generation, bad[0])
-        raise BadPage(f"page {name} {bad[1]}; run load again", page=name)
+        name = part.key(keys, manifest.generation, damaged_page[0])
+        raise BadPage(f"page {name} {damaged_page[1]}; run load again", page=name)
     return part.pages.pages
 
 
@@ -111,8 +111,8 @@ def _values(client: "redis.Redis", names: list[bytes]) -> list[bytes | None]:
     with client.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.get(name)
-        found: list[bytes | None] = pipeline.execute()
-    return found
+        values: list[bytes | None] = pipeline.execute()
+    return values
 
 
 def lengths(
@@ -121,25 +121,27 @@ def lengths(
     """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
     for first in range(0, part.pages.pages, AT_ONCE_MAX):
         numbers = range(first, min(first + AT_ONCE_MAX, part.pages.pages))
-        names = [part.key(keys, manifest.generation, each).encode() for each in numbers]
+        names = [
+            part.key(keys, manifest.generation, page_number).encode() for page_number in numbers
+        ]
         yield from zip(numbers, sizes(client, names), strict=True)
 
 
 def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
     """Bytes of each of these values, 0 for one that is not there; one round trip to each server."""
-    found = [0] * len(names)
-    for server, places in by_server(client, names):
-        strlens = _strlens(client, server, [names[place] for place in places])
-        for place, size_bytes in zip(places, strlens, strict=True):
-            found[place] = size_bytes
-    return found
+    sizes_bytes = [0] * len(names)
+    for server, positions in by_server(client, names):
+        strlens = _strlens(client, server, [names[position] for position in positions])
+        for position, size_bytes in zip(positions, strlens, strict=True):
+            sizes_bytes[position] = size_bytes
+    return sizes_bytes
 
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
     """Bytes of each value, asked for in one packet: redis-py's pipeline would take seconds for a large generation."""
     packed = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
-    with OwnConnections() as own:
-        connection = own.to(server)
+    with OwnConnections() as connections:
+        connection = connections.to(server)
         connection.send_packed_command([packed], check_health=False)
         replies = [_reply(connection) for _ in names]
     return [

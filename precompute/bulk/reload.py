@@ -78,11 +78,11 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
 
 def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -> Iterator[Part]:
     """Parts without their mark or, unless pages `are_whole` where it is, without a page of its length."""
-    marks: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
+    mark_by_part_name: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
     for part in parts_of(manifest):
-        found = lengths(control.client, control.keys, manifest, part)
-        if marks.get(part.name.encode()) != part.mark or not (
-            are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in found)
+        page_lengths = lengths(control.client, control.keys, manifest, part)
+        if mark_by_part_name.get(part.name.encode()) != part.mark or not (
+            are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in page_lengths)
         ):
             yield part
 
@@ -92,13 +92,17 @@ def _is_sample_there(control: Control, manifest: Manifest) -> bool:
     parts = parts_of(manifest)
     ends = np.cumsum([part.pages.pages for part in parts])
     total = int(ends[-1]) if parts else 0
-    places = np.unique(np.linspace(0, max(0, total - 1), LOOKS).astype(np.int64))[:total]
-    looked = []
-    for place, number in zip(places, np.searchsorted(ends, places, "right"), strict=True):
+    sample_positions = np.unique(np.linspace(0, max(0, total - 1), LOOKS).astype(np.int64))[:total]
+    sampled_pages = []
+    for position, number in zip(
+        sample_positions, np.searchsorted(ends, sample_positions, "right"), strict=True
+    ):
         part = parts[number]
-        looked.append((part, int(place - ends[number]) + part.pages.pages))
-    names = [part.key(control.keys, manifest.generation, page).encode() for part, page in looked]
-    return sizes(control.client, names) == [part.size_of(page) for part, page in looked]
+        sampled_pages.append((part, int(position - ends[number]) + part.pages.pages))
+    names = [
+        part.key(control.keys, manifest.generation, page).encode() for part, page in sampled_pages
+    ]
+    return sizes(control.client, names) == [part.size_of(page) for part, page in sampled_pages]
 
 
 def repair(
@@ -120,18 +124,20 @@ def damaged(
 ) -> list[str]:
     """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
     manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
-    found = []
+    damaged_keys = []
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
-        bad = bad_pages(control.client, control.keys, manifest, root, part, governor=governor)
-        found += [part.key(control.keys, generation, page) for page, _ in bad]
-    return found
+        damaged_pages = bad_pages(
+            control.client, control.keys, manifest, root, part, governor=governor
+        )
+        damaged_keys += [part.key(control.keys, generation, page) for page, _ in damaged_pages]
+    return damaged_keys
 
 
 def is_marked(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked exactly this part as wholly loaded."""
-    mark = control.client.hget(control.keys.loaded(manifest.generation), part.name)
-    return bool(mark == part.mark)
+    stored_mark = control.client.hget(control.keys.loaded(manifest.generation), part.name)
+    return bool(stored_mark == part.mark)
 
 
 def _repair_part(
@@ -147,25 +153,25 @@ def _repair_part(
     _fetch(store, generation, part.pages.sums)
     root = store.local(generation_path(generation))
     with _needing_files(store, manifest, part):
-        bad = [
+        damaged_pages = [
             page
             for page, _ in bad_pages(
                 client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor
             )
         ]
-        if bad:
+        if damaged_pages:
             _fetch(store, generation, part.pages.file)
             with (
                 (root / part.pages.file.path).open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
             ):
-                for page in bad:
+                for page in damaged_pages:
                     start = page * part.table.page_bytes
                     sound = pages[start : start + part.size_of(page)]
                     _mend(client, part.key(keys, generation, page), sound, governor)
     if not is_marked(control, manifest, part):
         client.hset(keys.loaded(generation), part.name, part.mark.decode())
-    return [part.key(keys, generation, page) for page in bad]
+    return [part.key(keys, generation, page) for page in damaged_pages]
 
 
 def _mend(client: "redis.Redis", name: str, sound: bytes, governor: Governor | None) -> None:

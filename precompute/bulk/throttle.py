@@ -97,12 +97,12 @@ class Throttle:
         self, rested: Sequence[float], replicas_ms: Mapping[str, float] | None = None
     ) -> None:
         """Takes in what readers feel while nothing is being done; nothing is concluded from too few round trips."""
-        self._idle.extend(each for each in rested if math.isfinite(each))
+        self._idle.extend(round_trip_s for round_trip_s in rested if math.isfinite(round_trip_s))
         if len(self._idle) >= JUDGED_MIN:
             self.idle_p99_s = p99(self._idle)
-        for name, found in (replicas_ms or {}).items():
+        for name, p99_ms in (replicas_ms or {}).items():
             # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
-            self._replicas_idle_ms[name] = min(found, self._replicas_idle_ms.get(name, math.inf))
+            self._replicas_idle_ms[name] = min(p99_ms, self._replicas_idle_ms.get(name, math.inf))
 
     @property
     def limit_s(self) -> float | None:
@@ -137,7 +137,7 @@ class Throttle:
         if not signals.worked or self.limit_s is None:
             return "no probe"
         worked, rested = (
-            sum(each > self.limit_s for each in trips) / max(1, len(trips))
+            sum(round_trip_s > self.limit_s for round_trip_s in trips) / max(1, len(trips))
             for trips in (signals.worked, signals.rested)
         )
         self._late.append((worked, rested))
@@ -145,8 +145,8 @@ class Throttle:
             return "probe p99"
         if signals.busy > BUSY_MAX:
             return "Redis busy"
-        for name, found in signals.replicas_ms.items():
-            if found > self._replica_factor * self._replicas_idle_ms.setdefault(name, found):
+        for name, p99_ms in signals.replicas_ms.items():
+            if p99_ms > self._replica_factor * self._replicas_idle_ms.setdefault(name, p99_ms):
                 return f"p99 of {name}"
         return ""
 
@@ -166,7 +166,9 @@ class Throttle:
         """Excess of the share of late probes over what is allowed, and the standard error of that."""
         if len(self._late) < STEPS_MIN:
             return 0.0, math.inf
-        worked, rested = (statistics.fmean(each) for each in zip(*self._late, strict=True))
+        worked, rested = (
+            statistics.fmean(late_shares) for late_shares in zip(*self._late, strict=True)
+        )
         spread = statistics.stdev([worked - rested for worked, rested in self._late])
         return worked - max(1 - QUANTILE, rested), spread / math.sqrt(len(self._late))
 

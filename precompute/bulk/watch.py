@@ -121,7 +121,7 @@ class Watcher:
         try:
             if self._stirring is None:
                 servers = masters(self._own.client).values()
-                self._stirring = [each.connection_pool.get_connection() for each in servers]
+                self._stirring = [server.connection_pool.get_connection() for server in servers]
             for connection in self._stirring:
                 connection._sock.sendall(PING)
             for connection in self._stirring:
@@ -154,7 +154,7 @@ class Watcher:
 
     def _watch(self) -> None:
         probes: list[tuple[Any, bytes]] = []
-        looks = 0
+        observation_count = 0
         due = time.perf_counter()
         if self._own is None:
             client = another(
@@ -164,86 +164,86 @@ class Watcher:
                 retry=Retry(NoBackoff(), 0),
             )
             self._own = Control(client, self._theirs.keys)
-        with OwnConnections() as taken:
+        with OwnConnections() as connections:
             while not self._closing.is_set():
                 if time.perf_counter() >= due:
                     self._newest = self._look(self._own)
-                    looks += 1
-                    due = time.perf_counter() + (FIRST_LOOK_S if looks == 1 else LOOK_S)
+                    observation_count += 1
+                    due = time.perf_counter() + (FIRST_LOOK_S if observation_count == 1 else LOOK_S)
                 if time.perf_counter() - self._asked_at > UNASKED_S:
                     self._closing.wait(max(0.0, min(0.01, due - time.perf_counter())))
                     continue
                 if not probes:
-                    probes = list(self._probes(self._own, taken))
+                    probes = list(self._probes(self._own, connections))
                 self._found.append(self._round_trip(*probes[self._own_probes % len(probes)]))
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
         """Seconds of a round trip on the bare socket: readers on this host wait for whatever a probe does beside it."""
         wire = connection._sock
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         wire.sendall(probe)
         reply: bytes = wire.recv(REPLY_BYTES)
         while not is_whole(reply):
             if not (more := wire.recv(REPLY_BYTES)):
                 raise ConnectionError("Redis closed the connection")
             reply += more
-        spent_s = time.perf_counter() - began
+        spent_s = time.perf_counter() - started_at
         self._own_probes += 1
         return spent_s
 
-    def _probes(self, own: Control, taken: OwnConnections) -> Iterator[tuple[Any, bytes]]:
+    def _probes(self, control: Control, connections: OwnConnections) -> Iterator[tuple[Any, bytes]]:
         """A record's length of a live page of every server, what a reader reads, and the connection to ask over."""
-        keys, pointer = own.keys, own.pointer()
+        keys, pointer = control.keys, control.pointer()
         self._own_probes += 1
-        loaded: Any = own.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
-        tables = sorted({each.decode().partition("/")[0] for each in loaded})
+        loaded: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
+        tables = sorted({part_name.decode().partition("/")[0] for part_name in loaded})
         names = [keys.live]
         if pointer is not None and tables:
             names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
-        for server, places in by_server(own.client, names):
-            connection = taken.to(server)
-            command = "GETRANGE", names[places[0]], 0, PROBED_BYTES - 1
+        for server, positions in by_server(control.client, names):
+            connection = connections.to(server)
+            command = "GETRANGE", names[positions[0]], 0, PROBED_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 
-    def _look(self, own: Control) -> Look:
-        replicas = own.replicas()
+    def _look(self, control: Control) -> Look:
+        replicas = control.replicas()
         heard = {
-            each.name: each.l2_p99_ms
-            for each in replicas
-            if isinstance(each.l2_p99_ms, int | float)
+            replica.name: replica.l2_p99_ms
+            for replica in replicas
+            if isinstance(replica.l2_p99_ms, int | float)
         }
-        servers = masters(own.client)
+        servers = masters(control.client)
         infos = {name: info_of(server) for name, server in servers.items()}
-        now, ours = time.perf_counter(), self._own_work + self._own_probes
-        reads = -ours
+        now_s, own_read_count = time.perf_counter(), self._own_work + self._own_probes
+        reads = -own_read_count
         for info in infos.values():
             reads += reads_of(info)
         cpu = {server: cpu_s(info) for server, info in infos.items()}
-        before, self._before = self._before, (now, reads, cpu)
+        earlier_totals, self._before = self._before, (now_s, reads, cpu)
         foreign, busy = None, 0.0
-        if before is not None and (spent_s := now - before[0]) > 0:
-            foreign = max(0.0, (reads - before[1]) / spent_s)
-            spent = [used - before[2].get(server, used) for server, used in cpu.items()]
+        if earlier_totals is not None and (spent_s := now_s - earlier_totals[0]) > 0:
+            foreign = max(0.0, (reads - earlier_totals[1]) / spent_s)
+            spent = [used - earlier_totals[2].get(server, used) for server, used in cpu.items()]
             busy = max([0.0, *spent]) / spent_s
         followers = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
         behind = max(map(lag_bytes, infos.values()), default=0)
-        return Look(now, heard, len(replicas), foreign, busy, followers, behind)
+        return Look(now_s, heard, len(replicas), foreign, busy, followers, behind)
 
 
 def is_whole(reply: bytes) -> bool:
     """True if this is all of a bulk string (RESP); raises ValueError for another reply."""
-    head, separator, rest = reply.partition(b"\r\n")
+    head, separator, payload = reply.partition(b"\r\n")
     if reply and not reply.startswith(b"$"):
         raise ValueError(f"a probe was answered by {reply[:80]!r}")
-    return bool(separator) and len(rest) == int(head[1:]) + 2
+    return bool(separator) and len(payload) == int(head[1:]) + 2
 
 
 def info_of(server: "redis.Redis") -> dict[str, Any]:
     """Commands, processor time and replication; empty where the user may not ask."""
     try:
-        found: Any = server.info("commandstats", "cpu", "replication")
-        return dict(found)
+        info: Any = server.info("commandstats", "cpu", "replication")
+        return dict(info)
     except redis.exceptions.NoPermissionError:
         return {}
 
@@ -256,9 +256,9 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
     return max(
         [0]
         + [
-            offset - int(each["offset"])
-            for each in replicas
-            if isinstance(each, dict) and each.get("state") == "online"
+            offset - int(replica["offset"])
+            for replica in replicas
+            if isinstance(replica, dict) and replica.get("state") == "online"
         ]
     )
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,8 @@ def agreement(
         facts["score_error_p99"] = float(np.percentile(errors, 99))
     facts["batch_invariant"] = _is_invariant(int8, inputs, approximate)
     for name, rows in (("single", 1), ("batch_32", 32)):
-        some = take(inputs, np.arange(min(rows, rows_of(inputs))))
-        slow, fast = _seconds(lambda x=some: fp32.run(x)), _seconds(lambda x=some: int8.run(x))  # type: ignore[misc]
+        timed_inputs = take(inputs, np.arange(min(rows, rows_of(inputs))))
+        slow, fast = [_seconds(partial(tower.run, timed_inputs)) for tower in (fp32, int8)]
         facts[f"speedup_{name}"] = round(slow / fast, 3)
     return facts
 
@@ -84,40 +85,40 @@ def _compare(
     overlap, errors = np.empty(len(exact)), np.empty(len(exact))
     for start in range(0, len(exact), ROWS_AT_ONCE):
         rows = np.arange(start, min(start + ROWS_AT_ONCE, len(exact)))
-        gone = Histories.of([()] * len(rows)) if excluded is None else excluded.take(rows)
+        exclusions = Histories.of([()] * len(rows)) if excluded is None else excluded.take(rows)
         lists, errors[rows] = _tops(
-            (exact[rows], approximate[rows]), item_vectors, top, metric, gone
+            (exact[rows], approximate[rows]), item_vectors, top, metric, exclusions
         )
         overlap[rows] = recalls(*lists)
     return overlap, errors
 
 
 def _tops(
-    both: tuple[NDArray[np.float32], NDArray[np.float32]],
+    vector_pair: tuple[NDArray[np.float32], NDArray[np.float32]],
     item_vectors: NDArray[np.float32],
     top: int,
     metric: Metric,
-    gone: Histories,
+    exclusions: Histories,
 ) -> tuple[list[NDArray[np.uint32]], NDArray[np.float64]]:
     """(the best items of each row, of both kinds of vectors; the largest error by the largest score)."""
-    row_of = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
-    keys = [np.empty((len(gone), 0), np.uint64) for _ in both]
-    largest, error = np.full(len(gone), 1e-30), np.zeros(len(gone))
+    row_of = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
+    keys = [np.empty((len(exclusions), 0), np.uint64) for _ in vector_pair]
+    largest, error = np.full(len(exclusions), 1e-30), np.zeros(len(exclusions))
     for start, part in tiles(item_vectors, metric):
-        ours, theirs = (vectors @ part.T for vectors in both)
-        largest = np.maximum(largest, np.abs(ours).max(axis=1))
-        error = np.maximum(error, np.abs(ours - theirs).max(axis=1))
-        inside = (gone.indices >= start) & (gone.indices < start + len(part))
-        for place, scores in enumerate((ours, theirs)):
-            scores[row_of[inside], gone.indices[inside] - start] = -np.inf
-            keys[place] = best_with(keys[place], scores, start, top)
-    return [unpack(each, top)[0] for each in keys], error / largest
+        exact_scores, theirs = (vectors @ part.T for vectors in vector_pair)
+        largest = np.maximum(largest, np.abs(exact_scores).max(axis=1))
+        error = np.maximum(error, np.abs(exact_scores - theirs).max(axis=1))
+        inside = (exclusions.indices >= start) & (exclusions.indices < start + len(part))
+        for side_index, scores in enumerate((exact_scores, theirs)):
+            scores[row_of[inside], exclusions.indices[inside] - start] = -np.inf
+            keys[side_index] = best_with(keys[side_index], scores, start, top)
+    return [unpack(packed_keys, top)[0] for packed_keys in keys], error / largest
 
 
-def _is_invariant(tower: Tower, inputs: Inputs, whole: NDArray[np.float32]) -> bool:
+def _is_invariant(tower: Tower, inputs: Inputs, full_output: NDArray[np.float32]) -> bool:
     for size in _INVARIANCE_SIZES:
-        rows = np.arange(min(size, len(whole)))
-        if not np.array_equal(tower.run(take(inputs, rows)), whole[rows]):
+        rows = np.arange(min(size, len(full_output)))
+        if not np.array_equal(tower.run(take(inputs, rows)), full_output[rows]):
             return False
     return True
 

@@ -52,10 +52,10 @@ class BundleModel:
     @property
     def files(self) -> tuple[tuple[Path, str, str], ...]:
         """(file, its name in a generation, its SHA-256) of the ONNX file, and of the weights if there are any."""
-        found = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
+        file_entries = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
         if self.weights is not None:
-            found.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
-        return tuple(found)
+            file_entries.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
+        return tuple(file_entries)
 
     @property
     def digest(self) -> str:
@@ -93,14 +93,16 @@ class Bundle:
     @property
     def needs_history(self) -> bool:
         """True if no model answers for a user without a history."""
-        return all(each.spec.history is not None for each in self.models if each.entity == "user")
+        return all(
+            model.spec.history is not None for model in self.models if model.entity == "user"
+        )
 
     @property
     def answers_without_history(self) -> bool:
         """True if a model of users takes features beside a history, so that it answers by these alone."""
         return any(
-            each.entity == "user" and each.spec.history is not None and bool(each.spec.features)
-            for each in self.models
+            model.entity == "user" and model.spec.history is not None and bool(model.spec.features)
+            for model in self.models
         )
 
     @classmethod
@@ -119,19 +121,21 @@ class Bundle:
             data = orjson.loads(raw)
         except (OSError, orjson.JSONDecodeError) as error:
             raise BundleError(f"{path} holds no readable {FILE}: {error}") from error
-        if (why := unread(BUNDLE, data.get("format"), FILE)) is not None:
-            raise BundleError(why)
+        if (reason := unread(BUNDLE, data.get("format"), FILE)) is not None:
+            raise BundleError(reason)
         try:
             dims, metric = int(data["dims"]), data["metric"]
-            listed = [
+            model_entries = [
                 ("user_tower", "user", data["user_tower"]),
                 ("item_tower", "item", data["item_tower"]),
                 *(
-                    (name, each["entity"], each)
-                    for name, each in sorted(data.get("values", {}).items())
+                    (name, value_entry["entity"], value_entry)
+                    for name, value_entry in sorted(data.get("values", {}).items())
                 ),
             ]
-            user, item, *others = models = [_model(path, *each) for each in listed]
+            user, item, *value_models = models = [
+                _model(path, *model_entry) for model_entry in model_entries
+            ]
             _demand_own_names(models)
             listed_items = data["items"]
             items = ItemsFile(
@@ -151,7 +155,7 @@ class Bundle:
         digest = hashlib.sha256(raw).hexdigest()
         return cls(
             path, name, version, digest, dims, metric, items,
-            user, item, {each.name: each for each in others}, data.get("training", {}),
+            user, item, {model.name: model for model in value_models}, data.get("training", {}),
         )  # fmt: skip
 
     def verify(self) -> None:
@@ -177,7 +181,7 @@ class Bundle:
     @property
     def has_weights(self) -> bool:
         """True if a model has weights beside its file: no manifest of format 1 can say so."""
-        return any(each.weights is not None for each in self.models)
+        return any(model.weights is not None for model in self.models)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -192,11 +196,11 @@ class Bundle:
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 over the item ids in the model's own order, each with its length."""
-        whole = hashlib.sha256()
+        hasher = hashlib.sha256()
         for chunk in self.vocabulary.texts.chunks:
             raws = raws_of(chunk)
-            whole.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
-        return whole.hexdigest()
+            hasher.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
+        return hasher.hexdigest()
 
 
 def _verify_model(model: BundleModel) -> None:
@@ -255,9 +259,9 @@ def _weights(path: Path, name: str, file: Path, data: Mapping[str, Any]) -> Path
 
 def _demand_own_names(models: Sequence[BundleModel]) -> None:
     """Raises BundleError for two files of one name in a generation, where all models lie in one folder."""
-    taken: dict[str, str] = {}
+    sha256_by_name: dict[str, str] = {}
     for _, name, sha256 in (file for model in models for file in model.files):
-        if taken.setdefault(name, sha256) != sha256:
+        if sha256_by_name.setdefault(name, sha256) != sha256:
             raise BundleError(f"two files would be {name} of a generation: rename the weights")
 
 
@@ -302,7 +306,7 @@ def _read_items(items: ItemsFile) -> Vocabulary:
         )
     if (count := len(column)) != items.count:
         raise BundleError(f"{name} holds {count} items, {FILE} says {items.count}", count=count)
-    found = Vocabulary.of(as_strings(column))
-    if found is None:
+    vocabulary = Vocabulary.of(as_strings(column))
+    if vocabulary is None:
         raise BundleError(f"{name} names an item twice")
-    return found
+    return vocabulary

@@ -64,8 +64,10 @@ class MadeOfTables(NamedTuple):
 
 def handed_over(store: ArtefactStore) -> list[HandedOver]:
     """Records of all bundles that were handed over, the last one last."""
-    found = map(_RECORD.fullmatch, store.names("bundles"))
-    return sorted(HandedOver(int(each[1]), each[2]) for each in found if each)
+    name_matches = map(_RECORD.fullmatch, store.names("bundles"))
+    return sorted(
+        HandedOver(int(name_match[1]), name_match[2]) for name_match in name_matches if name_match
+    )
 
 
 def hand_over(
@@ -84,18 +86,18 @@ def hand_over(
 def _put(store: ArtefactStore, bundle: Bundle, record: HandedOver | MadeOfTables) -> None:
     """The files, then the record, which proves that they are whole."""
     names = sorted(
-        each.relative_to(bundle.path).as_posix()
-        for each in bundle.path.rglob("*")
-        if each.is_file()
+        file.relative_to(bundle.path).as_posix()
+        for file in bundle.path.rglob("*")
+        if file.is_file()
     )
     for name in names:
         path = _file(bundle.digest, name)
-        with written_beside(store.local(path)) as beside:
-            shutil.copyfile(bundle.path / name, beside)
+        with written_beside(store.local(path)) as part_path:
+            shutil.copyfile(bundle.path / name, part_path)
         store.put(path)
     _forget_copies(store, bundle.digest)
-    told = {"name": bundle.name, "version": bundle.version, "files": names}
-    store.write_once(record.path, orjson.dumps(told))
+    record_content = {"name": bundle.name, "version": bundle.version, "files": names}
+    store.write_once(record.path, orjson.dumps(record_content))
 
 
 @contextmanager
@@ -107,14 +109,14 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
     """
     store, source = config.store(), config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
-    beside = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     heal(source)
     try:
-        known = handed_over(store)
-        if (newest := _superseding(source, known)) is not None:
-            yield _fetched(store, newest, beside)
+        handovers = handed_over(store)
+        if (superseding_handover := _superseding(source, handovers)) is not None:
+            yield _fetched(store, superseding_handover, private_folder)
         elif source.exists():
-            bundle = _copied(source, beside)
+            bundle = _copied(source, private_folder)
             hand_over(store, bundle)
             yield bundle
         else:
@@ -122,13 +124,17 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
                 f"there is no bundle at {source}, nor in {store.url}/bundles: set `bundle`, or run `larder train` first"
             )
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(private_folder, ignore_errors=True)
 
 
 def made_of_tables(store: ArtefactStore) -> list[MadeOfTables]:
     """Records of all bundles that nights made of tables, the last one last."""
-    found = map(_MADE.fullmatch, store.names("bundles"))
-    return sorted(MadeOfTables(int(each[1]), each[2], each[3]) for each in found if each)
+    name_matches = map(_MADE.fullmatch, store.names("bundles"))
+    return sorted(
+        MadeOfTables(int(name_match[1]), name_match[2], name_match[3])
+        for name_match in name_matches
+        if name_match
+    )
 
 
 @contextmanager
@@ -144,39 +150,49 @@ def bundle_made_of(
     That is stored, so a night that is begun once more, on any host, has the same one. Nothing is handed over: a night
     that takes its bundle elsewhere never meets it.
     """
-    beside = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     try:
-        known = [each for each in made_of_tables(store) if each.sources == sources]
-        if known:
-            yield _fetched(store, known[0], beside)
+        table_bundles = [
+            table_bundle
+            for table_bundle in made_of_tables(store)
+            if table_bundle.sources == sources
+        ]
+        if table_bundles:
+            yield _fetched(store, table_bundles[0], private_folder)
         else:
-            bundle = make(beside)
+            bundle = make(private_folder)
             _put(store, bundle, MadeOfTables(int(clock() * 1000), bundle.digest, sources))
             yield bundle
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(private_folder, ignore_errors=True)
 
 
 def chosen_at(config: NightConfig) -> float | None:
     """Time at which the bundle for a night came, Unix seconds; None where there is none."""
     source = config.path(config.bundle)
-    newest = _superseding(source, handed_over(config.store()))
-    if newest is not None:
-        return newest.unix_ms / 1000
+    superseding_handover = _superseding(source, handed_over(config.store()))
+    if superseding_handover is not None:
+        return superseding_handover.unix_ms / 1000
     return (source / FILE).stat().st_mtime if (source / FILE).is_file() else None
 
 
 def sweep_bundles(store: ArtefactStore) -> int:
     """Remove the files of all bundles but the last few; how many bundles went."""
-    made = made_of_tables(store)
-    for each in made[:-KEPT]:  # the record first: none may promise files that are gone
-        store.delete(each.path)
-    recent = {each.digest for each in handed_over(store)[-KEPT:]}
-    recent |= {each.digest for each in made[-KEPT:]}
-    gone = [each for each in store.names("bundles") if len(each) == 64 and each not in recent]
-    for digest in gone:
+    table_bundles = made_of_tables(store)
+    for table_bundle in table_bundles[
+        :-KEPT
+    ]:  # the record first: none may promise files that are gone
+        store.delete(table_bundle.path)
+    recent = {handover.digest for handover in handed_over(store)[-KEPT:]}
+    recent |= {table_bundle.digest for table_bundle in table_bundles[-KEPT:]}
+    stale_digests = [
+        entry_name
+        for entry_name in store.names("bundles")
+        if len(entry_name) == 64 and entry_name not in recent
+    ]
+    for digest in stale_digests:
         store.delete(f"bundles/{digest}")
-    return len(gone)
+    return len(stale_digests)
 
 
 def forget_items(store: ArtefactStore, raws: Collection[bytes]) -> int:
@@ -186,66 +202,79 @@ def forget_items(store: ArtefactStore, raws: Collection[bytes]) -> int:
     """
     if not raws:
         return 0
-    named, made = pa.array([raw.decode() for raw in raws], pa.string()), made_of_tables(store)
-    gone = {each.digest for each in made if _may_hold(store, each.digest, named)}
-    for each in made:
-        if each.digest in gone:  # the record first: none may promise files that are gone
-            store.delete(each.path)
-    for digest in gone.difference(each.digest for each in handed_over(store)):
+    named, table_bundles = (
+        pa.array([raw.decode() for raw in raws], pa.string()),
+        made_of_tables(store),
+    )
+    affected_digests = {
+        table_bundle.digest
+        for table_bundle in table_bundles
+        if _may_hold(store, table_bundle.digest, named)
+    }
+    for table_bundle in table_bundles:
+        if (
+            table_bundle.digest in affected_digests
+        ):  # the record first: none may promise files that are gone
+            store.delete(table_bundle.path)
+    for digest in affected_digests.difference(handover.digest for handover in handed_over(store)):
         store.delete(f"bundles/{digest}")
-    return len(gone)
+    return len(affected_digests)
 
 
 def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
     """True unless a bundle's list of items can be read, and has none of these (Arrow strings)."""
     try:
         with pa.BufferReader(store.read(_file(digest, ITEMS_FILE)) or b"") as raw:
-            listed = pq.read_table(raw, columns=["id"]).column("id").cast(named.type)
-        return bool(pc.any(pc.is_in(named, value_set=listed)).as_py())
+            item_ids = pq.read_table(raw, columns=["id"]).column("id").cast(named.type)
+        return bool(pc.any(pc.is_in(named, value_set=item_ids)).as_py())
     except (pa.ArrowException, KeyError):
         return True
 
 
-def _superseding(source: Path, known: list[HandedOver]) -> HandedOver | None:
+def _superseding(source: Path, handovers: list[HandedOver]) -> HandedOver | None:
     """Bundle that the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
     digest = sha256_of(source / FILE) if (source / FILE).is_file() else None
-    digests = [each.digest for each in known]
-    if not known or (source.exists() and (digest not in digests or digest == digests[-1])):
+    digests = [handover.digest for handover in handovers]
+    if not handovers or (source.exists() and (digest not in digests or digest == digests[-1])):
         return None
     if digest is not None:
         _log.warning(
             "the bundle at %s (%s) was followed by %s, which is used; `precompute hand-over %s` goes back to it",
             source, digest[:12], digests[-1][:12], source,
         )  # fmt: skip
-    return known[-1]
+    return handovers[-1]
 
 
-def _fetched(store: ArtefactStore, wanted: HandedOver | MadeOfTables, beside: Path) -> Bundle:
-    raw = store.read(wanted.path)
+def _fetched(
+    store: ArtefactStore, bundle_record: HandedOver | MadeOfTables, private_folder: Path
+) -> Bundle:
+    raw = store.read(bundle_record.path)
     if raw is None:
-        raise StoreError(f"{wanted.path} is no longer in {store.url}")
+        raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for name in orjson.loads(raw)["files"]:
-        take_file(store.fetch(_file(wanted.digest, name)), beside / name)
-    _forget_copies(store, wanted.digest)
-    bundle = Bundle.read(beside)
+        take_file(store.fetch(_file(bundle_record.digest, name)), private_folder / name)
+    _forget_copies(store, bundle_record.digest)
+    bundle = Bundle.read(private_folder)
     bundle.verify()
-    if bundle.digest != wanted.digest:
-        raise BundleError(f"the bundle {wanted.digest} in {store.url} has digest {bundle.digest}")
+    if bundle.digest != bundle_record.digest:
+        raise BundleError(
+            f"the bundle {bundle_record.digest} in {store.url} has digest {bundle.digest}"
+        )
     return bundle
 
 
-def _copied(source: Path, beside: Path) -> Bundle:
-    for left in reversed(range(COPIES)):
-        before = last_change(source)
+def _copied(source: Path, private_folder: Path) -> Bundle:
+    for remaining_attempts in reversed(range(COPIES)):
+        changed_at = last_change(source)
         try:
-            shutil.copytree(source, beside)
-            copy = Bundle.read(beside)
+            shutil.copytree(source, private_folder)
+            copy = Bundle.read(private_folder)
             copy.verify()
             return copy
         except (OSError, BundleError) as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            if not left:
-                if isinstance(error, BundleError) and last_change(source) == before:
+            shutil.rmtree(private_folder, ignore_errors=True)
+            if not remaining_attempts:
+                if isinstance(error, BundleError) and last_change(source) == changed_at:
                     raise  # nobody is writing it: it is like that
                 raise StoreError(f"cannot copy the bundle at {source}: {error}") from error
         time.sleep(

@@ -15,7 +15,7 @@ def put_in_place(new: Path, target: Path) -> None:
 
     A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
     """
-    for left in reversed(range(SWAPS)):
+    for remaining_attempts in reversed(range(SWAPS)):
         old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
         had_one = target.exists()
         if had_one:
@@ -25,12 +25,12 @@ def put_in_place(new: Path, target: Path) -> None:
         except BaseException as error:
             if had_one and old.exists():
                 old.replace(target)
-            elif left and isinstance(error, OSError) and target.exists():
+            elif remaining_attempts and isinstance(error, OSError) and target.exists():
                 continue  # a night that found no bundle has put the old one back: once more
             raise
         break
-    for each in _left_over(target, "old"):
-        shutil.rmtree(each, ignore_errors=True)
+    for leftover in _left_over(target, "old"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def heal(target: Path) -> bool:
@@ -46,25 +46,25 @@ def heal(target: Path) -> bool:
     return False
 
 
-def sweep_training(target: Path, *, before: float) -> int:
+def sweep_training(target: Path, *, changed_before_s: float) -> int:
     """Remove what killed trainings left beside a whole bundle before that time (Unix seconds); folders removed."""
     if not target.exists():
         return 0
-    found = [
-        each
+    leftovers = [
+        leftover
         for kind in ("old", "part")
-        for each in _left_over(target, kind)
-        if last_change(each) < before
+        for leftover in _left_over(target, kind)
+        if last_change(leftover) < changed_before_s
     ]
-    for each in found:
-        shutil.rmtree(each, ignore_errors=True)
-    return len(found)
+    for leftover in leftovers:
+        shutil.rmtree(leftover, ignore_errors=True)
+    return len(leftovers)
 
 
 def _left_over(target: Path, kind: str) -> list[Path]:
     """Folders of killed swaps, the newest first."""
-    found = [
-        (last_change(each), each)
-        for each in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
+    dated_folders = [
+        (last_change(folder), folder)
+        for folder in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
     ]
-    return [each for _, each in sorted(found, reverse=True)]
+    return [folder for _, folder in sorted(dated_folders, reverse=True)]

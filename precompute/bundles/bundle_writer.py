@@ -62,11 +62,11 @@ def write_bundle(
         "item_tower": _write_model(path, "item_tower", item_tower),
         "values": {
             key: {
-                "entity": each.entity,
-                "labels": list(each.labels),
-                **_write_model(path, key, each),
+                "entity": model.entity,
+                "labels": list(model.labels),
+                **_write_model(path, key, model),
             }
-            for key, each in (values or {}).items()
+            for key, model in (values or {}).items()
         },
         "training": dict(training or {}),
     }
@@ -81,7 +81,7 @@ def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
     if weights is not None:
         written["weights"] = {"path": weights.name, "sha256": sha256_of(weights)}
     if model.program is not None:
-        beside = path / f"{name}.pt2"
-        write_atomically(beside, model.program)
-        written["program"] = {"path": beside.name, "sha256": sha256_of(beside)}
+        program_path = path / f"{name}.pt2"
+        write_atomically(program_path, model.program)
+        written["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
     return written

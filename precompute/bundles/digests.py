@@ -25,17 +25,24 @@ def sha256_unchanged(path: Path) -> str:
     Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
     writing to a file or putting another in its place changes it, whatever times a program sets.
     """
-    found = path.stat()
-    stamp = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    is_settled = time.time_ns() - found.st_ctime_ns > SETTLED_NS
+    file_stat = path.stat()
+    stamp = (
+        file_stat.st_dev,
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_NS
     return _sha256_once(path, stamp) if is_settled else sha256_of(path)
 
 
-def demand_sha256(path: Path, wanted: str) -> None:
+def demand_sha256(path: Path, expected_sha256: str) -> None:
     """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
-    if (found := sha256_unchanged(path)) != wanted:
+    if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
         raise BundleError(
-            f"{path.name} has SHA-256 {found}, bundle.json says {wanted}", path=path.name
+            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
+            path=path.name,
         )
 
 

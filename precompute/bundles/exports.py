@@ -56,6 +56,6 @@ def _saved(module: nn.Module, axes: int) -> bytes:
     example = torch.zeros((3, 5)[:axes], dtype=torch.int32)
     shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axes), torch.export.Dim.DYNAMIC)]
     program = torch.export.export(module.eval(), (example,), dynamic_shapes=tuple(shapes))
-    out = io.BytesIO()
-    torch.export.save(program, out)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()

@@ -62,15 +62,15 @@ def build_index(
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
     sample = sample_queries(vectors if queries is None else queries)
-    chosen: IndexKind = "flat" if kind == "auto" and len(vectors) < FLAT_BELOW else kind
+    index_kind: IndexKind = "flat" if kind == "auto" and len(vectors) < FLAT_BELOW else kind
     flat_ms = math.inf
-    if chosen == "flat":
+    if index_kind == "flat":
         index, name = _flat(vectors, metric), "flat"
-    elif chosen == "hnsw":
+    elif index_kind == "hnsw":
         index = _graph(vectors, metric)
         name = f"hnsw32-ef{index.hnsw.efSearch}"
     else:
-        if chosen == "auto":
+        if index_kind == "auto":
             flat = _write(_flat(vectors, metric), path, metric)
             exact, flat_ms = _candidates(flat, sample), _search_ms(flat, sample)
         else:
@@ -80,7 +80,7 @@ def build_index(
         name = f"ivf{index.nlist}-nprobe{index.nprobe}"
     searcher = _write(index, path, metric)
     recall = measure_recall(searcher, vectors, sample)
-    if chosen == "auto" and (
+    if index_kind == "auto" and (
         recall < RECALL_WANTED or _search_ms(searcher, sample) > _WORTH_IT * flat_ms
     ):
         searcher, name = _write(_flat(vectors, metric), path, metric), "flat"
@@ -94,11 +94,11 @@ def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     cut = max(1, len(order) // 10)
     rng = np.random.default_rng(0)
     parts = [
-        rng.choice(each, min(SAMPLE // 2, len(each)), replace=False)
-        for each in (order[:cut], order[cut:])
+        rng.choice(ordinals, min(SAMPLE // 2, len(ordinals)), replace=False)
+        for ordinals in (order[:cut], order[cut:])
     ]
-    chosen: NDArray[np.float32] = vectors[np.concatenate(parts)]
-    return chosen
+    queries: NDArray[np.float32] = vectors[np.concatenate(parts)]
+    return queries
 
 
 def measure_recall(
@@ -122,9 +122,9 @@ def best_with(
     keys: NDArray[np.uint64], scores: NDArray[np.float32], start: int, k: int
 ) -> NDArray[np.uint64]:
     """The best k of each row, of `cache.model.ranking`'s keys so far and of the scores of the items from `start` on."""
-    left = max(0, scores.shape[1] - k)
-    found = np.argpartition(scores, left, axis=1)[:, left:]
-    more = pack(np.take_along_axis(scores, found, axis=1), found + start)
+    top_start = max(0, scores.shape[1] - k)
+    top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
+    more = pack(np.take_along_axis(scores, top_columns, axis=1), top_columns + start)
     return best(np.concatenate([keys, more], axis=1), k)
 
 
@@ -154,10 +154,10 @@ def inverted_file(vectors: NDArray[np.float32], metric: Metric) -> Any:
     (count, dims), lists = vectors.shape, list_count(len(vectors))
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = 1
-    some = np.random.default_rng(0).choice(
+    training_rows = np.random.default_rng(0).choice(
         count, min(count, lists * _TRAINING_PER_LIST), replace=False
     )
-    trained = vectors[np.sort(some)]
+    trained = vectors[np.sort(training_rows)]
     index.train(unit(trained) if metric == "cosine" else trained)
     return _filled(index, vectors, metric)
 
@@ -183,8 +183,8 @@ def _widen(
 
 def _write(index: Any, path: Path, metric: Metric) -> Searcher:
     """Write beside, fsync, rename (a mapped index must never be overwritten), and map it back."""
-    with written_beside(path) as beside:
-        faiss.write_index(index, str(beside))
+    with written_beside(path) as part_path:
+        faiss.write_index(index, str(part_path))
     return Searcher.open(path, metric)
 
 
@@ -200,8 +200,8 @@ def exact_neighbours(
 
 
 def _candidates(searcher: Searcher, sample: NDArray[np.float32]) -> NDArray[np.int64]:
-    wanted = min(RECALL_AT, searcher.count)
-    return searcher.search(sample, int(searcher.fetch(wanted, np.zeros(1, np.int64))[0]))
+    candidate_count = min(RECALL_AT, searcher.count)
+    return searcher.search(sample, int(searcher.fetch(candidate_count, np.zeros(1, np.int64))[0]))
 
 
 def _search_ms(searcher: Searcher, sample: NDArray[np.float32]) -> float:

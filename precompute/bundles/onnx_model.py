@@ -36,16 +36,16 @@ class OnnxModel:
     @classmethod
     def of(cls, model: onnx.ModelProto, constants: Mapping[str, NDArray[Any]]) -> Self:
         """A model with constants that its graph does not have yet, in the graph if they fit and outside if not."""
-        if sum(each.nbytes for each in constants.values()) <= GRAPH_BYTES_MAX:
+        if sum(array.nbytes for array in constants.values()) <= GRAPH_BYTES_MAX:
             inside, outside = constants, {}
         else:
-            outside = {name: each for name, each in constants.items() if each.nbytes > _SMALL}
-            inside = {name: each for name, each in constants.items() if name not in outside}
-        tensors = [numpy_helper.from_array(each, name) for name, each in inside.items()]
+            outside = {name: array for name, array in constants.items() if array.nbytes > _SMALL}
+            inside = {name: array for name, array in constants.items() if name not in outside}
+        tensors = [numpy_helper.from_array(array, name) for name, array in inside.items()]
         offset = 0
-        for name, each in outside.items():
-            tensors.append(_pointer(name, each, offset))
-            offset = _aligned(offset + each.nbytes)
+        for name, array in outside.items():
+            tensors.append(_pointer(name, array, offset))
+            offset = _aligned(offset + array.nbytes)
         model.graph.initializer.extend(tensors)
         if not outside:  # the checker wants to see the other file, too
             onnx.checker.check_model(model)
@@ -56,50 +56,50 @@ class OnnxModel:
         if not self.weights:
             write_atomically(path, self.graph)
             return None
-        beside = path.with_suffix(SUFFIX)
-        with written_beside(beside) as part, part.open("wb") as file:
-            for each in self.weights:
+        weights_path = path.with_suffix(SUFFIX)
+        with written_beside(weights_path) as part, part.open("wb") as file:
+            for array in self.weights:
                 file.seek(_aligned(file.tell()))
-                file.write(np.ascontiguousarray(each).data.cast("B"))
+                file.write(np.ascontiguousarray(array).data.cast("B"))
         model = onnx.load_from_string(self.graph)
         for tensor in _external(model):
             for entry in tensor.external_data:
                 if entry.key == "location":
-                    entry.value = beside.name
+                    entry.value = weights_path.name
         write_atomically(path, model.SerializeToString(deterministic=True))
-        return beside
+        return weights_path
 
 
 def read_model(path: Path) -> onnx.ModelProto:
     """A model with all of its weights, of which those beside its file (`demand_weights`) may be hard links."""
     model = onnx.load(path, load_external_data=False)
     for tensor in _external(model):
-        told = ExternalDataInfo(tensor)
-        with (path.parent / told.location).open("rb") as file:
-            file.seek(told.offset or 0)
-            tensor.raw_data = file.read(told.length or -1)
+        external_info = ExternalDataInfo(tensor)
+        with (path.parent / external_info.location).open("rb") as file:
+            file.seek(external_info.offset or 0)
+            tensor.raw_data = file.read(external_info.length or -1)
         tensor.ClearField("external_data")
         tensor.data_location = TensorProto.DEFAULT
     return model
 
 
-def demand_weights(name: str, path: Path, listed: Path | None) -> None:
+def demand_weights(name: str, path: Path, listed_weights: Path | None) -> None:
     """Raises BundleError where a model's weights beside its file are in others than the one that is listed."""
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception:  # of Protocol Buffers, where it is no model: ONNX Runtime says so better
         return
-    wanted = set() if listed is None else {listed.name}
+    expected_locations = set() if listed_weights is None else {listed_weights.name}
     locations = {ExternalDataInfo(tensor).location for tensor in _external(model)}
-    if extra := sorted(locations - wanted):
+    if extra := sorted(locations - expected_locations):
         raise BundleError(
             f"{name} keeps weights in {', '.join(extra)} beside {path.name}, where bundle.json lists "
-            + ("none" if listed is None else listed.name)
+            + ("none" if listed_weights is None else listed_weights.name)
             + ': all of them belong into one file beside the model (all_tensors_to_one_file=True), which "weights" of '
             f"{name} names with path and sha256",
             model=name,
         )
-    if wanted - locations:
+    if expected_locations - locations:
         raise BundleError(
             f"bundle.json lists weights of {name}, and {path.name} uses none: leave them out",
             model=name,
@@ -127,9 +127,9 @@ def _pointer(name: str, array: NDArray[Any], offset: int) -> TensorProto:
 def _external(model: onnx.ModelProto) -> Iterator[TensorProto]:
     """Tensors with external data, in the main graph, in subgraphs and in functions."""
     graph = model.graph
-    found = [_tensors(graph.node, graph.initializer, graph.sparse_initializer)]
-    found += [_tensors(each.node) for each in model.functions]
-    for tensor in chain.from_iterable(found):
+    tensor_iterators = [_tensors(graph.node, graph.initializer, graph.sparse_initializer)]
+    tensor_iterators += [_tensors(function.node) for function in model.functions]
+    for tensor in chain.from_iterable(tensor_iterators):
         if tensor.data_location == TensorProto.EXTERNAL:
             yield tensor
 
@@ -140,12 +140,14 @@ def _tensors(
     sparse: Iterable[onnx.SparseTensorProto] = (),
 ) -> Iterator[TensorProto]:
     yield from dense
-    for each in sparse:
-        yield from (each.values, each.indices)
+    for sparse_tensor in sparse:
+        yield from (sparse_tensor.values, sparse_tensor.indices)
     for node in nodes:
-        for held in node.attribute:
+        for attribute in node.attribute:
             yield from _tensors(
-                (), [held.t, *held.tensors], [held.sparse_tensor, *held.sparse_tensors]
+                (),
+                [attribute.t, *attribute.tensors],
+                [attribute.sparse_tensor, *attribute.sparse_tensors],
             )
-            for graph in (held.g, *held.graphs):
+            for graph in (attribute.g, *attribute.graphs):
                 yield from _tensors(graph.node, graph.initializer, graph.sparse_initializer)

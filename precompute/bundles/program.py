@@ -81,18 +81,20 @@ class Program:
             raise
         except Exception as error:  # torch's errors share no base class of their own
             raise BundleError(f"{path.name} is not a program that torch opens: {error}") from error
-        found = list(program.graph_signature.user_inputs)
-        if sorted(found) != sorted(names):
+        program_inputs = list(program.graph_signature.user_inputs)
+        if sorted(program_inputs) != sorted(names):
             raise BundleError(
-                f"{path.name} has the inputs {sorted(found)}, the specification binds {sorted(names)}",
-                program=sorted(found),
+                f"{path.name} has the inputs {sorted(program_inputs)}, the specification binds {sorted(names)}",
+                program=sorted(program_inputs),
                 specification=sorted(names),
             )
         if where.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
-        return cls(program.module(), [names.index(each) for each in found], where)
+        return cls(
+            program.module(), [names.index(input_name) for input_name in program_inputs], where
+        )
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """The output float32 [n, dims] of each batch, its inputs in the order of `names`.
@@ -122,21 +124,28 @@ class Program:
         """Sends a batch on its way; to be called for what it gave."""
         if stream is None:
             with torch.inference_mode():
-                tensors = [torch.from_numpy(feed[each]).to(self._device) for each in self._order]
-                found = self._output(tensors).to(torch.float32).cpu()
-            return lambda: np.asarray(found.numpy(), np.float32)
+                tensors = [
+                    torch.from_numpy(feed[input_index]).to(self._device)
+                    for input_index in self._order
+                ]
+                output = self._output(tensors).to(torch.float32).cpu()
+            return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            pinned = [torch.from_numpy(feed[each]).pin_memory() for each in self._order]
-            out = self._output([each.to(self._device, non_blocking=True) for each in pinned])
-            host = torch.empty(out.shape, dtype=torch.float32, pin_memory=True)
-            host.copy_(out, non_blocking=True)
+            pinned = [
+                torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._order
+            ]
+            device_output = self._output(
+                [tensor.to(self._device, non_blocking=True) for tensor in pinned]
+            )
+            host = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
+            host.copy_(device_output, non_blocking=True)
             is_there = torch.cuda.Event()
             is_there.record(stream)
 
         def settled() -> NDArray[np.float32]:
             is_there.synchronize()
-            found: NDArray[np.float32] = host.numpy()
-            return found
+            host_array: NDArray[np.float32] = host.numpy()
+            return host_array
 
         return settled
 
@@ -145,16 +154,16 @@ class Program:
             if not self._is_warm:
                 self._warm(tensors)
         try:
-            found = self._run(*tensors)
+            output = self._run(*tensors)
         except Exception as error:  # the compiler may stumble over a shape that is new to it
             if self._run is self._plain or is_full(error):
                 raise
             _log.warning("the program goes on uncompiled: %s", error)
             self._run = self._plain
-            found = self._run(*tensors)
-        while isinstance(found, list | tuple) and len(found) == 1:
-            found = found[0]
-        tensor: torch.Tensor = found
+            output = self._run(*tensors)
+        while isinstance(output, list | tuple) and len(output) == 1:
+            output = output[0]
+        tensor: torch.Tensor = output
         return tensor
 
     def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -173,42 +182,42 @@ class Program:
 
 def _rewritten(path: Path) -> bytes:
     """The archive without sample inputs, metadata and guards; raises BundleError for anything it should not hold."""
-    out = io.BytesIO()
+    buffer = io.BytesIO()
     try:
-        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w") as safe:
-            for each in archive.infolist():
-                name = each.filename.partition("/")[2]
-                if not _MEMBERS.fullmatch(name) or each.compress_type != zipfile.ZIP_STORED:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe:
+            for member in archive.infolist():
+                name = member.filename.partition("/")[2]
+                if not _MEMBERS.fullmatch(name) or member.compress_type != zipfile.ZIP_STORED:
                     raise BundleError(
-                        f"{path.name} holds {each.filename!r}, which no exported tower needs: save it with "
+                        f"{path.name} holds {member.filename!r}, which no exported tower needs: save it with "
                         "torch.export.save, weights and tensors only"
                     )
-                data = archive.read(each)
+                data = archive.read(member)
                 if name == "models/model.json":
                     data = orjson.dumps(_safe_graph(path.name, orjson.loads(data)))
                 elif name.endswith("config.json"):
                     _check_tensors(path.name, orjson.loads(data))
                 elif name.endswith("sample_inputs/model.pt"):
                     data = b""
-                safe.writestr(each.filename, data)
+                safe.writestr(member.filename, data)
     except (zipfile.BadZipFile, orjson.JSONDecodeError, OSError) as error:
         raise BundleError(f"{path.name} is not an exported program: {error}") from error
-    return out.getvalue()
+    return buffer.getvalue()
 
 
 def _safe_graph(file: str, graph: Any) -> Any:
-    for each in _objects(graph):
-        if "metadata" in each:
-            each["metadata"] = {}
-        target, expression = each.get("target"), each.get("expr_str")
-        if "inputs" in each and isinstance(target, str) and not _TARGETS.fullmatch(target):
+    for json_object in _objects(graph):
+        if "metadata" in json_object:
+            json_object["metadata"] = {}
+        target, expression = json_object.get("target"), json_object.get("expr_str")
+        if "inputs" in json_object and isinstance(target, str) and not _TARGETS.fullmatch(target):
             raise BundleError(f"{file} calls {target!r}: only torch's own operators may be called")
         if isinstance(expression, str) and not _EXPRESSION.fullmatch(expression):
             raise BundleError(f"{file} holds the expression {expression[:80]!r}: it is not a shape")
-        for spec in (each.get("in_spec"), each.get("out_spec")):
+        for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
             if isinstance(spec, str):
                 _check_containers(file, orjson.loads(spec))
-        if used := [name for name in _FORBIDDEN if each.get(name)]:
+        if used := [name for name in _FORBIDDEN if json_object.get(name)]:
             raise BundleError(f"{file} holds {used[0]}: only tensors and torch's own operators may")
     if isinstance(graph, dict):
         graph["guards_code"] = []
@@ -216,26 +225,30 @@ def _safe_graph(file: str, graph: Any) -> Any:
 
 
 def _check_containers(file: str, spec: Any) -> None:
-    for each in _objects(spec):
-        if each.get("type") not in _CONTAINERS:
-            raise BundleError(f"{file} takes or gives a {each['type']}: a tower takes tensors")
+    for json_object in _objects(spec):
+        if json_object.get("type") not in _CONTAINERS:
+            raise BundleError(
+                f"{file} takes or gives a {json_object['type']}: a tower takes tensors"
+            )
 
 
 def _check_tensors(file: str, config: Any) -> None:
-    for each in _objects(config):
-        if each.get("use_pickle") or not _TENSORS.fullmatch(str(each.get("path_name", "weight_0"))):
+    for json_object in _objects(config):
+        if json_object.get("use_pickle") or not _TENSORS.fullmatch(
+            str(json_object.get("path_name", "weight_0"))
+        ):
             raise BundleError(
-                f"{file} holds {each.get('path_name')!r} pickled: only plain tensors may be"
+                f"{file} holds {json_object.get('path_name')!r} pickled: only plain tensors may be"
             )
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     """All objects of a JSON value, a deep one too."""
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, dict):
-            yield each
-            left.extend(each.values())
-        elif isinstance(each, list):
-            left.extend(each)
+    unvisited = [value]
+    while unvisited:
+        json_value = unvisited.pop()
+        if isinstance(json_value, dict):
+            yield json_value
+            unvisited.extend(json_value.values())
+        elif isinstance(json_value, list):
+            unvisited.extend(json_value)

@@ -35,13 +35,22 @@ _OPSET_MIN = 13  # from there on, axes are inputs
 _LAST, _MIDDLE = "larder_last_axis", "larder_middle_axis"
 
 
-def quantize_tower(fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path) -> tuple[int, int]:
-    """Write the int8 form of a tower to `out`; (tables, products) that became int8, BundleError when nothing can.
+def quantize_tower(
+    fp32: Path, spec: TowerSpec, calibration: Inputs, int8_path: Path
+) -> tuple[int, int]:
+    """Write the int8 form of a tower to `int8_path`; (tables, products) that became int8, BundleError when nothing can.
 
     `calibration` holds real inputs; at most ROWS_MAX of their rows are used.
     """
     model = read_model(fp32)
-    opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
+    opset = next(
+        (
+            opset_import.version
+            for opset_import in model.opset_import
+            if opset_import.domain in ("", "ai.onnx")
+        ),
+        0,
+    )
     if opset < _OPSET_MIN:
         raise BundleError(f"{fp32.name} has opset {opset}, quantizing needs {_OPSET_MIN} or newer")
     tables = _quantize_tables(
@@ -50,11 +59,11 @@ def quantize_tower(fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path) 
     products = sum(1 for node in model.graph.node if _is_product(model.graph, node))
     if not tables and not products:
         raise BundleError(f"{fp32.name} holds no embedding table and no product to quantize")
-    if sum(len(each.raw_data) for each in model.graph.initializer) > GRAPH_BYTES_MAX:
+    if sum(len(initializer.raw_data) for initializer in model.graph.initializer) > GRAPH_BYTES_MAX:
         raise BundleError(f"the int8 form of {fp32.name} would be larger than 2 GiB")
     if products:
         model = _quantize_products(model, Tower.open(fp32, spec), calibration)
-    write_atomically(out, model.SerializeToString(deterministic=True))
+    write_atomically(int8_path, model.SerializeToString(deterministic=True))
     return tables, products
 
 
@@ -71,13 +80,13 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
     def _limited(tower: Tower, inputs: Inputs) -> Iterator[dict[str, NDArray[Any]]]:
         feeds = [feed for _, feed in tower.batches(inputs)]
         # Each padded length gets its share: long histories have the largest activations.
-        share = max(1, ROWS_MAX // max(1, len(feeds)))
+        rows_per_feed = max(1, ROWS_MAX // max(1, len(feeds)))
         for feed in feeds:
-            yield {name: value[:share] for name, value in feed.items()}
+            yield {name: value[:rows_per_feed] for name, value in feed.items()}
 
 
 def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
-    constants = {each.name for each in graph.initializer}
+    constants = {initializer.name for initializer in graph.initializer}
     return node.op_type in _PRODUCTS and node.input[1] in constants
 
 
@@ -91,7 +100,11 @@ def _quantize_products(
         model = onnx.shape_inference.infer_shapes(model)
         for number, node in enumerate(model.graph.node):
             node.name = f"larder_{number}"
-        products = [each.name for each in model.graph.node if _is_product(model.graph, each)]
+        products = [
+            product_node.name
+            for product_node in model.graph.node
+            if _is_product(model.graph, product_node)
+        ]
         add_pre_process_metadata(model)
         onnx.save(model, source)
         quantize_static(
@@ -112,7 +125,7 @@ def _quantize_products(
 
 def _quantize_tables(graph: onnx.GraphProto) -> int:
     """Replace every Gather from a constant float table; returns how many tables became int8."""
-    constants = {each.name: each for each in graph.initializer}
+    constants = {initializer.name: initializer for initializer in graph.initializer}
     gathers = {
         index: constants[node.input[0]]
         for index, node in enumerate(graph.node)
@@ -138,10 +151,12 @@ def _quantize_tables(graph: onnx.GraphProto) -> int:
     for name, axis in ((_LAST, -1), (_MIDDLE, 1)):
         graph.initializer.append(numpy_helper.from_array(np.array([axis], np.int64), name))
     used = {name for node in nodes for name in node.input}
-    kept = [each for each in graph.initializer if each.name in used]
+    used_initializers = [
+        initializer for initializer in graph.initializer if initializer.name in used
+    ]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(kept)
+    graph.initializer.extend(used_initializers)
     return len({table.name for table in gathers.values()})
 
 
@@ -149,42 +164,46 @@ def _sum_after(graph: onnx.GraphProto, gather: onnx.NodeProto) -> onnx.NodeProto
     """The ReduceSum over the length that is all that happens to the gathered rows, if so."""
     rows = gather.output[0]
     users = [node for node in graph.node if rows in node.input]
-    ranks = {each.name: len(each.type.tensor_type.shape.dim) for each in graph.input}
+    ranks = {
+        graph_input.name: len(graph_input.type.tensor_type.shape.dim) for graph_input in graph.input
+    }
     if len(users) != 1 or users[0].op_type != "ReduceSum" or ranks.get(gather.input[1]) != 2:
         return None
-    if rows in {each.name for each in graph.output} or len(users[0].input) < 2:
+    if rows in {graph_output.name for graph_output in graph.output} or len(users[0].input) < 2:
         return None
-    keeps = next((each.i for each in users[0].attribute if each.name == "keepdims"), 1)
+    keeps = next(
+        (attribute.i for attribute in users[0].attribute if attribute.name == "keepdims"), 1
+    )
     return users[0] if not keeps and _constant(graph, users[0].input[1]) in ([1], [-2]) else None
 
 
 def _constant(graph: onnx.GraphProto, name: str) -> list[int] | None:
-    for each in graph.initializer:
-        if each.name == name:
-            return [int(value) for value in numpy_helper.to_array(each).ravel()]
+    for initializer in graph.initializer:
+        if initializer.name == name:
+            return [int(value) for value in numpy_helper.to_array(initializer).ravel()]
     for node in graph.node:
         if node.op_type == "Constant" and name in node.output:
-            value = next(each.t for each in node.attribute if each.name == "value")
-            return [int(each) for each in numpy_helper.to_array(value).ravel()]
+            value = next(attribute.t for attribute in node.attribute if attribute.name == "value")
+            return [int(number) for number in numpy_helper.to_array(value).ravel()]
     return None
 
 
 def _is_table(table: onnx.TensorProto, node: onnx.NodeProto) -> bool:
-    axis = next((each.i for each in node.attribute if each.name == "axis"), 0)
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     is_matrix = table.data_type == TensorProto.FLOAT and len(table.dims) == 2
     return is_matrix and axis == 0
 
 
 def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     rows = numpy_helper.to_array(table)
-    scales, whole = np.empty(len(rows), np.float32), np.empty(rows.shape, np.int8)
+    scales, int8_rows = np.empty(len(rows), np.float32), np.empty(rows.shape, np.int8)
     for start in range(0, len(rows), ROWS_AT_ONCE):
-        some = slice(start, start + ROWS_AT_ONCE)
-        scales[some] = np.abs(rows[some]).max(axis=1) / 127
-        divisors = np.where(scales[some] > 0, scales[some], 1)[:, None]
+        row_slice = slice(start, start + ROWS_AT_ONCE)
+        scales[row_slice] = np.abs(rows[row_slice]).max(axis=1) / 127
+        divisors = np.where(scales[row_slice] > 0, scales[row_slice], 1)[:, None]
         with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
-            whole[some] = np.rint(rows[some] / divisors).astype(np.int8)
-    graph.initializer.append(numpy_helper.from_array(whole, f"{table.name}_int8"))
+            int8_rows[row_slice] = np.rint(rows[row_slice] / divisors).astype(np.int8)
+    graph.initializer.append(numpy_helper.from_array(int8_rows, f"{table.name}_int8"))
     graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
 
 
@@ -193,25 +212,34 @@ def _own(node: onnx.NodeProto) -> str:
     return f"larder_{node.output[0]}"
 
 
-def _gathered(node: onnx.NodeProto, out: str) -> list[onnx.NodeProto]:
+def _gathered(node: onnx.NodeProto, name_prefix: str) -> list[onnx.NodeProto]:
     """Gather int8 rows as floats, and their scales."""
     table, index = node.input[0], node.input[1]
     return [
-        helper.make_node("Gather", [f"{table}_int8", index], [f"{out}_int8"], name=f"{out}_rows"),
         helper.make_node(
-            "Gather", [f"{table}_scale", index], [f"{out}_scale"], name=f"{out}_scales"
+            "Gather", [f"{table}_int8", index], [f"{name_prefix}_int8"], name=f"{name_prefix}_rows"
         ),
-        helper.make_node("Cast", [f"{out}_int8"], [f"{out}_float"], to=TensorProto.FLOAT),
+        helper.make_node(
+            "Gather",
+            [f"{table}_scale", index],
+            [f"{name_prefix}_scale"],
+            name=f"{name_prefix}_scales",
+        ),
+        helper.make_node(
+            "Cast", [f"{name_prefix}_int8"], [f"{name_prefix}_float"], to=TensorProto.FLOAT
+        ),
     ]
 
 
 def _gather_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
-    out = _own(node)
+    name_prefix = _own(node)
     return [
-        *_gathered(node, out),
-        helper.make_node("Unsqueeze", [f"{out}_scale", _LAST], [f"{out}_wide"]),
-        helper.make_node("Mul", [f"{out}_float", f"{out}_wide"], [node.output[0]], name=node.name),
+        *_gathered(node, name_prefix),
+        helper.make_node("Unsqueeze", [f"{name_prefix}_scale", _LAST], [f"{name_prefix}_wide"]),
+        helper.make_node(
+            "Mul", [f"{name_prefix}_float", f"{name_prefix}_wide"], [node.output[0]], name=node.name
+        ),
     ]
 
 
@@ -221,10 +249,16 @@ def _sum_rows(node: onnx.NodeProto, total: onnx.NodeProto) -> list[onnx.NodeProt
     Measured 1.5 to 4 times as fast as multiplying and summing in turn; and while ReduceSum adds in
     another order when the batch has one row, each of these products has the same shape in any batch.
     """
-    out = _own(total)
+    name_prefix = _own(total)
     return [
-        *_gathered(node, out),
-        helper.make_node("Unsqueeze", [f"{out}_scale", _MIDDLE], [f"{out}_weights"]),
-        helper.make_node("MatMul", [f"{out}_weights", f"{out}_float"], [f"{out}_tall"]),
-        helper.make_node("Squeeze", [f"{out}_tall", _MIDDLE], [total.output[0]], name=total.name),
+        *_gathered(node, name_prefix),
+        helper.make_node(
+            "Unsqueeze", [f"{name_prefix}_scale", _MIDDLE], [f"{name_prefix}_weights"]
+        ),
+        helper.make_node(
+            "MatMul", [f"{name_prefix}_weights", f"{name_prefix}_float"], [f"{name_prefix}_tall"]
+        ),
+        helper.make_node(
+            "Squeeze", [f"{name_prefix}_tall", _MIDDLE], [total.output[0]], name=total.name
+        ),
     ]

@@ -54,21 +54,25 @@ class Totals:
     _replicas: int = 0
 
     @classmethod
-    def of(cls, counted: Iterable[Mapping[str, Any]]) -> Self:
+    def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
         """The sum of what heartbeats carry of this arm."""
         total = cls()
-        for each in counted:
-            total.requests += int(each["requests"])
-            total.feedback.update(each["feedback"])
-            keys, weight = int(each["keys"]), int(each["weight"])
+        for replica_counts in heartbeat_counts:
+            total.requests += int(replica_counts["requests"])
+            total.feedback.update(replica_counts["feedback"])
+            keys, weight = int(replica_counts["keys"]), int(replica_counts["weight"])
             if not keys:
                 continue
             total._replicas += 1
             total._squares += weight * weight * keys
             total.keys += weight * keys
-            total.kinds.update({kind: weight * count for kind, count in each["kinds"].items()})
-            total.scores.update({int(at): weight * count for at, count in each["scores"].items()})
-            total.score_sum += weight * float(each["score_sum"])
+            total.kinds.update(
+                {kind: weight * count for kind, count in replica_counts["kinds"].items()}
+            )
+            total.scores.update(
+                {int(at): weight * count for at, count in replica_counts["scores"].items()}
+            )
+            total.score_sum += weight * float(replica_counts["score_sum"])
         return total
 
     @property
@@ -121,33 +125,34 @@ class Comparison:
         )
 
 
-def shift(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+def shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
     """Total variation distance of two mixes."""
-    all_one, all_other = sum(one.values()), sum(other.values())
+    all_one, all_other = sum(first_counts.values()), sum(second_counts.values())
     if not all_one or not all_other:
         return 0.0 if all_one == all_other else 1.0
-    names = {*one, *other}
+    names = {*first_counts, *second_counts}
     return 0.5 * sum(
-        abs(one.get(name, 0) / all_one - other.get(name, 0) / all_other) for name in names
+        abs(first_counts.get(name, 0) / all_one - second_counts.get(name, 0) / all_other)
+        for name in names
     )
 
 
-def psi(expected: Mapping[int, int], found: Mapping[int, int]) -> float:
+def psi(expected: Mapping[int, int], actual_counts: Mapping[int, int]) -> float:
     """Population stability index over at most ten bins of about equal weight in `expected`; inf if one is empty."""
-    all_expected, all_found = sum(expected.values()), sum(found.values())
+    all_expected, all_found = sum(expected.values()), sum(actual_counts.values())
     if not all_expected or not all_found:
         return 0.0 if all_expected == all_found else math.inf
     bins: list[list[float]] = [[0.0, 0.0]]
-    for at in sorted({*expected, *found}):
+    for at in sorted({*expected, *actual_counts}):
         if bins[-1][0] >= all_expected / _BINS:
             bins.append([0.0, 0.0])
         bins[-1][0] += expected.get(at, 0)
-        bins[-1][1] += found.get(at, 0)
+        bins[-1][1] += actual_counts.get(at, 0)
     total = 0.0
-    for one, other in bins:
-        share = (one + _SMOOTHING) / (all_expected + _SMOOTHING * len(bins))
-        share_found = (other + _SMOOTHING) / (all_found + _SMOOTHING * len(bins))
-        total += (share_found - share) * math.log(share_found / share)
+    for expected_count, actual_count in bins:
+        expected_share = (expected_count + _SMOOTHING) / (all_expected + _SMOOTHING * len(bins))
+        share_found = (actual_count + _SMOOTHING) / (all_found + _SMOOTHING * len(bins))
+        total += (share_found - expected_share) * math.log(share_found / expected_share)
     return total
 
 
@@ -160,8 +165,8 @@ def shift_by_chance(live: Totals, canary: Totals) -> float:
     apart = 1 / live.certain + 1 / canary.certain
     allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
     for kind in kinds:
-        share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
-        allowed += math.sqrt(2 * share * (1 - share) * deviation * apart)
+        pooled_share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
+        allowed += math.sqrt(2 * pooled_share * (1 - pooled_share) * deviation * apart)
     return min(1.0, 0.5 * allowed)
 
 
@@ -170,11 +175,11 @@ def psi_by_chance(live: Totals, canary: Totals) -> float:
     if not live.certain or not canary.certain:
         return math.inf
     apart = 0.0
-    for each in (live, canary):
+    for arm in (live, canary):
         lists = (
-            each.scores.total() or each.keys
+            arm.scores.total() or arm.keys
         )  # an arm without a single list is as sure as its keys are many
-        apart += each.keys / (lists * each.certain)
+        apart += arm.keys / (lists * arm.certain)
     free = _BINS - 1
     spread = 2 / (9 * free)
     quantile: float = free * (1 - spread + _Z * math.sqrt(spread)) ** 3
@@ -191,54 +196,54 @@ def _ratio(event: str, live: Totals, canary: Totals) -> tuple[float | None, floa
     return canary.feedback[event] / canary.requests / under_live, chance
 
 
-def decide(found: Comparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
+def decide(comparison: Comparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
     """Publish when every measure is there and within its limit, abandon on evidence against; the reasons for either.
 
     What was counted too seldom to tell leaves it undecided, with what is missing.
     """
     against: list[str] = []
     missing: list[str] = []
-    for what, counted, least in (
-        ("requests", found.requests, limits.requests_min),
-        ("keys", found.keys, limits.keys_min),
+    for unit_name, count_by_arm, min_count in (
+        ("requests", comparison.requests, limits.requests_min),
+        ("keys", comparison.keys, limits.keys_min),
     ):
         missing += [
-            f"{arm} answered {count} {what}, at least {least} are needed"
-            for arm, count in counted.items()
-            if count < least
+            f"{arm} answered {count} {unit_name}, at least {min_count} are needed"
+            for arm, count in count_by_arm.items()
+            if count < min_count
         ]
     for name, value, limit in (
-        ("source_shift", found.source_shift, limits.source_shift_max),
-        ("score_psi", found.score_psi, limits.score_psi_max),
+        ("source_shift", comparison.source_shift, limits.source_shift_max),
+        ("score_psi", comparison.score_psi, limits.score_psi_max),
     ):
-        chance = found.chance[name]
+        chance = comparison.chance[name]
         if value > limit:
-            said = f"{name} {value:.4f} is above {limit:g}"
+            finding = f"{name} {value:.4f} is above {limit:g}"
             if value > chance:
-                against.append(said)
+                against.append(finding)
             else:
-                missing.append(f"{said}, but up to {chance:.4f} may be chance with so few keys")
+                missing.append(f"{finding}, but up to {chance:.4f} may be chance with so few keys")
         elif not value <= limit:
             missing.append(f"{name} is not known")
     if limits.feedback_event:
-        _weigh_feedback(found, limits, against, missing)
+        _weigh_feedback(comparison, limits, against, missing)
     # Two keys can differ by anything.
-    if against and min(found.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
+    if against and min(comparison.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
         return "abandon", against
     return ("undecided", against + missing) if against or missing else ("publish", [])
 
 
 def _weigh_feedback(
-    found: Comparison, limits: CanaryConfig, against: list[str], missing: list[str]
+    comparison: Comparison, limits: CanaryConfig, against: list[str], missing: list[str]
 ) -> None:
-    event, least = limits.feedback_event, limits.feedback_ratio_min
-    ratio = found.feedback.get(event)
+    event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
+    ratio = comparison.feedback.get(event)
     if ratio is None:
         missing.append(f"nothing was reported as {event}")
-    elif not ratio >= least:
-        said = f"{event} per request is {ratio:.4f} of live's, at least {least:g} is needed"
-        chance = found.feedback_chance[event]
+    elif not ratio >= min_ratio:
+        finding = f"{event} per request is {ratio:.4f} of live's, at least {min_ratio:g} is needed"
+        chance = comparison.feedback_chance[event]
         if ratio < 1 - chance:
-            against.append(said)
+            against.append(finding)
         else:
-            missing.append(f"{said}, but it may be chance down to {max(0.0, 1 - chance):.4f}")
+            missing.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance):.4f}")

@@ -43,30 +43,41 @@ def start(
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        chosen = generation or _newest_verified(releases.control)
+        generation_id = generation or _newest_verified(releases.control)
         canary = _canary(releases.control)
-        share, changes = config.canary.percent if percent is None else percent, None
-        if canary is not None and canary.generation == chosen:
-            share = canary.percent if percent is None else percent
-            changes = canary.percent if share != canary.percent else None
-        if canary is None or (canary.generation, canary.percent) != (chosen, share):
-            state = releases.state(chosen)
+        traffic_percent, changes = config.canary.percent if percent is None else percent, None
+        if canary is not None and canary.generation == generation_id:
+            traffic_percent = canary.percent if percent is None else percent
+            changes = canary.percent if traffic_percent != canary.percent else None
+        if canary is None or (canary.generation, canary.percent) != (
+            generation_id,
+            traffic_percent,
+        ):
+            state = releases.state(generation_id)
             if state is not State.LIVE:
-                demand("canary", chosen, state)
+                demand("canary", generation_id, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            report = Build.of(config, {"generation": chosen}).read_report("verified") or {}
-            moved = releases.prepare(chosen, attempt=attempt, verified=report, governor=governor)
+            report = Build.of(config, {"generation": generation_id}).read_report("verified") or {}
+            moved = releases.prepare(
+                generation_id, attempt=attempt, verified=report, governor=governor
+            )
             if moved is not None:
-                raise Conflict(f"{chosen} is live already", generation=chosen)
-            with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
+                raise Conflict(f"{generation_id} is live already", generation=generation_id)
+            with staged(
+                releases.control, generation_id, config.flip, attempt=attempt, progress=progress
+            ):
                 releases.start_canary(
-                    chosen, share, attempt, verified=report, event=config.canary.feedback_event,
+                    generation_id, traffic_percent, attempt, verified=report, event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
         else:
-            StagingNote(releases.control).clear(attempt, chosen)
+            StagingNote(releases.control).clear(attempt, generation_id)
     restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
-    return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
+    return {
+        "generation": generation_id,
+        "percent": traffic_percent,
+        **({"note": restarted} if restarted else {}),
+    }
 
 
 def has_live(config: NightConfig) -> bool:
@@ -79,7 +90,9 @@ def _newest_verified(control: Control) -> str:
     if (canary := _canary(control)) is not None:
         return canary.generation  # a retry of the start
     rows = control.rows()
-    verified = sorted(each for each, row in rows.items() if row.state is State.VERIFIED)
+    verified = sorted(
+        generation_id for generation_id, row in rows.items() if row.state is State.VERIFIED
+    )
     if not verified:
         raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
     return verified[-1]
@@ -92,8 +105,10 @@ def _canary(control: Control) -> Canary | None:
 
 def _running(control: Control, generation: str | None = None) -> Canary:
     if (canary := _canary(control)) is None:
-        which = "" if generation is None else f" of {generation}"
-        raise Conflict(f"no canary{which} is running: start one with `canary start GENERATION`")
+        generation_clause = "" if generation is None else f" of {generation}"
+        raise Conflict(
+            f"no canary{generation_clause} is running: start one with `canary start GENERATION`"
+        )
     if generation not in (None, canary.generation):
         raise Conflict(
             f"no canary of {generation} is running: the one that runs is {canary.generation}",
@@ -104,12 +119,14 @@ def _running(control: Control, generation: str | None = None) -> Canary:
 
 def compare(replicas: Sequence[Replica], canary: Canary) -> Comparison:
     """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
-    counted = [
-        each.canary["arms"]
-        for each in replicas
-        if each.canary is not None and each.canary["since"] == canary.since
+    arm_counts = [
+        replica.canary["arms"]
+        for replica in replicas
+        if replica.canary is not None and replica.canary["since"] == canary.since
     ]
-    return Comparison.of(*(Totals.of(arms[arm] for arms in counted) for arm in ("live", "canary")))
+    return Comparison.of(
+        *(Totals.of(arms[arm] for arms in arm_counts) for arm in ("live", "canary"))
+    )
 
 
 def status(config: NightConfig) -> Step:
@@ -117,15 +134,15 @@ def status(config: NightConfig) -> Step:
     with open_releases(config) as releases:
         canary = _running(releases.control)
         replicas = releases.control.replicas()
-        found, seconds = compare(replicas, canary), releases.clock() - canary.since
-    verdict, against = decide(found, config.canary)
+        comparison, seconds = compare(replicas, canary), releases.clock() - canary.since
+    verdict, against = decide(comparison, config.canary)
     return {
         "generation": canary.generation,
         "percent": canary.percent,
         "seconds": round(seconds, 1),
         "replicas": len(replicas),
-        "holding": sum(canary.generation in each.ready for each in replicas),
-        **asdict(found),
+        "holding": sum(canary.generation in replica.ready for replica in replicas),
+        **asdict(comparison),
         "verdict": verdict,
         "against": against,
     }
@@ -160,22 +177,22 @@ def abandon(
     reason = demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
-        if (ended := _ended_by(releases, attempt, generation)) is not None:
+        if (abandonment := _ended_by(releases, attempt, generation)) is not None:
             releases.end_canary(attempt, reason, abandon=True)  # a Conflict unless it still stands
-            return {"generation": ended.generation, "abandoned": ended.reason}
-        chosen = _running(releases.control, generation).generation
+            return {"generation": abandonment.generation, "abandoned": abandonment.reason}
+        generation_id = _running(releases.control, generation).generation
         releases.end_canary(attempt, reason, abandon=True)
-    return {"generation": chosen, "abandoned": reason}
+    return {"generation": generation_id, "abandoned": reason}
 
 
 def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
     """The record of the canary that this very attempt abandoned."""
     return next(
         (
-            each
-            for each in reversed(releases.settle())
-            if each.action == "end_canary" and each.attempt == attempt and each.done
-            and each.abandoned and generation in (None, each.generation)
+            release
+            for release in reversed(releases.settle())
+            if release.action == "end_canary" and release.attempt == attempt and release.done
+            and release.abandoned and generation in (None, release.generation)
         ),
         None,
     )  # fmt: skip
@@ -205,15 +222,15 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
             return {"generation": generation, "published": True}
         canary = None if pointer is None else pointer.canary
         is_over = canary is None or canary.generation != generation
-        if is_over and (ended := _ended_by(releases, attempt, generation)) is not None:
-            raise Refused(f"{generation} was abandoned: {ended.reason}", rule="canary")
-        found = compare(releases.control.replicas(), _running(releases.control, generation))
-        verdict, against = decide(found, config.canary)
+        if is_over and (abandonment := _ended_by(releases, attempt, generation)) is not None:
+            raise Refused(f"{generation} was abandoned: {abandonment.reason}", rule="canary")
+        comparison = compare(releases.control.replicas(), _running(releases.control, generation))
+        verdict, against = decide(comparison, config.canary)
         if verdict == "undecided":
             raise Conflict(
                 f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(against)}. Conclude "
                 "again later, or end it by `canary publish` or `canary abandon`",
-                **asdict(found),
+                **asdict(comparison),
             )
         if verdict == "abandon":
             reason = "canary: " + "; ".join(against)
@@ -221,10 +238,10 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
             raise Refused(
                 f"{generation} was abandoned, the live generation goes on: {'; '.join(against)}",
                 rule="canary",
-                **asdict(found),
+                **asdict(comparison),
             )
     publish_step.run(config, {"generation": generation}, attempt=attempt)
-    return {"generation": generation, "published": True, **asdict(found)}
+    return {"generation": generation, "published": True, **asdict(comparison)}
 
 
 def command(

@@ -18,13 +18,14 @@ from precompute.config.settings import NightConfig
 
 def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found | Told:
     """All records, or those since a time or about one entity."""
-    since = 0.0 if arguments.since is None else _moment(arguments.since)
+    earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
     about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
     records = [
-        each
-        for each in audit_records(config.store())
+        record
+        for record in audit_records(config.store())
         # One that cannot be read has no time, and is never left out.
-        if (each.at >= since or each.outcome in ("missing", "unreadable")) and about in each.subject
+        if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
+        and about in record.subject
     ]
     if arguments.json:
         return Told(json_text(list(map(asdict, records))))
@@ -33,18 +34,24 @@ def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
 
 def _moment(text: str) -> float:
     try:
-        found = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigError(f"--since is a time in ISO 8601, not {text!r}", field="since") from None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _table(records: list[AuditRecord]) -> Table:
     table = Table("number", "time", "who", "what", "of", "why", "ended")
-    for each in records:
-        ended = f"{each.outcome}: {each.error}" if each.error else each.outcome
-        at = iso(each.at) if each.at else ""
+    for record in records:
+        outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
+        at = iso(record.at) if record.at else ""
         table.add_row(
-            str(each.number), at, each.actor, each.action, each.subject, each.reason, ended
+            str(record.number),
+            at,
+            record.actor,
+            record.action,
+            record.subject,
+            record.reason,
+            outcome_text,
         )
     return table

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from precompute.config.settings import NightConfig
 
 
-def quick_answer(words: Sequence[str]) -> str | None:
+def quick_answer(argv: Sequence[str]) -> str | None:
     """The answer to the words behind `plan`, if they are --card with all its numbers.
 
     None where the settings are needed, or something is wrong, which the parser of all commands tells.
@@ -30,13 +30,15 @@ def quick_answer(words: Sequence[str]) -> str | None:
     parser.add_argument("--k", type=int, default=MEASURED_K)
     parser.add_argument("--json", action="store_true")
     try:
-        asked, others = parser.parse_known_args(words)
-        card = find_card(asked.card)
+        options, unknown_arguments = parser.parse_known_args(argv)
+        card = find_card(options.card)
     except (argparse.ArgumentError, ConfigError):
         return None
-    if others or min(asked.users, asked.items, asked.dims, asked.k) < 1:
+    if unknown_arguments or min(options.users, options.items, options.dims, options.k) < 1:
         return None
-    return _text(card.night(asked.users, asked.items, asked.dims, asked.k), is_json=asked.json)
+    return _text(
+        card.night(options.users, options.items, options.dims, options.k), is_json=options.json
+    )
 
 
 def plan_on_card(
@@ -47,9 +49,9 @@ def plan_on_card(
     from precompute.planning.options import demand_card_options, parameters
 
     demand_card_options(arguments)
-    card, asked = find_card(arguments.card), parameters(arguments)
-    items, dims = _size(config, asked.items, asked.dims)
-    forecast = card.night(asked.users or 0, items, dims, asked.k or MEASURED_K)
+    card, plan_parameters = find_card(arguments.card), parameters(arguments)
+    items, dims = _size(config, plan_parameters.items, plan_parameters.dims)
+    forecast = card.night(plan_parameters.users or 0, items, dims, plan_parameters.k or MEASURED_K)
     return Told(_text(forecast, is_json=arguments.json))
 
 
@@ -85,6 +87,6 @@ def _text(forecast: CardForecast, *, is_json: bool) -> str:
     )
     lines = [title]
     for step, seconds, remark in rows:
-        shown = "not measured" if seconds is None else f"{seconds:,.2f} s"
-        lines.append(f"  {step:<20}{shown:>14}  {remark}".rstrip())
+        seconds_text = "not measured" if seconds is None else f"{seconds:,.2f} s"
+        lines.append(f"  {step:<20}{seconds_text:>14}  {remark}".rstrip())
     return "\n".join([*lines, *forecast.notes])

@@ -53,19 +53,21 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         column.justify, column.no_wrap = "right", True
     for step, row, seconds in steps:
         size = size_text(row.size_bytes) if row.size_bytes else ""
-        what = escape(row.what)
-        table.add_row(step.replace("_", " "), what, f"{seconds:.2f}", row.rate(seconds), size)
+        step_summary = escape(row.what)
+        table.add_row(
+            step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size
+        )
     table.add_section()
     table.add_row(
         "night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
     )
     generation = steps[0][1].found["generation"]
     if steps[-1][0] == "verify":
-        told = (
+        publish_hint = (
             f"{generation} is verified, and not published: `larder canary start {generation}` tries it on a share of "
             f"the requests, `larder publish {generation}` publishes it."
         )
-        return [table, told]
+        return [table, publish_hint]
     return [table]
 
 
@@ -73,15 +75,18 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     """The reference bundle, trained on the configured sources."""
     from precompute.operations.train import train_reference
 
-    found = train_reference(config, data_until=arguments.data_until, progress=progress)
+    training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
-        return found
-    lines: list[Any] = [table_of(found)]
-    if found["recall_at_20"] is not None:
-        held = "the latest" if found["held_out"] == "latest" else "chosen at random"
+        return training_report
+    lines: list[Any] = [table_of(training_report)]
+    if training_report["recall_at_20"] is not None:
+        holdout_selection = (
+            "the latest" if training_report["held_out"] == "latest" else "chosen at random"
+        )
         lines.append(
-            f"{found['recall_at_20']:.0%} of the interactions that were held out ({held}) stood among 20 suggestions: "
-            f"the best of {found['shapes_tried']} models tried."
+            f"{training_report['recall_at_20']:.0%} of the interactions that were held out ({holdout_selection}) stood "
+            "among 20 suggestions: "
+            f"the best of {training_report['shapes_tried']} models tried."
         )
     return lines
 
@@ -149,18 +154,18 @@ def block(
     """Blocks, or unblocks; replicas are told if any can be."""
     from precompute.erasures.erasure import demand_unerased
 
-    items = [canonical_id(each) for each in arguments.item]
-    entities = [canonical_id(each) for each in arguments.entity]
+    items = [canonical_id(item_id) for item_id in arguments.item]
+    entities = [canonical_id(entity_id) for entity_id in arguments.entity]
     store = config.store()
     action: Audited = "unblock" if arguments.unblock else "block"
     subject, reason = ids_in_words(items, entities), arguments.reason
-    with audited(store, action, subject, actor=config.actor, reason=reason) as told:
+    with audited(store, action, subject, actor=config.actor, reason=reason) as audit_details:
         if arguments.unblock:
             demand_unerased(store, items)
-            changed = change_blocklist(store, unblock_items=items, unblock_entities=entities)
+            blocklist = change_blocklist(store, unblock_items=items, unblock_entities=entities)
         else:
-            changed = change_blocklist(store, block_items=items, block_entities=entities)
-        told["version"] = changed.version
+            blocklist = change_blocklist(store, block_items=items, block_entities=entities)
+        audit_details["version"] = blocklist.version
     if config.redis_url:
         try:
             with connect(config.redis_url, config.redis_timeout_s) as client:
@@ -168,9 +173,9 @@ def block(
         except LarderError as error:
             err.print(f"replicas will see the change at their next poll, since {error.message}")
     return {
-        "version": changed.version,
-        "items": len(changed.items),
-        "entities": len(changed.entities),
+        "version": blocklist.version,
+        "items": len(blocklist.items),
+        "entities": len(blocklist.entities),
     }
 
 
@@ -180,8 +185,8 @@ def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progre
     from precompute.cli.status_table import shown
 
     is_placed = arguments.config or arguments.artifacts or any(map(os.environ.get, PLACES))
-    told = report(config, look(config), has_settings=bool(is_placed))
-    code = 0 if told["well"] else NOT_WELL
+    status_report = report(config, look(config), has_settings=bool(is_placed))
+    code = 0 if status_report["well"] else NOT_WELL
     if arguments.json:
-        return Told(json_text(told), code)
-    return Told(shown(told), code)
+        return Told(json_text(status_report), code)
+    return Told(shown(status_report), code)

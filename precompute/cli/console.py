@@ -62,13 +62,13 @@ def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
     with Bars(*columns, console=err, transient=True, redirect_stdout=False) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
+        def progress(label: str, completed: int, total: int) -> None:
+            if label not in tasks:
                 for task in tasks.values():
                     # Steps follow one another; a thousand shards would fill more than a screen.
                     bars.update(task, visible=False)
-                tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done, total=total or None, visible=True)
+                tasks[label] = bars.add_task(label, total=total or None)
+            bars.update(tasks[label], completed=completed, total=total or None, visible=True)
 
         yield progress
 
@@ -108,43 +108,47 @@ class CommandPlace:
 
     def load(self) -> Command:
         """Imports the command and all that it will need."""
-        for each in self.loads:
-            import_module(f"precompute.{each}")
+        for dependency in self.loads:
+            import_module(f"precompute.{dependency}")
         module, _, name = self.name.rpartition(".")
-        found: Command = getattr(import_module(f"precompute.{module}"), name)
-        return found
+        command: Command = getattr(import_module(f"precompute.{module}"), name)
+        return command
 
 
-def table_of(found: dict[str, Any]) -> Table:
+def table_of(report: dict[str, Any]) -> Table:
     """A row for each name that has a value; what has names of its own is one row, or a row for each of them."""
     table = Table(show_header=False, box=None)
-    for name, text in _rows(found):
+    for name, text in _rows(report):
         table.add_row(name, Text(printable(text)))
     return table
 
 
-def _rows(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in found.items():
+def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in report.items():
         name = f"{prefix}{key}"
         if value is None or value in ([], {}):
             continue
         if not isinstance(value, Mapping):
             yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        elif any(isinstance(each, Mapping | list) for each in value.values()):
+        elif any(isinstance(inner_value, Mapping | list) for inner_value in value.values()):
             yield from _rows(value, f"{name} ")
         else:
-            yield name, ", ".join(f"{inner} {each}" for inner, each in value.items())
+            yield name, ", ".join(f"{inner} {inner_value}" for inner, inner_value in value.items())
 
 
-def show(found: Found | str, out: Console) -> None:
+def show(output: Found | str, stdout_console: Console) -> None:
     """Prints what a command found; where nobody looks, plain and never wrapped."""
-    if isinstance(found, str):
-        out.file.write(f"{printable_lines(found)}\n")
+    if isinstance(output, str):
+        stdout_console.file.write(f"{printable_lines(output)}\n")
         return
-    if isinstance(found, dict):
-        found = [table_of(found)]
-    console = out if out.is_terminal else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
-    for each in found:
-        if isinstance(each, Table) and not out.is_terminal:
-            each.box = None
-        console.print(each, highlight=False)
+    if isinstance(output, dict):
+        output = [table_of(output)]
+    console = (
+        stdout_console
+        if stdout_console.is_terminal
+        else SafeConsole(width=PLAIN_COLUMNS, no_color=True)
+    )
+    for renderable in output:
+        if isinstance(renderable, Table) and not stdout_console.is_terminal:
+            renderable.box = None
+        console.print(renderable, highlight=False)

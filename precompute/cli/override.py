@@ -38,17 +38,20 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
         gates = read_manifest(releases.store, generation).gates
     except UnknownGeneration:
         gates = ()
-    failed = {str(each["rule"]) for each in gates if not each["passed"] or each.get("overridden")}
+    failed = {str(gate["rule"]) for gate in gates if not gate["passed"] or gate.get("overridden")}
     refused = (
-        each
-        for each in releases.history()
-        if each.action == "refuse" and each.generation == generation
+        release
+        for release in releases.history()
+        if release.action == "refuse" and release.generation == generation
     )
-    if rule in failed or any(_names(each.reason, rule) for each in refused):
+    if rule in failed or any(_names(release.reason, rule) for release in refused):
         return
-    found = f"what failed is {', '.join(sorted(failed))}" if failed else "no rule of it failed"
+    failures_text = (
+        f"what failed is {', '.join(sorted(failed))}" if failed else "no rule of it failed"
+    )
     raise Conflict(
-        f"{rule} has not refused {generation}, so there is nothing to override: {found}; `verify` says what does",
+        f"{rule} has not refused {generation}, so there is nothing to override: {failures_text}; `verify` says what "
+        "does",
         generation=generation,
         rule=rule,
     )
@@ -56,7 +59,7 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
 
 def _names(reasons: str, rule: str) -> bool:
     """True if the reasons of a refusal, as `verify` writes them, name the rule."""
-    return any(each.startswith(f"{rule} is ") for each in reasons.split("; "))
+    return any(reason.startswith(f"{rule} is ") for reason in reasons.split("; "))
 
 
 def command(

@@ -34,19 +34,21 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
-        name: str, place: str, text: str, *loads: str, generation: bool = False
+        name: str, command_path: str, text: str, *loads: str, generation: bool = False
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, parents=[behind])
-        command.set_defaults(run=CommandPlace(place, loads), redis="own", prepare=nothing)
+        command.set_defaults(run=CommandPlace(command_path, loads), redis="own", prepare=nothing)
         if generation:
             command.add_argument(
                 "generation", help="generation id, as `begin` and `status` print it"
             )
         return command
 
-    def add_step(name: str, text: str, *loads: str, place: str = "") -> argparse.ArgumentParser:
-        found = place or "cli.step_commands.step"
-        command = add(name, found, text, f"steps.{name}", *loads, generation=True)
+    def add_step(
+        name: str, text: str, *loads: str, command_path: str = ""
+    ) -> argparse.ArgumentParser:
+        resolved_path = command_path or "cli.step_commands.step"
+        command = add(name, resolved_path, text, f"steps.{name}", *loads, generation=True)
         command.set_defaults(step=name)
         return command
 
@@ -55,7 +57,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             "night",
             "cli.commands.night",
             f"the whole night: {', '.join(NIGHT).replace('_', ' ')}",
-            tuple(f"steps.{each}" for each in NIGHT),
+            tuple(f"steps.{step}" for step in NIGHT),
         ),
         (
             "train",
@@ -70,8 +72,8 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             ("steps.begin",),
         ),
     )
-    for name, place, text, loads in first:
-        command = add(name, place, text, *loads)
+    for name, command_path, text, loads in first:
+        command = add(name, command_path, text, *loads)
         default = (
             "data_until of the settings, else use all"
             if name == "train"
@@ -113,13 +115,13 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="none")
     command = add_step(
         "score", "score all shards, or one", "steps.embed_items", "steps.assemble",
-        place="cli.step_commands.score",
+        command_path="cli.step_commands.score",
     )  # fmt: skip
     command.add_argument("--shard", type=int)
     command.set_defaults(redis="none")
     add_step("index", "build the FAISS indexes").set_defaults(redis="none")
     add_step(
-        "quantize", "make and compare the int8 models", place="cli.step_commands.quantize"
+        "quantize", "make and compare the int8 models", command_path="cli.step_commands.quantize"
     ).set_defaults(redis="none")
     add_step("load", "stream the pages into Redis")
     add_step("verify", "run the gates", "steps.load").set_defaults(prepare=load_again)
@@ -136,7 +138,9 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command = add_step("publish", "make a verified generation live", "steps.load", "steps.verify")
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)
-    add_step("warm", "wait until every replica answers from it", place="cli.step_commands.warm")
+    add_step(
+        "warm", "wait until every replica answers from it", command_path="cli.step_commands.warm"
+    )
     command = add(
         "canary",
         "canary.trial.command",

@@ -35,28 +35,28 @@ from precompute.sources.readers import read_features
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """Shows the forecast; raises Refused where it would not fit."""
-    asked = parameters(arguments)
+    plan_parameters = parameters(arguments)
     if config.redis_url and arguments.redis_gb is None:  # before a minute's work
         with connect(config.redis_url, config.redis_timeout_s) as client:
             Control(client, config.keyspace()).check_policy()
     requests = None if arguments.requests is None else _counts(Path(arguments.requests), config)
-    found = forecast(config, asked, requests, progress=progress)
+    night_forecast = forecast(config, plan_parameters, requests, progress=progress)
     limits = limits_of(
-        config, record_bytes=max(each.size_bytes for _, each in found.shape.layouts.values()),
+        config, record_bytes=max(layout.size_bytes for _, layout in night_forecast.shape.layouts.values()),
         redis_gb=arguments.redis_gb, nodes=arguments.redis_nodes,
         host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
     )  # fmt: skip
-    verdicts = judged(config, found, limits)
+    verdicts = judged(config, night_forecast, limits)
     generations = generations_at_peak(config.keep)
-    shown = (
-        _json(found, verdicts, generations, limits.arms)
+    output = (
+        _json(night_forecast, verdicts, generations, limits.arms)
         if arguments.json
-        else _tables(found, verdicts, asked, generations, limits.arms)
+        else _tables(night_forecast, verdicts, plan_parameters, generations, limits.arms)
     )
-    if not all(each.passed for each in verdicts):
-        show(shown, out)
+    if not all(verdict.passed for verdict in verdicts):
+        show(output, out)
         demand_room(verdicts)
-    return shown
+    return output
 
 
 def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
@@ -81,32 +81,32 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
 
 
 def _json(
-    found: Forecast, verdicts: list[Verdict], generations: int, arms: Sequence[ArmRoom]
+    night_forecast: Forecast, verdicts: list[Verdict], generations: int, arms: Sequence[ArmRoom]
 ) -> Found:
-    told = {
-        **found.to_json(),
+    report = {
+        **night_forecast.to_json(),
         "generations": generations,
-        "verdicts": [each.to_json() for each in verdicts],
-        "arms": [asdict(each) for each in arms],
+        "verdicts": [verdict.to_json() for verdict in verdicts],
+        "arms": [asdict(arm) for arm in arms],
     }
-    return [escape(json_text(told))]
+    return [escape(json_text(report))]
 
 
 def _tables(
-    found: Forecast,
+    night_forecast: Forecast,
     verdicts: list[Verdict],
-    asked: PlanParameters,
+    plan_parameters: PlanParameters,
     generations: int,
     arms: Sequence[ArmRoom],
 ) -> Found:
-    shape, timings = found.shape, found.timings
-    counted = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
-    title = f"{counted}, from {found.sample_users:,} users"
+    shape, timings = night_forecast.shape, night_forecast.timings
+    shape_text = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
+    title = f"{shape_text}, from {night_forecast.sample_users:,} users"
     sizes = Table("what", "one generation", f"{generations} at the peak", title=title)
     for column in sizes.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for name, size in (
-        ("Redis", found.redis_bytes),
+        ("Redis", night_forecast.redis_bytes),
         ("directories", shape.directory_bytes),
         ("a reader's host", shape.mapped_bytes),
         ("artefact store", shape.disk_bytes),
@@ -122,70 +122,110 @@ def _tables(
     times.add_row(
         "score",
         *_minutes(scoring),
-        ", ".join(f"{name} {each.wall_s / 60:.2f}" for name, each in parts.items()),
+        ", ".join(f"{name} {timing.wall_s / 60:.2f}" for name, timing in parts.items()),
     )
-    times.add_row("score on GPUs", f"{found.gpu_s / 60:.2f}", "", f"by {escape(found.gpu_how)}")
-    times.add_row("load", *_minutes(found.load), f"beside readers at most {found.floor_s / 60:.2f}")
-    copying = _copying(found)
+    times.add_row(
+        "score on GPUs",
+        f"{night_forecast.gpu_s / 60:.2f}",
+        "",
+        f"by {escape(night_forecast.gpu_how)}",
+    )
+    times.add_row(
+        "load",
+        *_minutes(night_forecast.load),
+        f"beside readers at most {night_forecast.floor_s / 60:.2f}",
+    )
+    copying = _copying(night_forecast)
     memory = Table("step", "memory at most")
     memory.columns[1].justify = "right"
     for step, found_bytes in step_bytes(shape).items():
         memory.add_row(step, size_text(found_bytes))
     rates = Table("L1 per process", "entries", "hits, L1 full", "hits, first day", "L2 reads/s")
-    for each in found.hits:
-        cold = "" if each.from_cold is None else f"{each.from_cold:.1%}"
-        reads = "" if asked.qps is None else f"{asked.qps * (1 - each.steady):,.0f}"
+    for hit_rates in night_forecast.hits:
+        cold = "" if hit_rates.from_cold is None else f"{hit_rates.from_cold:.1%}"
+        reads = (
+            ""
+            if plan_parameters.qps is None
+            else f"{plan_parameters.qps * (1 - hit_rates.steady):,.0f}"
+        )
         rates.add_row(
-            size_text(each.max_bytes), f"{each.entries:,.0f}", f"{each.steady:.1%}", cold, reads
+            size_text(hit_rates.max_bytes),
+            f"{hit_rates.entries:,.0f}",
+            f"{hit_rates.steady:.1%}",
+            cold,
+            reads,
         )
     filters = Table("table", "items that pass", "Redis", "processor minutes a night", "lists too short",
                     f"of {FEW}", "search / read, ms", "pays")  # fmt: skip
-    for one in found.filters:
+    for filter_cost in night_forecast.filters:
         filters.add_row(
-            escape(one.name), f"{one.passing:,}", size_text(one.redis_bytes), f"{one.night_s / 60:.2f}",
-            f"{one.cut:.1%}", f"{one.cut_few:.1%}", f"{one.search_s * 1e3:.2f} / {one.read_s * 1e3:.2f}",
-            _pays(one, asked.qps),
+            escape(filter_cost.name), f"{filter_cost.passing:,}", size_text(filter_cost.redis_bytes),
+            f"{filter_cost.night_s / 60:.2f}",
+            f"{filter_cost.cut:.1%}", f"{filter_cost.cut_few:.1%}",
+            f"{filter_cost.search_s * 1e3:.2f} / {filter_cost.read_s * 1e3:.2f}",
+            _pays(filter_cost, plan_parameters.qps),
         )  # fmt: skip
     gates = Table("rule", "found", "allowed", "")
     for verdict in verdicts:
-        mark = "" if verdict.passed else "[red]refused[/red] "
+        refusal_label = "" if verdict.passed else "[red]refused[/red] "
         gates.add_row(
-            verdict.rule, f"{verdict.value}", f"{verdict.threshold}", mark + escape(verdict.note)
+            verdict.rule,
+            f"{verdict.value}",
+            f"{verdict.threshold}",
+            refusal_label + escape(verdict.note),
         )
     for column in (*times.columns[1:3], *rates.columns):
         column.justify, column.no_wrap = "right", True
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
-    notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy + [*found.remarks]
-    ahead = [filters] * bool(found.filters)
+    notes = (
+        [timings.note] * bool(timings.note)
+        + [busy] * night_forecast.is_busy
+        + [*night_forecast.remarks]
+    )
+    ahead = [filters] * bool(night_forecast.filters)
     return [sizes, times, *map(escape, notes), copying, memory, rates, *ahead, gates]
 
 
-def _copying(found: Forecast) -> Table:
+def _copying(night_forecast: Forecast) -> Table:
     """Scoring of a night that computes all, and of nights that copy what did not change."""
     table = Table(
         "scoring", "users' inputs", "an item gone", "an item enters", "copied", "minutes",
-        "processor minutes", title=f"a night that copies: {found.copying_note}",
+        "processor minutes", title=f"a night that copies: {night_forecast.copying_note}",
     )  # fmt: skip
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    table.add_row("all computed", "", "", "", "0.0%", *_minutes(found.timings.all))
-    for each in found.copying:
-        shares = (f"{share:.1%}" for share in (each.inputs, each.lost, each.entered, each.copied))
+    table.add_row("all computed", "", "", "", "0.0%", *_minutes(night_forecast.timings.all))
+    for copying_night in night_forecast.copying:
+        percentages = (
+            f"{fraction:.1%}"
+            for fraction in (
+                copying_night.inputs,
+                copying_night.lost,
+                copying_night.entered,
+                copying_night.copied,
+            )
+        )
         table.add_row(
-            f"{100 * each.items_changed:g}% of items changed", *shares, *_minutes(each.scoring)
+            f"{100 * copying_night.items_changed:g}% of items changed",
+            *percentages,
+            *_minutes(copying_night.scoring),
         )
     return table
 
 
-def _pays(one: FilterCost, qps: float | None) -> str:
+def _pays(filter_cost: FilterCost, qps: float | None) -> str:
     """Number of lookups from which a table under a filter pays, beside those stated, and whether it is made."""
-    told = "never: no list is too short"
-    if not math.isinf(one.pays_from):
-        told = f"from {one.pays_from:,.0f} lookups a day"
+    break_even_text = "never: no list is too short"
+    if not math.isinf(filter_cost.pays_from):
+        break_even_text = f"from {filter_cost.pays_from:,.0f} lookups a day"
         if qps is not None:
-            share = one.pays_from / (qps * DAY_S)
-            told += f", {share:.2%} of those stated" if share <= 1 else ": more than those stated"
-    return f"{told} (made)" if one.is_made else told
+            lookup_fraction = filter_cost.pays_from / (qps * DAY_S)
+            break_even_text += (
+                f", {lookup_fraction:.2%} of those stated"
+                if lookup_fraction <= 1
+                else ": more than those stated"
+            )
+    return f"{break_even_text} (made)" if filter_cost.is_made else break_even_text
 
 
 def _minutes(spent: Spent) -> tuple[str, str]:

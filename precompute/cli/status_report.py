@@ -87,93 +87,113 @@ def _memory(client: Any) -> dict[str, Any]:
 
 
 def report(
-    config: NightConfig, seen: NamespaceState, *, has_settings: bool = True
+    config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True
 ) -> dict[str, Any]:
     """Report of all of it as JSON-able values; `problems` is empty if all is well.
 
     `has_settings`: a file or the environment says where this namespace is; without, it may well not be here.
     """
     store = config.store()
-    known = set(store.names("generations")) | set(seen.rows)
-    generations = [_generation(config, seen, each) for each in sorted(known, reverse=True)]
-    schedule = _schedule(config, seen)
-    told: dict[str, Any] = {
+    generation_ids = set(store.names("generations")) | set(namespace_state.rows)
+    generations = [
+        _generation(config, namespace_state, generation_id)
+        for generation_id in sorted(generation_ids, reverse=True)
+    ]
+    schedule = _schedule(config, namespace_state)
+    status: dict[str, Any] = {
         "namespace": config.namespace,
         "well": True,
         "problems": [],
-        "redis": {"state": seen.redis, "why": seen.why, **seen.memory},
-        "live": seen.live,
-        "previous": seen.ledger.previous,
-        "epoch": None if seen.pointer is None else seen.pointer.epoch,
-        "canary": seen.canary
-        and {"generation": seen.canary.generation, "percent": seen.canary.percent},
+        "redis": {
+            "state": namespace_state.redis,
+            "why": namespace_state.why,
+            **namespace_state.memory,
+        },
+        "live": namespace_state.live,
+        "previous": namespace_state.ledger.previous,
+        "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
+        "canary": namespace_state.canary
+        and {
+            "generation": namespace_state.canary.generation,
+            "percent": namespace_state.canary.percent,
+        },
         "generations": generations,
         "schedule": schedule,
-        "replicas": [_replica(each) for each in seen.replicas],
-        "silent_replicas": seen.silent_replicas,
+        "replicas": [_replica(replica) for replica in namespace_state.replicas],
+        "silent_replicas": namespace_state.silent_replicas,
         "blocklist_version": latest_blocklist(store).version,
-        "erasures_pending": sum(each.is_pending for each in all_erasures(store)),
+        "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": _events(config, generations),
     }
-    problems = list(_problems(told, seen))
-    if not has_settings and seen.live is None and not generations:
+    problems = list(_problems(status, namespace_state))
+    if not has_settings and namespace_state.live is None and not generations:
         problems = [NO_SETTINGS]
-    return told | {"well": not problems, "problems": problems}
+    return status | {"well": not problems, "problems": problems}
 
 
-def _problems(told: Mapping[str, Any], seen: NamespaceState) -> list[str]:
-    found = []
-    ledger, pointer, schedule = seen.ledger, seen.pointer, told["schedule"]
-    if seen.redis == AWAY:
-        found.append(f"Redis cannot be asked: {seen.why}")
-    if seen.live is None:
-        found.append("nothing is live: run `larder night`")
-    if seen.redis == THERE and ledger.live is not None:
+def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> list[str]:
+    problems = []
+    ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
+    if namespace_state.redis == AWAY:
+        problems.append(f"Redis cannot be asked: {namespace_state.why}")
+    if namespace_state.live is None:
+        problems.append("nothing is live: run `larder night`")
+    if namespace_state.redis == THERE and ledger.live is not None:
         if pointer is None:
-            found.append("Redis has lost its pointer: run `larder restore`")
+            problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
-            found.append(
+            problems.append(
                 f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
                 "`larder restore`"
             )
-    if seen.silent_replicas and not seen.replicas and seen.live is not None:
-        found.append(
-            f"no replica answers, and {seen.silent_replicas} beat within the last day: start the service, or look at "
+    if (
+        namespace_state.silent_replicas
+        and not namespace_state.replicas
+        and namespace_state.live is not None
+    ):
+        problems.append(
+            f"no replica answers, and {namespace_state.silent_replicas} beat within the last day: start the service, "
+            "or look at "
             "its log"
         )
-    if schedule["missing"] and seen.live is not None:
-        found.append(f"the generation of {schedule['due']} is missing: what is live is older")
-    live_cut = (seen.live or "")[:CUT_CHARS]
-    for each in told["generations"]:
-        if each["state"] == State.REFUSED and each["generation"][:CUT_CHARS] >= live_cut:
-            failed = (each["gates"] or {}).get("failed", ())
-            rules = ", ".join(gate["rule"] for gate in failed) or each["reason"]
-            found.append(f"{each['generation']} was refused: {rules}")
-    for replica in seen.replicas:
-        for generation, why in replica.failed.items():
-            found.append(f"replica {replica.name} cannot load {generation}: {why}")
+    if schedule["missing"] and namespace_state.live is not None:
+        problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
+    live_cut = (namespace_state.live or "")[:CUT_CHARS]
+    for generation_status in status["generations"]:
+        if (
+            generation_status["state"] == State.REFUSED
+            and generation_status["generation"][:CUT_CHARS] >= live_cut
+        ):
+            failed = (generation_status["gates"] or {}).get("failed", ())
+            rules = ", ".join(gate["rule"] for gate in failed) or generation_status["reason"]
+            problems.append(f"{generation_status['generation']} was refused: {rules}")
+    for replica in namespace_state.replicas:
+        for generation, load_error in replica.failed.items():
+            problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
         if pointer is not None and replica.serving != pointer.generation:
-            found.append(f"replica {replica.name} answers from {replica.serving or 'nothing'}")
-    return found
+            problems.append(f"replica {replica.name} answers from {replica.serving or 'nothing'}")
+    return problems
 
 
-def _generation(config: NightConfig, seen: NamespaceState, generation: str) -> dict[str, Any]:
-    row, ledger = seen.rows.get(generation), seen.ledger
-    canary = seen.canary.generation if seen.canary else None
-    roles = {"live": seen.live, "previous": ledger.previous, "canary": canary}
-    told: dict[str, Any] = {
+def _generation(
+    config: NightConfig, namespace_state: NamespaceState, generation: str
+) -> dict[str, Any]:
+    row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
+    canary = namespace_state.canary.generation if namespace_state.canary else None
+    roles = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary}
+    generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(standing(generation, ledger, row) or State.BEGUN),
-        "roles": [role for role, each in roles.items() if each == generation],
+        "roles": [role for role, role_generation in roles.items() if role_generation == generation],
         "reason": "" if row is None else row.reason,
-        "pinned": ledger.is_pinned(generation, seen.now),
+        "pinned": ledger.is_pinned(generation, namespace_state.now),
         "pinned_until": _iso(ledger.pinned.get(generation)),
     }
     try:
         manifest = read_manifest(config.store(), generation)
     except LarderError:
-        return told | _of_manifest(None, {})
-    return told | _of_manifest(manifest, ledger.overrides.get(generation, {}))
+        return generation_status | _of_manifest(None, {})
+    return generation_status | _of_manifest(manifest, ledger.overrides.get(generation, {}))
 
 
 def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -197,8 +217,8 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     return {
         "data_until": _iso(manifest.data_until),
         "tables": tables,
-        "redis_bytes": sum(each["bytes"] for each in tables.values()),
-        "store_bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
+        "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
+        "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
         "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
         "reuse": None if (reuse := Reuse.of(manifest.facts)) is None else reuse.to_json(),
         "events_until": None if manifest.events is None else manifest.events.until,
@@ -211,30 +231,34 @@ def _events(
     """Positions up to which nights took events over, and the live generation has them; None where none are taken in."""
     if not config.events.enabled:
         return None
-    live = (each["events_until"] for each in generations if "live" in each["roles"])
+    live = (
+        generation_status["events_until"]
+        for generation_status in generations
+        if "live" in generation_status["roles"]
+    )
     return {
         "taken_until": str(last_taken(config.of_events().store())),
         "live_until": next(live, None),
     }
 
 
-def _schedule(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
+def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str, Any]:
     schedule = Schedule(config.schedule, config.timezone, config.schedule_grace_s)
-    next_at = schedule.tick_after(seen.now)
+    next_at = schedule.tick_after(namespace_state.now)
     created_at: float | None = None
     data_until: float | None = None
-    if seen.live is not None:
+    if namespace_state.live is not None:
         try:
-            manifest = read_manifest(config.store(), seen.live)
+            manifest = read_manifest(config.store(), namespace_state.live)
             created_at, data_until = float(manifest.created_at), float(manifest.data_until)
         except LarderError:
             created_at = None
     return {
         "cron": config.schedule,
         "timezone": config.timezone,
-        "due": _iso(schedule.due(seen.now)),
-        "missing": schedule.is_missing(seen.now, created_at),
-        "age_seconds": None if data_until is None else round(seen.now - data_until),
+        "due": _iso(schedule.due(namespace_state.now)),
+        "missing": schedule.is_missing(namespace_state.now, created_at),
+        "age_seconds": None if data_until is None else round(namespace_state.now - data_until),
         "next": _iso(next_at),
         "next_expected_by": _iso(next_at + config.schedule_grace_s),
     }

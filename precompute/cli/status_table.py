@@ -14,37 +14,37 @@ from precompute.reuse.words import users_in_words
 _COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
 
 
-def shown(told: Mapping[str, Any]) -> list[Table | str | Text]:
+def shown(status: Mapping[str, Any]) -> list[Table | str | Text]:
     """A verdict, the generations, then everything else in a line each."""
-    table = Table(*_COLUMNS, title=f"namespace {told['namespace']}")
-    for each in told["generations"]:
-        table.add_row(*_row(each))
-    lines = [f"not well: {each}" for each in told["problems"]] or [_well(told)]
-    lines += list(_lines(told))
+    table = Table(*_COLUMNS, title=f"namespace {status['namespace']}")
+    for generation_status in status["generations"]:
+        table.add_row(*_row(generation_status))
+    lines = [f"not well: {problem}" for problem in status["problems"]] or [_well(status)]
+    lines += list(_lines(status))
     return [table, *map(Text, lines)]
 
 
-def _well(told: Mapping[str, Any]) -> str:
+def _well(status: Mapping[str, Any]) -> str:
     """The verdict where no problem was found; it says so where nobody serves what is live."""
-    is_served = told["replicas"] or told["redis"]["state"] != THERE
+    is_served = status["replicas"] or status["redis"]["state"] != THERE
     return (
         "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"
     )
 
 
-def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = list(each["roles"])
-    if each["pinned"]:
-        until = each["pinned_until"]
-        notes.append("pinned" + (f" until {until}" if until else ""))
+def _row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = list(generation_status["roles"])
+    if generation_status["pinned"]:
+        pinned_until = generation_status["pinned_until"]
+        notes.append("pinned" + (f" until {pinned_until}" if pinned_until else ""))
     return (
-        each["generation"],
-        each["state"],
-        each["data_until"] or "-",
-        _size(each["redis_bytes"]),
-        _size(each["store_bytes"]),
-        _share(each["reuse"]),
-        _gates(each["gates"]),
+        generation_status["generation"],
+        generation_status["state"],
+        generation_status["data_until"] or "-",
+        _size(generation_status["redis_bytes"]),
+        _size(generation_status["store_bytes"]),
+        _share(generation_status["reuse"]),
+        _gates(generation_status["gates"]),
         " ".join(notes),
     )
 
@@ -54,13 +54,20 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _share(reuse: Mapping[str, Any] | None) -> str:
-    share = None if reuse is None else reuse["share"]
-    return "-" if share is None else f"{share:.1%}"
+    copied_fraction = None if reuse is None else reuse["share"]
+    return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
-def _copies(told: Mapping[str, Any]) -> list[str]:
+def _copies(status: Mapping[str, Any]) -> list[str]:
     """Copies of the live generation, and of the last nights up to it."""
-    reuse = next((each["reuse"] for each in told["generations"] if "live" in each["roles"]), None)
+    reuse = next(
+        (
+            generation_status["reuse"]
+            for generation_status in status["generations"]
+            if "live" in generation_status["roles"]
+        ),
+        None,
+    )
     if reuse is None:
         return []
     lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
@@ -76,17 +83,23 @@ def _copies(told: Mapping[str, Any]) -> list[str]:
     return [line]
 
 
-def _events(told: Mapping[str, Any]) -> list[str]:
-    if (events := told["events"]) is None:
+def _events(status: Mapping[str, Any]) -> list[str]:
+    if (events := status["events"]) is None:
         return []
-    live, taken = (_position(events[name]) for name in ("live_until", "taken_until"))
-    return [f"events: the live one has them up to {live}; nights took them over up to {taken}"]
+    live, taken_until = (_position(events[name]) for name in ("live_until", "taken_until"))
+    return [
+        f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
+    ]
 
 
 def _position(position: str | None) -> str:
     """Time that a position of an event tells, with the position; "none" before the first."""
-    found = BEGINNING if position is None else Position.parse(position)
-    return "none" if found == BEGINNING else f"{iso(found.ms / 1000)} ({found})"
+    event_position = BEGINNING if position is None else Position.parse(position)
+    return (
+        "none"
+        if event_position == BEGINNING
+        else f"{iso(event_position.ms / 1000)} ({event_position})"
+    )
 
 
 def _gates(gates: Mapping[str, Any] | None) -> str:
@@ -94,13 +107,13 @@ def _gates(gates: Mapping[str, Any] | None) -> str:
         return "-"
     if not gates["run"]:
         return "not run"
-    failed, overrides = [each["rule"] for each in gates["failed"]], gates["overrides"]
+    failed, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
     waived = f"; waived: {', '.join(overrides)}" if overrides else ""
     return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
 
 
-def _lines(told: Mapping[str, Any]) -> list[str]:
-    schedule, redis = told["schedule"], told["redis"]
+def _lines(status: Mapping[str, Any]) -> list[str]:
+    schedule, redis = status["schedule"], status["redis"]
     state = "missing" if schedule["missing"] else "there"
     due = f"due: the generation of {schedule['due']} is {state}"
     after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
@@ -114,7 +127,7 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
             "no Redis is configured and none runs here: this is what the artefact store knows"
         )
     else:
-        epoch = told["epoch"]
+        epoch = status["epoch"]
         lines.append(
             "Redis has no pointer: nothing published, or lost (restore)"
             if epoch is None
@@ -122,16 +135,16 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
         )
         if limit := redis.get("limit_bytes"):
             lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
-    if (canary := told["canary"]) is not None:
+    if (canary := status["canary"]) is not None:
         lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
-    lines += _copies(told)
-    lines += _events(told)
-    replicas = len(told["replicas"])
-    counted = (
+    lines += _copies(status)
+    lines += _events(status)
+    replicas = len(status["replicas"])
+    replicas_text = (
         f"{replicas} replica{'s' * (replicas != 1)}"
         if redis["state"] == THERE
         else "replicas not counted, for they beat in Redis"
     )
-    lines.append(f"{counted}, blocklist version {told['blocklist_version']}")
-    lines.append(f"{told['erasures_pending']} erasures pending (erase --list)")
+    lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
+    lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")
     return lines

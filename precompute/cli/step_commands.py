@@ -40,8 +40,8 @@ def standing_name(config: NightConfig, data_until: str | None) -> str:
     bundle_at = 0.0 if config.sources.item_vectors else chosen_at(config)  # else it is an input
     if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
-    newest = max(bundle_at, *map(changed_at, all_files(config)))
-    return datetime.fromtimestamp(int(newest), UTC).isoformat()
+    latest_change_at = max(bundle_at, *map(changed_at, all_files(config)))
+    return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
 
 
 def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         assemble.run(config, build)
     return {
         "shards": len(scored),
-        "users": sum(each["users"] for each in scored),
-        "items": sum(each["items"] for each in scored),
+        "users": sum(shard_counts["users"] for shard_counts in scored),
+        "items": sum(shard_counts["items"] for shard_counts in scored),
     }
 
 
@@ -88,8 +88,10 @@ def quantize(
     """The int8 models' agreement with the others."""
     from precompute.steps import quantize as quantize_step
 
-    found = quantize_step.run(config, _build(arguments), progress=progress)
-    return {name: each["agreement"] for name, each in found["models"].items()}
+    quantize_report = quantize_step.run(config, _build(arguments), progress=progress)
+    return {
+        name: model_report["agreement"] for name, model_report in quantize_report["models"].items()
+    }
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
@@ -102,11 +104,12 @@ def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress
     if pointer is None or pointer.generation != generation:
         live = "nothing is live" if pointer is None else f"{pointer.generation} is"
         raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
-    found = warm_step.run(config, _build(arguments))
-    if waiting := found["waiting"]:
+    warm_report = warm_step.run(config, _build(arguments))
+    if waiting := warm_report["waiting"]:
         raise Conflict(
-            f"after {config.warm_timeout_s:g} s {len(waiting)} of {found['replicas']} replicas do not answer from "
+            f"after {config.warm_timeout_s:g} s {len(waiting)} of {warm_report['replicas']} replicas do not answer "
+            "from "
             f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
             waiting=waiting,
         )
-    return found
+    return warm_report

@@ -46,26 +46,31 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
         counts, pointer = read(control), control.pointer()
-    found = lines(store, counts, None if pointer is None else pointer.generation)
+    worklist_rows = lines(store, counts, None if pointer is None else pointer.generation)
     if arguments.export is not None:
-        export(found, Path(arguments.export))
+        export(worklist_rows, Path(arguments.export))
     if arguments.json:
-        rows = [each._asdict() for each in found[: arguments.limit]]
-        return {"ids": len(found), "rows": rows}
-    shown = Table("table", "id", "reads", "standing")
-    shown.columns[2].justify = "right"
-    for each in found[: arguments.limit]:
-        shown.add_row(each.table, Text(printable(each.entity)), str(each.reads), each.standing)
-    standings = Counter(each.standing for each in found)
-    said = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
-    return [shown, f"{len(found)} ids: {said}" if found else "nothing was asked for in vain"]
+        rows = [row._asdict() for row in worklist_rows[: arguments.limit]]
+        return {"ids": len(worklist_rows), "rows": rows}
+    table = Table("table", "id", "reads", "standing")
+    table.columns[2].justify = "right"
+    for row in worklist_rows[: arguments.limit]:
+        table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
+    standings = Counter(row.standing for row in worklist_rows)
+    standings_text = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
+    return [
+        table,
+        f"{len(worklist_rows)} ids: {standings_text}"
+        if worklist_rows
+        else "nothing was asked for in vain",
+    ]
 
 
 def read(control: Control) -> dict[Name, int]:
     """Counts of reads in vain by table and id, this day and the last, over all replicas."""
     day, counts = hour_of(control.time(), COLD), Counter[Name]()
-    for each in (day, day - 1):
-        key = control.keys.cold(each)
+    for counted_day in (day, day - 1):
+        key = control.keys.cold(counted_day)
         pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
         for raw, count in pairs:
             table, _, entity = raw.partition(b":")
@@ -75,16 +80,16 @@ def read(control: Control) -> dict[Name, int]:
 
 def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[WorklistRow]:
     """Rows, most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
-    barred = {each.raw for each in all_erasures(store) if each.is_in_force}
+    excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
     blocked = latest_blocklist(store)
-    barred |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
-    known = Known(store, live)
-    found = [
-        WorklistRow(table, raw.decode(errors="replace"), count, known.standing(table, raw))
+    excluded_ids |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
+    known_entities = Known(store, live)
+    rows = [
+        WorklistRow(table, raw.decode(errors="replace"), count, known_entities.standing(table, raw))
         for (table, raw), count in counts.items()
-        if raw not in barred
+        if raw not in excluded_ids
     ]
-    return sorted(found, key=lambda each: (-each.reads, each.table, each.entity))
+    return sorted(rows, key=lambda row: (-row.reads, row.table, row.entity))
 
 
 class Known:
@@ -99,7 +104,7 @@ class Known:
         try:
             manifest = read_manifest(store, live)
             root = store.local(generation_path(live))
-            self._tables = {name: each.entity for name, each in manifest.tables.items()}
+            self._tables = {name: table.entity for name, table in manifest.tables.items()}
             for name, entities in manifest.entity_sets.items():
                 for part in entities.parts:
                     fetch_checked(store, live, part.file)
@@ -125,9 +130,9 @@ class Known:
         return "no input"
 
 
-def export(found: Sequence[WorklistRow], path: Path) -> None:
+def export(rows: Sequence[WorklistRow], path: Path) -> None:
     """CSV with a head, for whoever fills the sources; ids are quoted where they must be."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(WorklistRow._fields)
-        writer.writerows(found)
+        writer.writerows(rows)

@@ -7,8 +7,8 @@ def is_full(error: Exception) -> bool:
     """True if there is no memory left, on the device or pinned: with less at once it may do."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    said = str(error)
-    is_said = "out of memory" in said or "CUBLAS_STATUS_ALLOC_FAILED" in said
+    message = str(error)
+    is_said = "out of memory" in message or "CUBLAS_STATUS_ALLOC_FAILED" in message
     return is_said and isinstance(error, RuntimeError)
 
 

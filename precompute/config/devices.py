@@ -28,46 +28,53 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def devices(wanted: str) -> tuple[str, ...]:
+def devices(device_setting: str) -> tuple[str, ...]:
     """torch's names of the devices to score on; none means the processor's own kernel.
 
     `auto` takes all GPUs there are, `off` none; `cuda`, `cuda:1` and `cpu` (slow: for tests) are demanded. Raises
     ConfigError where what is demanded is not there.
     """
-    if wanted == OFF or (wanted == AUTO and not any(Path(each).exists() for each in _SIGNS)):
+    if device_setting == OFF or (
+        device_setting == AUTO and not any(Path(device_file).exists() for device_file in _SIGNS)
+    ):
         return ()
     if importlib.util.find_spec("torch") is None:
-        if wanted == AUTO:
+        if device_setting == AUTO:
             _log.warning("there is a GPU, but no torch: scoring uses the processor (extra `gpu`)")
             return ()
         raise ConfigError(
-            f"device {wanted!r} needs torch: install the extra `gpu`, or set device to `off`",
+            f"device {device_setting!r} needs torch: install the extra `gpu`, or set device to `off`",
             field="device",
         )
-    if wanted == "cpu":
+    if device_setting == "cpu":
         return ("cpu",)
     import torch
 
-    found = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-    chosen = tuple(each for each in found if wanted in (AUTO, "cuda", each))
-    if not chosen and wanted != AUTO:
+    visible_devices = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    selected_devices = tuple(
+        device_name
+        for device_name in visible_devices
+        if device_setting in (AUTO, "cuda", device_name)
+    )
+    if not selected_devices and device_setting != AUTO:
         raise ConfigError(
-            f"device {wanted!r} is not there, torch sees {', '.join(found) or 'no GPU'}: check the driver, or set "
+            f"device {device_setting!r} is not there, torch sees {', '.join(visible_devices) or 'no GPU'}: check the "
+            "driver, or set "
             "device to `off`",
             field="device",
         )
-    return chosen
+    return selected_devices
 
 
-def device_of(wanted: str, shard: int) -> str | None:
+def device_of(device_setting: str, shard: int) -> str | None:
     """The device of one shard: several GPUs take the shards in turn. None means the processor."""
-    found = devices(wanted)
-    return found[shard % len(found)] if found else None
+    device_names = devices(device_setting)
+    return device_names[shard % len(device_names)] if device_names else None
 
 
 @contextmanager
 def least_busy(
-    wanted: str, shard: int, tasks: int = 1, folder: Path | None = None
+    device_setting: str, shard: int, tasks: int = 1, folder: Path | None = None
 ) -> Iterator[str | None]:
     """The device of one shard of many processes on this host: the one on which fewest score, of equals its own turn's.
 
@@ -75,40 +82,56 @@ def least_busy(
     device; more than that share it, too, and the log says so. The locks lie in `folder`, by default one of this user's
     own; where that one cannot be trusted, the shard takes its turn's device.
     """
-    found = devices(wanted)
-    if not found or not found[0].startswith("cuda"):
-        yield device_of(wanted, shard)
+    device_names = devices(device_setting)
+    if not device_names or not device_names[0].startswith("cuda"):
+        yield device_of(device_setting, shard)
         return
-    turn = shard % len(found)
+    round_robin_index = shard % len(device_names)
     try:
-        place = folder or _own_folder()
+        lock_folder = folder or _own_folder()
     except OSError as error:
         _log.warning(
-            "GPUs are not counted, and this shard takes its turn's, %s: %s", found[turn], error
+            "GPUs are not counted, and this shard takes its turn's, %s: %s",
+            device_names[round_robin_index],
+            error,
         )
-        yield found[turn]
+        yield device_names[round_robin_index]
         return
-    names = {each: identity(each) for each in found}  # by the driver: nobody waits for it
-    with ExitStack() as held:
-        with _lock_file(place, "choice") as choice:
+    names = {
+        device_name: identity(device_name) for device_name in device_names
+    }  # by the driver: nobody waits for it
+    with ExitStack() as lock_stack:
+        with _lock_file(lock_folder, "choice") as choice:
             if not _is_locked(choice):  # no two count at once
                 _log.warning(
                     "%s is locked for more than %.0f s: end who holds it (`fuser`); scoring on %s meanwhile, its turn",
-                    choice.name, _CHOICE_S, found[turn],
+                    choice.name, _CHOICE_S, device_names[round_robin_index],
                 )  # fmt: skip
-                yield found[turn]
+                yield device_names[round_robin_index]
                 return
-            busy = {each: _taken(place, names[each]) for each in (*found[turn:], *found[:turn])}
-            chosen = min(busy, key=lambda each: len(busy[each]))
-            slot = next(each for each in itertools.count() if each not in busy[chosen])
-            claim = held.enter_context(_lock_file(place, _slot(names[chosen], slot)))
+            busy = {
+                device_name: _taken(lock_folder, names[device_name])
+                for device_name in (
+                    *device_names[round_robin_index:],
+                    *device_names[:round_robin_index],
+                )
+            }
+            selected_device = min(busy, key=lambda device_name: len(busy[device_name]))
+            slot = next(
+                slot_number
+                for slot_number in itertools.count()
+                if slot_number not in busy[selected_device]
+            )
+            claim = lock_stack.enter_context(
+                _lock_file(lock_folder, _slot(names[selected_device], slot))
+            )
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if len(busy[chosen]) >= tasks:
+        if len(busy[selected_device]) >= tasks:
             _log.warning(
                 "%d processes score on %s, and device_tasks is %d: memory is not shared out among so many",
-                len(busy[chosen]) + 1, chosen, tasks,
+                len(busy[selected_device]) + 1, selected_device, tasks,
             )  # fmt: skip
-        yield chosen
+        yield selected_device
 
 
 def share_memory(device: str, tasks: int) -> int:
@@ -148,14 +171,14 @@ def _is_locked(file: IO[str]) -> bool:
 
 def _taken(folder: Path, name: str) -> set[int]:
     """Slots of a device of this name that living processes hold."""
-    found = set()
+    occupied_slots = set()
     for path in folder.glob(_lock_name(_slot(name, "*"))):
         with _opened(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                found.add(int(path.stem.rpartition(".")[2]))
-    return found
+                occupied_slots.add(int(path.stem.rpartition(".")[2]))
+    return occupied_slots
 
 
 def _slot(name: str, number: int | str) -> str:
@@ -168,20 +191,24 @@ def _own_folder() -> Path:
     # Its name is no secret: who made it first decides where it leads, and what lies in it.
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    there = folder.lstat()
-    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o077:
+    folder_stat = folder.lstat()
+    if (
+        not stat.S_ISDIR(folder_stat.st_mode)
+        or folder_stat.st_uid != os.getuid()
+        or folder_stat.st_mode & 0o077
+    ):
         raise PermissionError(
             f"{folder} is no folder that this user alone may enter: remove it, or set TMPDIR"
         )
     return folder
 
 
-def _lock_name(what: str) -> str:
-    return f"{what}.lock"
+def _lock_name(stem: str) -> str:
+    return f"{stem}.lock"
 
 
-def _lock_file(folder: Path, what: str) -> IO[str]:
-    return _opened(folder / _lock_name(what))
+def _lock_file(folder: Path, stem: str) -> IO[str]:
+    return _opened(folder / _lock_name(stem))
 
 
 def _opened(path: Path) -> IO[str]:

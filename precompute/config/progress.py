@@ -10,5 +10,5 @@ Progress = Callable[[str, int, int], None]
 """Callback (what, done, total): called often, from one thread; drawing is the caller's business."""
 
 
-def quiet(_what: str, _done: int, _total: int) -> None:
+def quiet(_label: str, _completed: int, _total: int) -> None:
     """A `Progress` that shows nothing."""

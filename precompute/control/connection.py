@@ -46,7 +46,7 @@ def connect_events(config: NightConfig) -> AbstractContextManager["redis.Redis"]
 
 def _place(url: str) -> str:
     """A URL without its password."""
-    before, at, after = urlsplit(url).netloc.rpartition("@")
-    user = before.partition(":")[0]
+    credentials, at, after = urlsplit(url).netloc.rpartition("@")
+    user = credentials.partition(":")[0]
     netloc = f"{user}@{after}" if at and user else after
     return urlsplit(url)._replace(netloc=netloc, query="").geturl()

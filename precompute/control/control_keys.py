@@ -137,9 +137,9 @@ class Control:
         moved, raw = reply[:2]
         if moved == 2:
             state, generation = (each.decode(errors="replace") for each in reply[1:3])
-            what = "made live" if generation == to.generation else "tried out"
+            attempted_move = "made live" if generation == to.generation else "tried out"
             raise Conflict(
-                f"{generation} cannot be {what}: it is {state} by now",
+                f"{generation} cannot be {attempted_move}: it is {state} by now",
                 generation=generation,
                 state=state,
             )
@@ -168,11 +168,11 @@ class Control:
     def rows(self) -> dict[str, Row]:
         """The whole registry; raises CorruptArtefact for a row that cannot be read."""
         raw: Any = self.client.hgetall(self.keys.generations)
-        found = {}
+        rows_by_generation = {}
         for name, value in raw.items():
             generation = name.decode(errors="replace")
             try:
-                found[generation] = Row.from_bytes(value)
+                rows_by_generation[generation] = Row.from_bytes(value)
             except UnknownFormat as error:
                 raise UnknownFormat(f"{generation}: {error.message}") from error
             except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -183,7 +183,7 @@ class Control:
                     key=self.keys.generations,
                     generation=generation,
                 ) from error
-        return found
+        return rows_by_generation
 
     def set_row(self, generation: str, row: Row) -> None:
         """Write one row."""
@@ -193,9 +193,9 @@ class Control:
         """Forget a generation; only when no overlay of it can still live."""
         self.client.hdel(self.keys.generations, generation)
 
-    def announce(self, what: Literal["pointer", "blocklist", "experiments"]) -> None:
+    def announce(self, topic: Literal["pointer", "blocklist", "experiments"]) -> None:
         """Tell listening replicas to look now instead of at their next poll."""
-        self.client.publish(self.keys.channel, what)
+        self.client.publish(self.keys.channel, topic)
 
     def time(self) -> float:
         """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
@@ -223,23 +223,23 @@ class Control:
             found[replica.name] = replica
         return list(found.values())
 
-    def silent_replicas(self, now: float | None = None) -> int:
+    def silent_replicas(self, now_s: float | None = None) -> int:
         """Number of heartbeats of the last day whose replicas have missed three beats since."""
-        now = self.time() if now is None else now
+        now_s = self.time() if now_s is None else now_s
         # ZCOUNT is not among the rights that infra/redis.conf gives the loader.
         silent: Any = self.client.zrangebyscore(
-            self.keys.replicas, now - REPLICA_FORGOTTEN_S, f"({now - REPLICA_DEAD_S!r}"
+            self.keys.replicas, now_s - REPLICA_FORGOTTEN_S, f"({now_s - REPLICA_DEAD_S!r}"
         )
         return len(silent)
 
     def forget_dead_replicas(
-        self, now: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
+        self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
     ) -> int:
         """Drop replicas silent for a day, or ahead of Redis' clock; a living one is back with its next beat."""
-        now = self.time() if now is None else now
+        now_s = self.time() if now_s is None else now_s
         remove: Any = self.client.zremrangebyscore
-        ahead = f"({now + REPLICA_DEAD_S!r}"
-        return int(remove(self.keys.replicas, "-inf", now - after_s)) + int(
+        ahead = f"({now_s + REPLICA_DEAD_S!r}"
+        return int(remove(self.keys.replicas, "-inf", now_s - after_s)) + int(
             remove(self.keys.replicas, ahead, "+inf")
         )
 

@@ -16,23 +16,34 @@ MOVES = (POINTER, RELEASE_RECORD, STAGING_NOTE)
 
 def written() -> dict[str, int]:
     """Versions that this release's night writes of what replicas read, by format."""
-    return {each.name: each.written for each in FORMATS.values() if each.is_served}
+    return {
+        format_spec.name: format_spec.written
+        for format_spec in FORMATS.values()
+        if format_spec.is_served
+    }
 
 
-def demand_readers(control: Control, wanted: Mapping[str, int], what: str) -> None:
-    """Raises Refused, naming a replica that beats and does not read one of the versions; `what` has them, in words."""
+def demand_readers(
+    control: Control, version_by_format: Mapping[str, int], writer_clause: str
+) -> None:
+    """Raises Refused, naming a live replica that cannot read one of the versions; `writer_clause` lists them."""
     for replica in (*control.replicas(), *_under_older_keys(control)):
-        for name, version in wanted.items():
-            oldest, newest = replica.reads.get(name, FIRST)
-            if not oldest <= version <= newest:
-                reads = str(newest) if oldest == newest else f"{oldest} to {newest}"
+        for name, version in version_by_format.items():
+            oldest, newest_version = replica.reads.get(name, FIRST)
+            if not oldest <= version <= newest_version:
+                reads = (
+                    str(newest_version)
+                    if oldest == newest_version
+                    else f"{oldest} to {newest_version}"
+                )
                 remedy = (
                     "upgrade the services first, or stop this one"
-                    if version > newest
+                    if version > newest_version
                     else f"run a night with Larder {replica.release}, or stop this one"
                 )
                 raise Refused(
-                    f"replica {replica.name} (Larder {replica.release}) reads {name} format {reads}, {what} {version}: "
+                    f"replica {replica.name} (Larder {replica.release}) reads {name} format {reads}, {writer_clause} "
+                    f"{version}: "
                     f"nothing was moved; {remedy}",
                     rule="formats", value=reads, threshold=version, replica=replica.name, format=name,
                 )  # fmt: skip
@@ -46,7 +57,7 @@ def demand_readers_of_night(control: Control) -> None:
 def _under_older_keys(control: Control) -> list[Replica]:
     """Replicas that beat under keys of an older version within the window: this release's pointer is none to them."""
     found: list[Replica] = []
-    now = control.time()
+    now_s = control.time()
     for version in range(FORMATS[KEYS].oldest, FORMATS[KEYS].written):
-        found += control.replicas_under(control.keys.replicas_of(version), now)
+        found += control.replicas_under(control.keys.replicas_of(version), now_s)
     return found

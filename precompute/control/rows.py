@@ -20,8 +20,8 @@ class Row:
 
     def to_bytes(self) -> bytes:
         """JSON as stored."""
-        told = {"state": self.state, "at": self.at, "reason": self.reason}
-        return orjson.dumps(told | stamp(REGISTRY_ROW))
+        fields = {"state": self.state, "at": self.at, "reason": self.reason}
+        return orjson.dumps(fields | stamp(REGISTRY_ROW))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> "Row":
@@ -75,5 +75,8 @@ class Replica:
             data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
             data.get("overlay_ttl_s"), data.get("memory_available_bytes"), data.get("disk_free_bytes"),
             str(data.get("release", FIRST_RELEASE)),
-            {name: (int(oldest), int(newest)) for name, (oldest, newest) in data.get("reads", {}).items()},
+            {
+                name: (int(oldest), int(newest_version))
+                for name, (oldest, newest_version) in data.get("reads", {}).items()
+            },
         )  # fmt: skip

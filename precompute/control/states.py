@@ -118,10 +118,10 @@ def demand(action: str, generation: str, state: State | None) -> None:
     """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
     if state not in TRANSITIONS[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
-        what = WORDS.get(action, action.replace("_", " "))
+        verb = WORDS.get(action, action.replace("_", " "))
         remedy = remedy_of(action, generation, state)
         raise Conflict(
-            f"cannot {what} {generation}: it is {state or 'unknown'}, not one of {allowed}{remedy}",
+            f"cannot {verb} {generation}: it is {state or 'unknown'}, not one of {allowed}{remedy}",
             generation=generation,
             state=str(state),
             action=action,
@@ -156,18 +156,22 @@ class Ledger:
         """The newest superseded generation; never a refused, rolled-back or retired one."""
         return newest_superseded(self.states, self.left_in)
 
-    def is_pinned(self, generation: str, now: float) -> bool:
-        """True if a pin holds the generation at `now` (Unix seconds)."""
+    def is_pinned(self, generation: str, now_s: float) -> bool:
+        """True if a pin holds the generation at `now_s` (Unix seconds)."""
         if generation not in self.pinned:
             return False
         expires_at = self.pinned[generation]
-        return expires_at is None or now < expires_at
+        return expires_at is None or now_s < expires_at
 
 
 def newest_superseded(states: Mapping[str, State], left_in: Mapping[str, int]) -> str | None:
     """The generation that a rollback would land on."""
-    found = [each for each, state in states.items() if state is State.SUPERSEDED]
-    return max(found, key=lambda each: left_in.get(each, 0), default=None)
+    superseded_generations = [
+        generation for generation, state in states.items() if state is State.SUPERSEDED
+    ]
+    return max(
+        superseded_generations, key=lambda generation: left_in.get(generation, 0), default=None
+    )
 
 
 def fold(releases: Sequence[Release]) -> Ledger:
@@ -180,20 +184,23 @@ def fold(releases: Sequence[Release]) -> Ledger:
     canary: Canary | None = None
     live: str | None = None
     live_epoch = epoch = 0
-    for release in sorted(releases, key=lambda each: each.epoch):
+    for release in sorted(releases, key=lambda record: record.epoch):
         generation, action = release.generation, release.action
         epoch = max(epoch, release.epoch)
         if action in POINTED and not release.done:
             continue
         if action in MOVES:
-            left = [] if live in (None, generation) else [live]
+            replaced_generations = [] if live in (None, generation) else [live]
             if action == "roll_back" and generation != live:
-                left += _jumped_over(generation, states, left_in)
-            for each in left:
-                states[each] = LEAVES[action]
-                superseded_at[each], left_in[each] = release.at, release.epoch
+                replaced_generations += _jumped_over(generation, states, left_in)
+            for replaced_generation in replaced_generations:
+                states[replaced_generation] = LEAVES[action]
+                superseded_at[replaced_generation], left_in[replaced_generation] = (
+                    release.at,
+                    release.epoch,
+                )
                 if action == "roll_back":  # what let it pass then does not let it pass again
-                    overrides.pop(each, None)
+                    overrides.pop(replaced_generation, None)
             states[generation] = State.LIVE
             superseded_at.pop(generation, None)
             left_in.pop(generation, None)
@@ -220,8 +227,8 @@ def fold(releases: Sequence[Release]) -> Ledger:
         else:
             # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
             # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
-            known = states.get(generation, State.LOADED)
-            if (state := TRANSITIONS[action].get(known)) is not None:
+            prior_state = states.get(generation, State.LOADED)
+            if (state := TRANSITIONS[action].get(prior_state)) is not None:
                 states[generation] = state
     return Ledger(
         live, live_epoch, epoch, states, superseded_at, left_in, pinned, overrides, canary
@@ -230,9 +237,11 @@ def fold(releases: Sequence[Release]) -> Ledger:
 
 def _jumped_over(target: str, states: Mapping[str, State], left_in: Mapping[str, int]) -> list[str]:
     """Generations that were live after the target last was: landing there again would go forward."""
-    since = left_in.get(target, 0)
+    target_epoch = left_in.get(target, 0)
     return [
-        each
-        for each, state in states.items()
-        if state is State.SUPERSEDED and each != target and left_in.get(each, 0) > since
+        generation
+        for generation, state in states.items()
+        if state is State.SUPERSEDED
+        and generation != target
+        and left_in.get(generation, 0) > target_epoch
     ]

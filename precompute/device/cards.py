@@ -85,10 +85,14 @@ class Card:
 
     def list_seconds(self, items: int, dims: int) -> float:
         """Seconds of one user's list: a part that grows with items and one that does not, each on a line by dims."""
-        few, many = self.lists
-        reach = (dims - few.dims) / (many.dims - few.dims)
-        by_items = _on_line(few.growing_s, many.growing_s, reach) * items / MEASURED_ITEMS
-        return by_items + _on_line(few.steady_s, many.steady_s, reach)
+        low_dims_cost, high_dims_cost = self.lists
+        reach = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
+        by_items = (
+            _on_line(low_dims_cost.growing_s, high_dims_cost.growing_s, reach)
+            * items
+            / MEASURED_ITEMS
+        )
+        return by_items + _on_line(low_dims_cost.steady_s, high_dims_cost.steady_s, reach)
 
     def night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
         """Forecast of the lists, and of the steps up to their pages where those were measured."""
@@ -104,25 +108,27 @@ class Card:
 
     def how(self, k: int) -> str:
         """The row of the table that a rate comes from, in words."""
-        few = self.lists[0]
+        low_dims_cost = self.lists[0]
         text = (
-            f"one {self.name} did {few.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of {few.dims}, "
+            f"one {self.name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
+            f"{low_dims_cost.dims}, "
             f"K = {MEASURED_K}"
         )
         return text if k == MEASURED_K else f"{text} (not {k})"
 
     def _notes(self, items: int, dims: int, k: int) -> tuple[str, ...]:
-        few, many = self.lists
+        low_dims_cost, high_dims_cost = self.lists
         notes = [self.how(MEASURED_K)]
         if k != MEASURED_K:
             notes.append(f"lists of {k} were not measured: they count as lists of {MEASURED_K}")
-        if not few.dims <= dims <= many.dims:
+        if not low_dims_cost.dims <= dims <= high_dims_cost.dims:
             notes.append(
-                f"{dims} dimensions lie beyond the {few.dims} to {many.dims} that were measured"
+                f"{dims} dimensions lie beyond the {low_dims_cost.dims} to {high_dims_cost.dims} that were measured"
             )
         if items != MEASURED_ITEMS:
             notes.append(
-                f"{items:,} items are extrapolated from {MEASURED_ITEMS:,}: {few.item_share:.0%} of a list's time "
+                f"{items:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a list's "
+                "time "
                 "grows with them"
             )
         if self.shard is not None:
@@ -154,10 +160,14 @@ def find_card(name: str, cards: Mapping[str, Card] = CARDS) -> Card:
 
     Raises ConfigError for others, with the known ones.
     """
-    wanted = "-".join(name.lower().replace("-", " ").split()).removeprefix("nvidia-")
-    if wanted in cards:
-        return cards[wanted]
-    longer = [known for known in cards if wanted and known.startswith(f"{wanted}-")]
+    normalized_name = "-".join(name.lower().replace("-", " ").split()).removeprefix("nvidia-")
+    if normalized_name in cards:
+        return cards[normalized_name]
+    longer = [
+        card_name
+        for card_name in cards
+        if normalized_name and card_name.startswith(f"{normalized_name}-")
+    ]
     if len(longer) == 1:
         return cards[longer[0]]
     raise ConfigError(

@@ -72,15 +72,15 @@ class BlockStage:
     def block(self, at: int) -> int:
         """The block that is looked at as the `at`-th."""
         if self.skip:
-            full, rest = divmod(at, self.skip)
-            at = full * (self.skip + 1) + rest + (rest >= self.hole)
+            full, remainder = divmod(at, self.skip)
+            at = full * (self.skip + 1) + remainder + (remainder >= self.hole)
         return at * self.stride + self.offset
 
 
 def group_of(count: int) -> int:
     """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    wanted = max(1, count // _CANDIDATES) ** 0.5  # where both are small
-    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
+    ideal_size = max(1, count // _CANDIDATES) ** 0.5  # where both are small
+    return min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(ideal_size)))))
 
 
 def _count_for(count: int, size: int) -> int:
@@ -97,18 +97,19 @@ def columns_by_rank(
     total = _count_for(count, size)
     ranks = torch.arange(total, device=device).view(-1, ABREAST, size // PAIR, PAIR)
     ranks = ranks.transpose(1, 2).reshape(-1)
-    known = ranks < count
+    is_item = ranks < count
     laid = torch.zeros((total, codes.shape[1]), dtype=codes.dtype, device=device)
-    laid[known] = codes[ranks[known]]
+    laid[is_item] = codes[ranks[is_item]]
     ordinals = torch.full((total,), items, device=device)
-    ordinals[known] = order[ranks[known]]
-    places = torch.full((items + 1,), -1, device=device)
-    places[ordinals[known]] = known.nonzero()[:, 0]
+    ordinals[is_item] = order[ranks[is_item]]
+    column_by_ordinal = torch.full((items + 1,), -1, device=device)
+    column_by_ordinal[ordinals[is_item]] = is_item.nonzero()[:, 0]
     pad = (0, total - count)
-    longest, rest = (
-        torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
+    longest, group_residual = (
+        torch.nn.functional.pad(item_values, pad).view(-1, size).amax(1)
+        for item_values in (length, residual)
     )
     return Columns(
-        laid, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size,
-        *(each.view(-1, LANES).amax(1) for each in (longest, rest)),
+        laid, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], size,
+        *(group_values.view(-1, LANES).amax(1) for group_values in (longest, group_residual)),
     )  # fmt: skip

@@ -82,8 +82,8 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
     candidates = capacity * (_ENTRY_BYTES + columns.size * 8 * 2)
     vectors = items.exact[0].numel() * 4 * 3
     tiles = tiles_of(_ROWS_MOST, items.codes.shape[1], device)
-    most = max(1, _ROUNDS * units_of(device) * tiles.resident // SPLITS) * tiles.users
-    users = max(1, min(_ROWS_MOST, most, room_bytes // (entries + candidates + vectors)))
+    max_users = max(1, _ROUNDS * units_of(device) * tiles.resident // SPLITS) * tiles.users
+    users = max(1, min(_ROWS_MOST, max_users, room_bytes // (entries + candidates + vectors)))
     return SearchShape(users, len(columns.ordinals), fetch)
 
 
@@ -91,29 +91,33 @@ def search(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    gone: tuple[torch.Tensor, torch.Tensor],
+    excluded_pairs: tuple[torch.Tensor, torch.Tensor],
     k: int,
     shape: SearchShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]), as `search.search` gives them."""
     users, width = queries.codes.shape
     tiles = tiles_of(users, width, queries.codes.device)
-    hidden = hidden_of(gone, users, len(items.order))
+    hidden = hidden_of(excluded_pairs, users, len(items.order))
     # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
     capacity = capacity_of(shape.fetch)
-    wanted = (hidden[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
-    kept, left_out = kept_of(
-        items, columns, queries, wanted, capacity, tiles, estimating=shape.estimating
+    required_counts = (
+        (hidden[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
     )
-    best = leading_of(keys_of(items, columns, queries, hidden, kept, left_out, tiles), k, tiles)
-    return best, certain(items, queries, best, left_out)
+    kept_entries, left_out = kept_of(
+        items, columns, queries, required_counts, capacity, tiles, estimating=shape.estimating
+    )
+    best_keys = leading_of(
+        keys_of(items, columns, queries, hidden, kept_entries, left_out, tiles), k, tiles
+    )
+    return best_keys, certain(items, queries, best_keys, left_out)
 
 
 def kept_of(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    wanted: torch.Tensor,
+    required_counts: torch.Tensor,
     capacity: int,
     tiles: Tiles,
     *,
@@ -121,40 +125,45 @@ def kept_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(entries of `kernels.above` int32 [n, capacity, 4], in no order; the highest bound that is left out [n]).
 
-    The `wanted` [n] highest, and what is close to the last of them while there is room. Where limits are estimated,
-    fewer may be found of items that are not spread over the blocks as by chance: the bound that is left out says so.
+    The `required_counts` [n] highest, and what is close to the last of them while there is room. Where limits are
+    estimated, fewer may be found of items that are not spread over the blocks as by chance: the bound that is left out
+    says so.
     """
     users, device = len(queries.codes), queries.codes.device
     room = room_of(capacity, estimating=estimating)
-    blocks, seen = len(columns.ordinals) // columns.block, 0
+    blocks, searched_block_count = len(columns.ordinals) // columns.block, 0
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
-    kept = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
+    kept_entries = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
     limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
     weight = weight_of(items, columns, queries)
     for stage in (estimating_stages_of if estimating else stages_of)(blocks, room):
         write_entries(columns, weight, queries, limits, stage, entries, counts, tiles)
-        seen += stage.blocks
-        rank = rank_of(wanted, seen / blocks) if estimating else wanted
+        searched_block_count += stage.blocks
+        rank = (
+            rank_of(required_counts, searched_block_count / blocks)
+            if estimating
+            else required_counts
+        )
         if tiles.hopper is not None and room == hopper.KEEP_ROOM and capacity <= hopper.KEEP_MOST:
-            tiles.hopper.keep(entries, counts, rank, kept, limits, left_out, HALVINGS)
+            tiles.hopper.keep(entries, counts, rank, kept_entries, limits, left_out, HALVINGS)
             continue
         keep.keep[-(-users // tiles.selected),](
-            entries, counts, rank, kept, limits, left_out, users,
+            entries, counts, rank, kept_entries, limits, left_out, users,
             height=tiles.selected, segments=SEGMENTS, room=room, capacity=capacity,
             halvings=HALVINGS, num_warps=max(1, min(16, capacity // 32)),
         )  # fmt: skip
-    return kept, left_out
+    return kept_entries, left_out
 
 
-def rank_of(wanted: torch.Tensor, share: float) -> torch.Tensor:
-    """Ranks int32 [n] in a sample of some share of all groups: what is better has the `wanted` [n] best of all.
+def rank_of(required_counts: torch.Tensor, sample_fraction: float) -> torch.Tensor:
+    """Ranks int32 [n] in a sample of all groups whose better part has the `required_counts` [n] best of all.
 
     Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
     """
-    mean = wanted * share
+    mean = required_counts * sample_fraction
     rank = torch.ceil(mean + _DEVIATIONS * mean.sqrt() + _DEVIATIONS).to(torch.int32)
-    return torch.minimum(rank, wanted)
+    return torch.minimum(rank, required_counts)
 
 
 def weight_of(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
@@ -216,7 +225,7 @@ def keys_of(
     columns: Columns,
     queries: Queries,
     hidden: tuple[torch.Tensor, torch.Tensor],
-    kept: torch.Tensor,
+    kept_entries: torch.Tensor,
     left_out: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
@@ -224,20 +233,24 @@ def keys_of(
 
     WORST if hidden.
     """
-    users, capacity = kept.shape[:2]
-    keys = torch.empty((users, columns.size, capacity), dtype=torch.int64, device=kept.device)
+    users, capacity = kept_entries.shape[:2]
+    keys = torch.empty(
+        (users, columns.size, capacity), dtype=torch.int64, device=kept_entries.device
+    )
     if tiles.hopper is not None:
         tiles.hopper.write_keys(
-            items.exact, items.own, columns, queries, hidden, kept, left_out, keys
+            items.exact, items.own, columns, queries, hidden, kept_entries, left_out, keys
         )
         return keys
-    part = min(tiles.scored, capacity if kept.device.type == "cuda" else power(users * capacity))
+    part = min(
+        tiles.scored, capacity if kept_entries.device.type == "cuda" else power(users * capacity)
+    )
     steps = items.exact.shape[1]
-    nobody = queries.exact  # where there are no lengths none are read
+    placeholder_lengths = queries.exact  # where there are no lengths none are read
     kernels_of_keys.exact[-(-users * capacity // part),](
-        queries.exact, nobody if queries.own is None else queries.own,
-        items.exact, nobody if items.own is None else items.own,
-        kept, left_out, columns.ordinals, *hidden, keys, users * capacity, len(items.order),
+        queries.exact, placeholder_lengths if queries.own is None else queries.own,
+        items.exact, placeholder_lengths if items.own is None else items.own,
+        kept_entries, left_out, columns.ordinals, *hidden, keys, users * capacity, len(items.order),
         steps=steps, unroll=min(_UNROLLED, steps & -steps), size=columns.size, capacity=capacity, part=part,
         cosine=items.own is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False,
         maxnreg=EXACT_REGISTERS,
@@ -251,11 +264,11 @@ def leading_of(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
     is_slow = keys.device.type == "cpu" and wide > 64  # the interpreter sorts for half a minute
     if wide > _LEADING_MOST or k > wide or is_slow:
         return best_of(keys.flatten(1), k)
-    best = torch.empty((users, k), dtype=torch.int64, device=keys.device)
+    best_keys = torch.empty((users, k), dtype=torch.int64, device=keys.device)
     kernels_of_keys.leading[-(-users // tiles.selected),](
-        keys, best, users, k, height=tiles.selected, size=size, wide=wide, most=max(2, power(k)), num_warps=1
+        keys, best_keys, users, k, height=tiles.selected, size=size, wide=wide, padded_k=max(2, power(k)), num_warps=1
     )  # fmt: skip
-    return best
+    return best_keys
 
 
 def agrees(dims: int, device: torch.device) -> bool:
@@ -274,13 +287,19 @@ def agrees(dims: int, device: torch.device) -> bool:
     )
     for metric, compared in metrics:
         of_metric = Compared.of(vectors, metric)
-        held = DeviceItems.of(of_metric, device, torch.float16, GROUP)
-        queries = held.queries(users, compared)
-        shape = SearchShape(len(users), len(held.whole.ordinals), 48, estimating=True)
-        keys, sure = search(held, held.whole, queries, pairs, 16, shape)
-        wanted, also = operators.search(held, held.whole, queries, pairs, 16, shape)
-        both = sure & also
-        if not (sure.any() and torch.equal(keys[both], wanted[both]) and _hold(held, queries)):
+        device_items = DeviceItems.of(of_metric, device, torch.float16, GROUP)
+        queries = device_items.queries(users, compared)
+        shape = SearchShape(len(users), len(device_items.whole.ordinals), 48, estimating=True)
+        keys, sure = search(device_items, device_items.whole, queries, pairs, 16, shape)
+        expected_keys, also = operators.search(
+            device_items, device_items.whole, queries, pairs, 16, shape
+        )
+        is_certain_in_both = sure & also
+        if not (
+            sure.any()
+            and torch.equal(keys[is_certain_in_both], expected_keys[is_certain_in_both])
+            and _hold(device_items, queries)
+        ):
             return False
     return True
 
@@ -297,27 +316,27 @@ def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Til
     write_entries(
         columns, weight_of(items, columns, queries), queries, limits, stage, entries, counts, tiles
     )
-    found = torch.full((users, len(columns.longest)), _NOTHING, device=device)
+    bounds = torch.full((users, len(columns.longest)), _NOTHING, device=device)
     written = torch.arange(room, device=device) < counts[..., None]
     user = written.nonzero()[:, 0]
-    found[user, entries[..., 1][written]] = entries[..., 0][written].view(torch.float32)
-    return found
+    bounds[user, entries[..., 1][written]] = entries[..., 0][written].view(torch.float32)
+    return bounds
 
 
 def _hold(items: DeviceItems, queries: Queries) -> bool:
     columns, users, device = items.whole, len(queries.codes), queries.codes.device
-    found = bounds_of(items, columns, queries, tiles_of(users, queries.codes.shape[1], device))
+    bounds = bounds_of(items, columns, queries, tiles_of(users, queries.codes.shape[1], device))
     highest = columns.largest(queries.codes.double() @ columns.codes.double().T)
     margin = items.margin(columns, slice(None), queries.length, queries.residual)
     allowed = items.error * queries.length[:, None] * columns.longest
-    over = found.double() - highest - margin
+    over = bounds.double() - highest - margin
     return bool(((over >= -allowed) & (over <= allowed + _ROUNDED))[:, columns.longest > 0].all())
 
 
 def hidden_of(
-    gone: tuple[torch.Tensor, torch.Tensor], users: int, items: int
+    excluded_pairs: tuple[torch.Tensor, torch.Tensor], users: int, items: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(starts int64 [users + 1], ordinals int64 ascending in each row) of pairs (row, ordinal up to `items`)."""
-    pairs = (gone[0] * (items + 1) + gone[1]).sort()[0]
+    pairs = (excluded_pairs[0] * (items + 1) + excluded_pairs[1]).sort()[0]
     edges = torch.arange(users + 1, device=pairs.device) * (items + 1)
     return torch.searchsorted(pairs, edges), pairs % (items + 1)

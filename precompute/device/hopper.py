@@ -66,17 +66,17 @@ class HopperKernels:
     device: torch.device
 
     def encode_users(
-        self, ours: torch.Tensor, theirs: torch.Tensor, width: int
+        self, scored_users: torch.Tensor, theirs: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, ...]:
         """All tensors of `Queries` but `own`, in their order, of users float32 [n, dims] as scored and as compared."""
-        count, dims = ours.shape
-        numbers = partial(torch.empty, count, device=ours.device, dtype=torch.float32)
-        exact = torch.empty((count, -(-dims // 4), 4), device=ours.device)
-        codes = torch.empty((count, width), device=ours.device, dtype=torch.float16)
+        count, dims = scored_users.shape
+        numbers = partial(torch.empty, count, device=scored_users.device, dtype=torch.float32)
+        exact = torch.empty((count, -(-dims // 4), 4), device=scored_users.device)
+        codes = torch.empty((count, width), device=scored_users.device, dtype=torch.float16)
         length, residual, scale = numbers(), numbers(), numbers()
         size = numbers(dtype=torch.float64)
         arguments = [
-            *_pointers(ours, theirs, exact, codes, length, residual, scale, size),
+            *_pointers(scored_users, theirs, exact, codes, length, residual, scale, size),
             *map(ctypes.c_int, (count, dims, width)),
         ]
         if not count:
@@ -114,16 +114,16 @@ class HopperKernels:
         self,
         entries: torch.Tensor,
         counts: torch.Tensor,
-        wanted: torch.Tensor,
-        kept: torch.Tensor,
+        required_counts: torch.Tensor,
+        kept_entries: torch.Tensor,
         limits: torch.Tensor,
         left_out: torch.Tensor,
         halvings: int,
     ) -> None:
         """Add the entries of a stage, in segments of `KEEP_ROOM`, to those that are kept: see `kernels.keep`."""
-        users, capacity = kept.shape[:2]
+        users, capacity = kept_entries.shape[:2]
         arguments = [
-            *_pointers(entries, counts, wanted, kept, limits, left_out),
+            *_pointers(entries, counts, required_counts, kept_entries, limits, left_out),
             ctypes.c_int(users),
         ]
         kernel = _keep(capacity, entries.shape[1], halvings, self.device)
@@ -132,25 +132,26 @@ class HopperKernels:
     def write_keys(
         self,
         vectors: torch.Tensor,
-        own: torch.Tensor | None,
+        item_lengths: torch.Tensor | None,
         columns: Columns,
         queries: Queries,
         hidden: tuple[torch.Tensor, torch.Tensor],
-        kept: torch.Tensor,
+        kept_entries: torch.Tensor,
         left_out: torch.Tensor,
         keys: torch.Tensor,
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
 
-        `vectors` and `own` are the items' (`DeviceItems`). A user's keys come one behind the other, then `WORST`.
+        `vectors` and `item_lengths` are the items' (`DeviceItems`). A user's keys come one behind the other, then
+        `WORST`.
         """
-        users, capacity = kept.shape[:2]
+        users, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
-        is_cosine = own is not None and queries.own is not None
-        lengths = (queries.own, own) if is_cosine else (queries.exact, vectors)
+        is_cosine = item_lengths is not None and queries.own is not None
+        lengths = (queries.own, item_lengths) if is_cosine else (queries.exact, vectors)
         arguments = [
             *_pointers(queries.exact, lengths[0], vectors, lengths[1]),
-            *_pointers(kept, left_out, columns.ordinals, *hidden, keys),
+            *_pointers(kept_entries, left_out, columns.ordinals, *hidden, keys),
             *map(ctypes.c_int, (len(vectors), steps, capacity, is_cosine)),
         ]
         shared_bytes = _PARTS_BYTES + steps * 16 + columns.size * capacity * 4
@@ -239,8 +240,10 @@ def _function(name: str, code: bytes, shared_bytes: int) -> Any:
 
     module = _checked(*driver.cuModuleLoadData(code))
     function = _checked(*driver.cuModuleGetFunction(module, name.encode()))
-    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(*driver.cuFuncSetAttribute(function, most, shared_bytes))
+    shared_size_attribute = (
+        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    )
+    _checked(*driver.cuFuncSetAttribute(function, shared_size_attribute, shared_bytes))
     return function
 
 

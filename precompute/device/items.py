@@ -64,11 +64,11 @@ class DeviceItems:
             exact[start : start + _PART] = in_order(
                 moved(compared.vectors[start : start + _PART], device)
             )
-        codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
-        own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
+        codes, length, residual = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
+        item_lengths = own_lengths(compared.vectors) if compared.metric == "cosine" else None
         where = moved(order, device)
         return cls(
-            exact, None if own is None else moved(own, device), where, codes, length, residual, scale,
+            exact, None if item_lengths is None else moved(item_lengths, device), where, codes, length, residual, scale,
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
             group, columns_by_rank(codes, length, residual, where, len(order), size),
         )  # fmt: skip
@@ -82,10 +82,12 @@ class DeviceItems:
         users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
         users /= self.codes.shape[1]  # no longer than one
         codes, length, _ = encoded(moved(users, device), 1.0, dtype)
-        some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
-        exact = codes.double() @ some.double().T
-        error = (codes @ some.T).double() - exact
-        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + UNDERFLOW
+        sample_codes = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
+        exact = codes.double() @ sample_codes.double().T
+        error = (codes @ sample_codes.T).double() - exact
+        allowed = (
+            self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt() + UNDERFLOW
+        )
         return bool((error.abs() <= allowed).all())
 
     def only(self, allowed: torch.Tensor) -> Columns:
@@ -100,37 +102,41 @@ class DeviceItems:
     def queries(self, users: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
         """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
-        ours = moved(users, device)
-        own = None if self.own is None else moved(own_lengths(users), device)
+        scored_users = moved(users, device)
+        user_lengths = None if self.own is None else moved(own_lengths(users), device)
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
-            theirs = ours if compared is users else moved(compared, device)
-            exact, *rest = kernels.encode_users(ours, theirs, width)
-            return Queries(exact, own, *rest)
-        size = ours.double().square().sum(1).sqrt()
-        theirs, length = ours, size
+            theirs = scored_users if compared is users else moved(compared, device)
+            exact, *code_tensors = kernels.encode_users(scored_users, theirs, width)
+            return Queries(exact, user_lengths, *code_tensors)
+        size = scored_users.double().square().sum(1).sqrt()
+        theirs, length = scored_users, size
         if compared is not users:
             theirs = moved(compared, device)
             length = theirs.double().square().sum(1).sqrt()
         power = (-torch.frexp(length).exponent).clamp(max=_POWER_MOST)
         scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         return Queries(
-            in_order(ours), own, *encoded(theirs, scale[:, None], self.codes.dtype), scale, size
+            in_order(scored_users),
+            user_lengths,
+            *encoded(theirs, scale[:, None], self.codes.dtype),
+            scale,
+            size,
         )
 
     def pairs(
-        self, gone: Histories, rows: slice | NDArray[np.int64]
+        self, exclusions: Histories, rows: slice | NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(row, ordinal) int64 of all that some users have; an ordinal that is not one is the number of items."""
         if isinstance(rows, slice):  # neighbours' histories lie side by side
-            indptr = gone.indptr[rows.start : rows.stop + 1]
-            indices = gone.indices[indptr[0] : indptr[-1]]
+            indptr = exclusions.indptr[rows.start : rows.stop + 1]
+            indices = exclusions.indices[indptr[0] : indptr[-1]]
         else:
-            part = gone.take(rows)
+            part = exclusions.take(rows)
             indptr, indices = part.indptr, part.indices
         device, items = self.codes.device, len(self.order)
-        counts, ordinals = (moved(each, device) for each in (np.diff(indptr), indices))
+        counts, ordinals = (moved(array, device) for array in (np.diff(indptr), indices))
         owners = torch.arange(len(counts), device=device)
         owners = owners.repeat_interleave(counts, output_size=len(indices))
         return owners, torch.where((ordinals >= 0) & (ordinals < items), ordinals, items)
@@ -161,35 +167,37 @@ def encoded(
     """
     scaled = vectors * scale
     codes = scaled.to(dtype)
-    if (least := _NORMAL.get(dtype)) is not None:
-        codes = torch.where(codes.abs() < least, torch.zeros_like(codes), codes)
-    rest = (scaled - codes.to(torch.float32)).double()
-    length, residual = (_above(each.square().sum(1).sqrt()) for each in (scaled.double(), rest))
+    if (smallest_normal := _NORMAL.get(dtype)) is not None:
+        codes = torch.where(codes.abs() < smallest_normal, torch.zeros_like(codes), codes)
+    rounding_error = (scaled - codes.to(torch.float32)).double()
+    length, residual = (
+        _above(matrix.square().sum(1).sqrt()) for matrix in (scaled.double(), rounding_error)
+    )
     return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _MULTIPLE)), length, residual
 
 
 def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Tensor of an array on the device; to a GPU from pinned memory, so that the copy waits for nobody."""
-    found = torch.from_numpy(
+    tensor = torch.from_numpy(
         np.require(array, requirements=("C", "W"))
     )  # torch shares no memory that is read-only
     if device.type != "cuda":
-        return found
-    return found.pin_memory().to(device, non_blocking=True)
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def fetched(found: torch.Tensor) -> torch.Tensor:
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
     """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
-    if found.device.type != "cuda":
-        return found
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    return host.copy_(found, non_blocking=True)
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     """The same rows as a slice if they are neighbours in ascending order: nothing is then copied to read them."""
-    together = len(rows) > 0 and bool((np.diff(rows) == 1).all())
-    return slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
+    is_consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
 
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:

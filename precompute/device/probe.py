@@ -8,19 +8,21 @@ import torch
 _log = logging.getLogger(__name__)
 
 
-def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleType | None:
+def kernels_for(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
     """`precompute.device.fused` if it works on this device; else None, and why in the log.
 
-    `wanted` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError and
-    torch.AcceleratorError.
+    `use_kernels` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError
+    and torch.AcceleratorError.
     """
-    if not (device.type == "cuda" if wanted is None else wanted):
+    if not (device.type == "cuda" if use_kernels is None else use_kernels):
         return None
     try:
         from precompute.device import fused, hopper
 
         if dims > fused.WIDTH_MOST:
-            why = f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+            reason = (
+                f"the kernels take vectors of up to {fused.WIDTH_MOST} numbers, these have {dims}"
+            )
         else:
             with torch.cuda.device(
                 device if device.type == "cuda" else -1
@@ -33,10 +35,10 @@ def kernels_for(dims: int, device: torch.device, wanted: bool | None) -> ModuleT
                         device,
                     )
                     return fused
-            why = "its kernels' lists differ from the operators'"
+            reason = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # a compiler, a driver, a missing package: each has its own
-        why = f"its kernels cannot be run ({type(error).__name__}: {error})"
-    _log.warning("%s scores by torch's operators, several times slower: %s", device, why)
+        reason = f"its kernels cannot be run ({type(error).__name__}: {error})"
+    _log.warning("%s scores by torch's operators, several times slower: %s", device, reason)
     return None

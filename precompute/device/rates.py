@@ -46,10 +46,10 @@ def by_rehearsal(
     scorer = DeviceScorer.of(items, metric, device)
     if scorer is None:
         return None
-    found = []
+    measured_rates = []
     for _ in range(_REPEATS):  # the first warms it
         started = time.perf_counter()
         scorer.top(users, min(k, len(items)))
-        found.append(len(users) / (time.perf_counter() - started))
+        measured_rates.append(len(users) / (time.perf_counter() - started))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(max(found), f"a rehearsal on {name} here, {len(users):,} users")
+    return DeviceRate(max(measured_rates), f"a rehearsal on {name} here, {len(users):,} users")

@@ -98,19 +98,23 @@ class DeviceScorer:
         if not certain or (metric == "cosine" and not fits(compared, compared.vectors).all()):
             _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
             return None
-        chosen = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
+        product_dtype = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
         try:
             if not same_bits(vectors.shape[1], where):
                 _log.warning("%s adds in another order than this numpy: not used", device)
                 return None
             faster = (
-                kernels_for(vectors.shape[1], where, fused) if chosen == torch.float16 else None
+                kernels_for(vectors.shape[1], where, fused)
+                if product_dtype == torch.float16
+                else None
             )
             group = faster.GROUP if faster else None
-            items = DeviceItems.of(compared, where, chosen, group)
+            items = DeviceItems.of(compared, where, product_dtype, group)
             _settle(where)
             if not items.holds():
-                _log.warning("the products of %s are rougher than %s is: not used", device, chosen)
+                _log.warning(
+                    "the products of %s are rougher than %s is: not used", device, product_dtype
+                )
                 return None
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
@@ -129,29 +133,44 @@ class DeviceScorer:
     ) -> Top:
         """Top K of each user, as `Scorer.top` gives it; `threads` are those of what is left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
-        users, gone = checked(self._compared, users, k, excluded, allowed, values=False)
-        out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
-        told = progress or (lambda _: None)
-        left = np.arange(len(users))
+        users, exclusions = checked(self._compared, users, k, excluded, allowed, values=False)
+        top_lists = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+        report_progress = progress or (lambda _: None)
+        remaining_rows = np.arange(len(users))
         try:
-            asked = _Asked(users, k, gone, self._columns(allowed), out, told, self._room_bytes())
+            search_request = _Asked(
+                users,
+                k,
+                exclusions,
+                self._columns(allowed),
+                top_lists,
+                report_progress,
+                self._room_bytes(),
+            )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
         else:
             # Bounds in half precision cannot tell everything: last come the operators.
-            attempts = [(each, self._fused) for each in _FETCHED]
+            attempts = [(fetch_margin, self._fused) for fetch_margin in _FETCHED]
             attempts += [(_FETCHED[-1], None)] * (self._fused is not None)
-            for turn, ((share, some), by) in enumerate(attempts):
-                if len(left) and not self.has_failed:
-                    attempt = replace(asked, fused=by, estimating=turn == 0)
-                    left = self._attempt(attempt, left, k + k // share + some)
-        if len(left):
-            rest = self._whole_rest if self.has_failed else self._few
-            part = rest.top(
-                users[left], k, gone.take(left), allowed=allowed, threads=threads, progress=told
+            for attempt_index, ((k_divisor, extra_candidates), by) in enumerate(attempts):
+                if len(remaining_rows) and not self.has_failed:
+                    attempt = replace(search_request, fused=by, estimating=attempt_index == 0)
+                    remaining_rows = self._attempt(
+                        attempt, remaining_rows, k + k // k_divisor + extra_candidates
+                    )
+        if len(remaining_rows):
+            processor_scorer = self._whole_rest if self.has_failed else self._few
+            part = processor_scorer.top(
+                users[remaining_rows],
+                k,
+                exclusions.take(remaining_rows),
+                allowed=allowed,
+                threads=threads,
+                progress=report_progress,
             )
-            out[0][left], out[1][left] = part
-        return out
+            top_lists[0][remaining_rows], top_lists[1][remaining_rows] = part
+        return top_lists
 
     @cached_property
     def _few(self) -> Scorer:
@@ -169,33 +188,37 @@ class DeviceScorer:
         _settle(self._device)
         return columns
 
-    def _attempt(self, asked: _Asked, rows: NDArray[np.int64], fetch: int) -> NDArray[np.int64]:
+    def _attempt(
+        self, search_request: _Asked, rows: NDArray[np.int64], fetch: int
+    ) -> NDArray[np.int64]:
         """Scores some users; those of them whose list is not certain."""
-        step = self._shape(asked, fetch).users
+        step = self._shape(search_request, fetch).users
         slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
         with ThreadPoolExecutor(UNDER_WAY if self._stream else 1, "device") as pool:
-            return np.concatenate([*pool.map(partial(self._slab, asked, fetch), slabs)])
+            return np.concatenate([*pool.map(partial(self._slab, search_request, fetch), slabs)])
 
-    def _slab(self, asked: _Asked, fetch: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _slab(
+        self, search_request: _Asked, fetch: int, rows: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Searches for users, in smaller pieces where the device runs out of memory; the rows left to others."""
-        pieces, left = [rows], []
+        pieces, remaining_parts = [rows], []
         while pieces:
             piece = pieces.pop()
             if self.has_failed:
-                left.append(piece)
+                remaining_parts.append(piece)
                 continue
-            shape = self._shape(asked, fetch)
+            shape = self._shape(search_request, fetch)
             if len(piece) > shape.users:
                 pieces += np.array_split(piece, -(-len(piece) // shape.users))
                 continue
-            by = self._by_kernels(asked, fetch)
+            by = self._by_kernels(search_request, fetch)
             try:
-                uncertain = self._search(asked, shape, piece)
+                uncertain = self._search(search_request, shape, piece)
             except LarderError:
                 raise
             except Exception as error:  # Triton's compiler and its cache raise what they like
                 if is_full(error):
-                    self._shrink(asked, shape, error)
+                    self._shrink(search_request, shape, error)
                 elif self.has_failed or is_of_device(error):
                     self._give_up(error)
                 elif by is not None:
@@ -204,52 +227,55 @@ class DeviceScorer:
                     raise
                 pieces.append(piece)
                 continue
-            left.append(uncertain)
-            asked.told(len(piece) - len(uncertain))
-        return np.sort(np.concatenate(left))  # pieces are taken last first
+            remaining_parts.append(uncertain)
+            search_request.told(len(piece) - len(uncertain))
+        return np.sort(np.concatenate(remaining_parts))  # pieces are taken last first
 
     def _search(
-        self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
+        self, search_request: _Asked, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         where = slice_of(rows)
-        users = np.ascontiguousarray(asked.users[where])
+        users = np.ascontiguousarray(search_request.users[where])
         compared = unit(users) if self._compared.metric == "cosine" else users
         with torch.cuda.stream(self._loads):
             queries = self._items.queries(users, compared)
-            pairs = self._items.pairs(asked.gone, where)
+            pairs = self._items.pairs(search_request.gone, where)
             loaded = None if self._loads is None else self._loads.record_event()
         with self._launching, torch.cuda.stream(self._stream):
             if self._stream is not None and loaded is not None:
                 self._stream.wait_event(loaded)
                 for tensor in (*queries.tensors(), *pairs):
                     tensor.record_stream(self._stream)
-            by = self._by_kernels(asked, shape.fetch)
+            by = self._by_kernels(search_request, shape.fetch)
             keys, certain = (by.search if by else search)(
-                self._items, asked.columns, queries, pairs, asked.k, shape
+                self._items, search_request.columns, queries, pairs, search_request.k, shape
             )
-            found, done = self._fetched((*unpacked(keys), certain, queries.size))
-        if done is not None:
-            done.synchronize()
-        ordinals, scores, sure, sizes = (each.numpy() for each in found)
+            host_tensors, copied_event = self._fetched((*unpacked(keys), certain, queries.size))
+        if copied_event is not None:
+            copied_event.synchronize()
+        ordinals, scores, sure, sizes = (host_tensor.numpy() for host_tensor in host_tensors)
         if not np.isfinite(sizes).all():
-            checked(self._compared, asked.users, asked.k, None, None)
+            checked(self._compared, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
-        asked.out[0][where], asked.out[1][where] = ordinals.view(np.uint32), scores
+        search_request.out[0][where], search_request.out[1][where] = (
+            ordinals.view(np.uint32),
+            scores,
+        )
         usual = (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
         uncertain: NDArray[np.int64] = rows[~(sure & usual & long_enough(self._compared, sizes))]
         return uncertain
 
     def _fetched(
-        self, found: tuple[torch.Tensor, ...]
+        self, tensors: tuple[torch.Tensor, ...]
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         """Tensors on their way to the host, and when they are there: the next slab does not wait for that."""
         if self._stream is None or self._copies is None:
-            return [fetched(each) for each in found], None
+            return [fetched(tensor) for tensor in tensors], None
         self._copies.wait_stream(self._stream)
         with torch.cuda.stream(self._copies):
-            copied = [fetched(each) for each in found]
-            for each in found:
-                each.record_stream(self._copies)
+            copied = [fetched(tensor) for tensor in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._copies)
             return copied, self._copies.record_event()
 
     def _room_bytes(self) -> int:
@@ -258,31 +284,34 @@ class DeviceScorer:
             return _PROCESSOR_BYTES
         free, total = torch.cuda.mem_get_info(self._device)
         used = torch.cuda.memory_allocated(self._device)
-        kept = torch.cuda.memory_reserved(self._device) - used
-        share = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
-        return max(0, int(min(free + kept, share) * _SHARE))
+        cached_bytes = torch.cuda.memory_reserved(self._device) - used
+        allowance_bytes = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
+        return max(0, int(min(free + cached_bytes, allowance_bytes) * _SHARE))
 
-    def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
+    def _shape(self, search_request: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
-        room = asked.room_bytes // self._parts
-        by = self._by_kernels(asked, fetch)
+        room = search_request.room_bytes // self._parts
+        by = self._by_kernels(search_request, fetch)
         shape: SearchShape = (by.shape_of if by else shape_of)(
-            self._items, asked.columns, fetch, room
+            self._items, search_request.columns, fetch, room
         )
-        return replace(shape, estimating=asked.estimating)
+        return replace(shape, estimating=search_request.estimating)
 
-    def _by_kernels(self, asked: _Asked, fetch: int) -> ModuleType | None:
-        by = asked.fused and self._fused
-        return by if by and by.fits(self._items, asked.columns, fetch) else None
+    def _by_kernels(self, search_request: _Asked, fetch: int) -> ModuleType | None:
+        by = search_request.fused and self._fused
+        return by if by and by.fits(self._items, search_request.columns, fetch) else None
 
-    def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
+    def _shrink(self, search_request: _Asked, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
-        least = self._by_kernels(asked, shape.fetch) or shape.columns <= asked.columns.block
-        if shape.users == 1 and least:
+        is_narrowest = (
+            self._by_kernels(search_request, shape.fetch)
+            or shape.columns <= search_request.columns.block
+        )
+        if shape.users == 1 and is_narrowest:
             self._give_up(error)
             return
         with self._changing:
-            if self._shape(asked, shape.fetch) == shape:  # else another slab was first
+            if self._shape(search_request, shape.fetch) == shape:  # else another slab was first
                 self._parts *= 2
                 _log.info("%s: out of memory with %s; going on with half", self._device, shape)
         if self._device.type == "cuda":

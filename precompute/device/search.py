@@ -51,23 +51,23 @@ class _Found:
     ) -> None:
         """New candidates [rows, any number] join those of some rows; the worst bounds go."""
         uppers = torch.cat([self.upper[rows], upper], 1)
-        best, at = uppers.topk(self.upper.shape[1], 1)
-        self.upper[rows] = best
+        best_uppers, at = uppers.topk(self.upper.shape[1], 1)
+        self.upper[rows] = best_uppers
         self.lower[rows] = torch.cat([self.lower[rows], lower], 1).gather(1, at)
         self.column[rows] = torch.cat([self.column[rows], column], 1).gather(1, at)
-        self.leave_out(rows, best[:, -1])
+        self.leave_out(rows, best_uppers[:, -1])
 
     def leave_out(self, rows: torch.Tensor, bounds: torch.Tensor) -> None:
         """Raises the bounds of what was left out of some rows to these [rows], where they are higher."""
         self.left_out[rows] = torch.maximum(self.left_out[rows], bounds)
 
 
-def tiles(columns: Columns, most: int) -> Iterator[slice]:
-    """Whole blocks of columns, at most `most` at a time; small ones first where there are many."""
+def tiles(columns: Columns, max_columns: int) -> Iterator[slice]:
+    """Whole blocks of columns, at most `max_columns` at a time; small ones first where there are many."""
     total, block = len(columns.ordinals), columns.block
     start = 0
     while start < total:
-        width = most // block * block or block
+        width = max_columns // block * block or block
         if total >= _SPLIT_BLOCKS * block:
             width = min(width, max(start, total // _FIRST // block * block))
         yield slice(start, min(start + width, total))
@@ -80,9 +80,9 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
     per_column = items.codes.element_size() + 16 / columns.size
     fetch = min(fetch, total)
     per_user = min(fetch * columns.size, total) * 28 + fetch * 64
-    whole = int(room_bytes // (per_user + total * per_column))
-    if whole >= _ROWS_LEAST:
-        return SearchShape(min(whole, _ROWS_MOST), total, fetch)
+    full_width_users = int(room_bytes // (per_user + total * per_column))
+    if full_width_users >= _ROWS_LEAST:
+        return SearchShape(min(full_width_users, _ROWS_MOST), total, fetch)
     width = int((room_bytes / _ROWS_LEAST - per_user) / per_column) // block * block
     if width >= block:
         return SearchShape(_ROWS_LEAST, width, fetch)
@@ -93,65 +93,65 @@ def search(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    gone: tuple[torch.Tensor, torch.Tensor],
+    excluded_pairs: tuple[torch.Tensor, torch.Tensor],
     k: int,
     shape: SearchShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]).
 
-    `gone` are pairs (row, ordinal) that may not appear; an ordinal that is not one is len(items.order).
+    `excluded_pairs` are pairs (row, ordinal) that may not appear; an ordinal that is not one is len(items.order).
     """
     users, device = len(queries.codes), queries.codes.device
     fetch = min(shape.fetch, len(columns.ordinals))
-    found = _Found(
+    candidates = _Found(
         torch.full((users, fetch), _NOTHING, device=device),
         torch.full((users, fetch), _NOTHING, device=device),
         torch.zeros((users, fetch), dtype=torch.int64, device=device),
         torch.full((users,), _NOTHING, device=device),
     )
-    owners, hidden = gone[0], columns.places[gone[1]]
+    owners, hidden = excluded_pairs[0], columns.places[excluded_pairs[1]]
     rows = torch.arange(users, device=device)
     for tile in tiles(columns, shape.columns):
         if tile.start:
-            rows = rows[_still_open(items, columns, queries, found, rows, tile, k)]
+            rows = rows[_still_open(items, columns, queries, candidates, rows, tile, k)]
         if not len(rows):
             break
-        _look(items, columns, queries, found, rows, (owners, hidden), tile)
-    best = best_of(_exact(items, columns, queries, found), k)
-    return best, certain(items, queries, best, found.left_out)
+        _look(items, columns, queries, candidates, rows, (owners, hidden), tile)
+    best_keys = best_of(_exact(items, columns, queries, candidates), k)
+    return best_keys, certain(items, queries, best_keys, candidates.left_out)
 
 
 def best_of(keys: torch.Tensor, k: int) -> torch.Tensor:
     """The best k of keys int64 [n, any number], descending, WORST where there are no more."""
-    best = keys.topk(min(k, keys.shape[1]), 1)[0]
-    return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=WORST)
+    best_keys = keys.topk(min(k, keys.shape[1]), 1)[0]
+    return torch.nn.functional.pad(best_keys, (0, k - best_keys.shape[1]), value=WORST)
 
 
 def certain(
-    items: DeviceItems, queries: Queries, best: torch.Tensor, left_out: torch.Tensor
+    items: DeviceItems, queries: Queries, best_keys: torch.Tensor, left_out: torch.Tensor
 ) -> torch.Tensor:
     """bool [n]: nothing left out, no score above `left_out` [n], is as good as the last of the best keys [n, k]."""
-    last = scores_of(best[:, -1]) * queries.scale * items.scale
-    return (left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > left_out))
+    last = scores_of(best_keys[:, -1]) * queries.scale * items.scale
+    return (left_out == _NOTHING) | ((best_keys[:, -1] != WORST) & (last > left_out))
 
 
 def _still_open(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    found: _Found,
+    candidates: _Found,
     rows: torch.Tensor,
     tile: slice,
     k: int,
 ) -> torch.Tensor:
     """Mask of the rows [m] that an item of this tile, or of one behind it, can still enter."""
-    if found.lower.shape[1] < k:
+    if candidates.lower.shape[1] < k:
         return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     group = tile.start // columns.size
     first = slice(group, group + 1)  # no later group is longer
     length, residual = queries.length[rows], queries.residual[rows]
     reach = length * columns.longest[group] + items.margin(columns, first, length, residual)[:, 0]
-    kth = found.lower[rows].topk(k, 1)[0][:, -1]
+    kth = candidates.lower[rows].topk(k, 1)[0][:, -1]
     return kth <= reach
 
 
@@ -159,41 +159,41 @@ def _look(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    found: _Found,
+    candidates: _Found,
     rows: torch.Tensor,
-    gone: tuple[torch.Tensor, torch.Tensor],
+    hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
 ) -> None:
     """Multiplies some rows by a tile's columns, and keeps what may be among the best."""
-    size, fetch = columns.size, found.upper.shape[1]
+    size, fetch = columns.size, candidates.upper.shape[1]
     product = queries.codes[rows] @ columns.codes[tile].T
-    _hide(product, columns, gone, rows, len(queries.codes), tile)
+    _hide(product, columns, hidden_pairs, rows, len(queries.codes), tile)
     groups = slice(tile.start // size, tile.stop // size)
     margin = items.margin(columns, groups, queries.length[rows], queries.residual[rows])
     bounds = columns.largest(product).to(torch.float32) + margin
-    best, at = bounds.topk(min(fetch, bounds.shape[1]), 1)
-    if best.shape[1] < bounds.shape[1]:
-        found.leave_out(rows, best[:, -1])
+    best_bounds, at = bounds.topk(min(fetch, bounds.shape[1]), 1)
+    if best_bounds.shape[1] < bounds.shape[1]:
+        candidates.leave_out(rows, best_bounds[:, -1])
     column = columns.columns_of(at).view(len(rows), -1)
     scores = product.gather(1, column).to(torch.float32)
     slack = margin.gather(1, at).repeat_interleave(size, 1)
-    upper, which = (scores + slack).topk(min(fetch, column.shape[1]), 1)
+    upper, candidate_index = (scores + slack).topk(min(fetch, column.shape[1]), 1)
     if upper.shape[1] < column.shape[1]:
-        found.leave_out(rows, upper[:, -1])
-    lower = upper - 2 * slack.gather(1, which)
-    found.merge(rows, upper, lower, column.gather(1, which) + tile.start)
+        candidates.leave_out(rows, upper[:, -1])
+    lower = upper - 2 * slack.gather(1, candidate_index)
+    candidates.merge(rows, upper, lower, column.gather(1, candidate_index) + tile.start)
 
 
 def _hide(
     product: torch.Tensor,
     columns: Columns,
-    gone: tuple[torch.Tensor, torch.Tensor],
+    hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     rows: torch.Tensor,
     users: int,
     tile: slice,
 ) -> None:
     """Gives the score of nothing to what is excluded and to what is no item."""
-    owners, hidden = gone
+    owners, hidden = hidden_pairs
     where = torch.full((users,), -1, device=rows.device)
     where[rows] = torch.arange(len(rows), device=rows.device)
     owners = where[owners]
@@ -204,19 +204,21 @@ def _hide(
     product.index_fill_(1, padding - tile.start, _NOTHING)
 
 
-def _exact(items: DeviceItems, columns: Columns, queries: Queries, found: _Found) -> torch.Tensor:
+def _exact(
+    items: DeviceItems, columns: Columns, queries: Queries, candidates: _Found
+) -> torch.Tensor:
     """The keys of all candidates, int64 [n, fetch], by their exact scores."""
-    users, fetch = found.column.shape
-    keys = torch.empty((users, fetch), dtype=torch.int64, device=found.column.device)
-    numbers = _EXACT_NUMBERS[found.column.device.type]
+    users, fetch = candidates.column.shape
+    keys = torch.empty((users, fetch), dtype=torch.int64, device=candidates.column.device)
+    numbers = _EXACT_NUMBERS[candidates.column.device.type]
     step = max(1, numbers // (fetch * queries.exact[0].numel()))
     for start in range(0, users, step):
         rows = slice(start, start + step)
-        ordinals = columns.ordinals[found.column[rows]]
+        ordinals = columns.ordinals[candidates.column[rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
         scores = dots(queries.exact[rows], items.exact[ordinals])
         if items.own is not None and queries.own is not None:
             lengths = items.own[ordinals] * queries.own[rows, None]
             scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))
         keys[rows] = keys_of(scores, ordinals)
-    return keys.masked_fill_(found.upper == _NOTHING, WORST)
+    return keys.masked_fill_(candidates.upper == _NOTHING, WORST)

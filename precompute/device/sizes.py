@@ -55,14 +55,14 @@ def _stages(blocks: int, ratios: list[int], holes: list[int]) -> Iterator[BlockS
     """
     stride = math.prod(ratios)
     offset = sum(math.prod(ratios[at + 1 :]) * hole for at, hole in enumerate(holes))
-    seen = max(0, -(-(blocks - offset) // stride))
-    yield BlockStage(seen, stride, offset)
+    searched_block_count = max(0, -(-(blocks - offset) // stride))
+    yield BlockStage(searched_block_count, stride, offset)
     for ratio, hole in zip(ratios, holes, strict=True):
         stride //= ratio
         offset -= stride * hole
         count = -(-(blocks - offset) // stride)
-        yield BlockStage(count - seen, stride, offset, ratio - 1, hole)
-        seen = count
+        yield BlockStage(count - searched_block_count, stride, offset, ratio - 1, hole)
+        searched_block_count = count
 
 
 _REGISTERS = 1 << 16
@@ -96,8 +96,8 @@ class Tiles:
 def tiles_of(users: int, width: int, device: torch.device) -> Tiles:
     """Tiles for codes of some width: users stay in registers, wide ones in shared memory, while all items pass."""
     if device.type == "cpu":  # the interpreter takes the same time for many users as for one
-        few = power(min(64, users))
-        return Tiles(max(16, few), 256, 4, 1, 4, selected=few, scored=1 << 15)
+        tile_users = power(min(64, users))
+        return Tiles(max(16, tile_users), 256, 4, 1, 4, selected=tile_users, scored=1 << 15)
     if (kernels := hopper.kernels_for(width, device)) is not None:
         return Tiles(hopper.USERS, hopper.TILE, 12, 1, 1, hopper=kernels)
     return triton_tiles_of(width)

@@ -36,7 +36,7 @@ class OnnxOnGpu:
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
-        self._names = [each.name for each in tower.spec.inputs]
+        self._names = [input_spec.name for input_spec in tower.spec.inputs]
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Outputs of each batch; raises MemoryError where the provider's arena is full."""
@@ -62,7 +62,7 @@ class DeviceTower:
         self._name = name
         self._tower = tower
         self._running = running
-        self._names = [each.name for each in tower.spec.inputs]
+        self._names = [input_spec.name for input_spec in tower.spec.inputs]
         self._tile = OF_DEVICE
         self._is_compared = False
         self._may_stay = may_stay
@@ -70,12 +70,12 @@ class DeviceTower:
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
-        found = None
+        outputs = None
         try:
             if not (self._is_compared or self._stays):
                 self._compare(inputs)
             if not self._stays:
-                found = self._tried(inputs)
+                outputs = self._tried(inputs)
         except BundleError as error:
             if not self._may_stay:
                 raise
@@ -86,19 +86,19 @@ class DeviceTower:
             if not is_of_device(error):
                 raise
             self._stay(str(error))
-        return self._tower.run(inputs) if found is None else found
+        return self._tower.run(inputs) if outputs is None else outputs
 
-    def _stay(self, why: str) -> None:
+    def _stay(self, reason: str) -> None:
         self._stays = True
-        _log.warning("%s stays on the processor: %s", self._name, why)
+        _log.warning("%s stays on the processor: %s", self._name, reason)
 
     def _tried(self, inputs: Inputs) -> NDArray[np.float32] | None:
         """Outputs of the device; None where it has no room for one row."""
-        out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
             try:
-                self._fill(out, inputs, tile)
+                self._fill(outputs, inputs, tile)
             except MemoryError as error:
                 if tile.rows == 1:
                     _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
@@ -106,9 +106,9 @@ class DeviceTower:
                 self._tile = tile.halved()  # of several callers each halves what it tried
                 _log.info("%s: out of memory with %s; going on with half", self._name, tile)
             else:
-                return out
+                return outputs
 
-    def _fill(self, out: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
+    def _fill(self, outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
         numbers: list[NDArray[np.int64]] = []
 
         def feeds() -> Iterator[Sequence[NDArray[Any]]]:
@@ -116,25 +116,30 @@ class DeviceTower:
                 numbers.append(rows)
                 yield [feed[name] for name in self._names]
 
-        for done, found in enumerate(self._running.outputs(feeds())):
-            out[numbers[done]] = found[: len(numbers[done])]
+        for batch_index, batch_outputs in enumerate(self._running.outputs(feeds())):
+            outputs[numbers[batch_index]] = batch_outputs[: len(numbers[batch_index])]
 
     def _compare(self, inputs: Inputs) -> None:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
         rows = np.arange(min(_COMPARED, rows_of(inputs)))
-        some = rows_taken(inputs, rows)
-        wanted, found = self._tower.run(some), self._tried(some)
-        if found is None:
+        probe_inputs = rows_taken(inputs, rows)
+        expected_outputs, device_outputs = self._tower.run(probe_inputs), self._tried(probe_inputs)
+        if device_outputs is None:
             return
-        finite = np.isfinite(wanted).all(axis=1)
-        same = np.array_equal(finite, np.isfinite(found).all(axis=1))
-        wanted, off = wanted[finite], found[finite] - wanted[finite]
-        largest = _worst(np.abs(off).max(axis=1), np.abs(wanted).max(axis=1))
-        self._demand(largest if same else float("nan"), AGREEMENT, "a row's largest number")
+        finite = np.isfinite(expected_outputs).all(axis=1)
+        has_same_finite_rows = np.array_equal(finite, np.isfinite(device_outputs).all(axis=1))
+        expected_outputs, off = (
+            expected_outputs[finite],
+            device_outputs[finite] - expected_outputs[finite],
+        )
+        largest = _worst(np.abs(off).max(axis=1), np.abs(expected_outputs).max(axis=1))
+        self._demand(
+            largest if has_same_finite_rows else float("nan"), AGREEMENT, "a row's largest number"
+        )
         if self._name == _OF_VECTORS:
-            lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(wanted, axis=1))
+            lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(expected_outputs, axis=1))
             self._demand(lengths, LENGTH_AGREEMENT, "a vector's length")
-        self._is_compared = len(wanted) > 0
+        self._is_compared = len(expected_outputs) > 0
 
     def _demand(self, error: float, threshold: float, of: str) -> None:
         if error <= threshold:

@@ -63,16 +63,18 @@ def begin_erasing(
     """
     was_blocked = kind == "item" and raw in latest_blocklist(store).items
     _block(store, [(raw, kind)])
-    known = all_erasures(store)
-    erasure = request(store, raw, kind, at=at, was_blocked=was_blocked, known=known)
+    existing_erasures = all_erasures(store)
+    erasure = request(
+        store, raw, kind, at=at, was_blocked=was_blocked, existing_erasures=existing_erasures
+    )
     # Until it was written down, whoever unblocks was not stopped by it.
     block_erased(store, [erasure])
-    return erasure, find_erasure(known, raw, kind) is None
+    return erasure, find_erasure(existing_erasures, raw, kind) is None
 
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
     """Blocks the erased entities again, whatever was unblocked meanwhile."""
-    _block(store, [(each.raw, each.kind) for each in erasures if each.is_in_force])
+    _block(store, [(erasure.raw, erasure.kind) for erasure in erasures if erasure.is_in_force])
 
 
 def _block(store: ArtefactStore, entities: Sequence[tuple[bytes, EntityKind]]) -> None:
@@ -124,21 +126,21 @@ def drop_hot(
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
             tables |= set(read_manifest(store, generation).tables)
-    members = [member((table, each.raw)) for each in erasures for table in sorted(tables)]
+    members = [member((table, erasure.raw)) for erasure in erasures for table in sorted(tables)]
     batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
     keys, at = config.keyspace(), control.time()
     names = [
-        name(each)
+        name(key_number)
         for window, name in ((HOT, keys.hot), (COLD, keys.cold))
-        for each in _numbers(window, at)
+        for key_number in _numbers(window, at)
     ]
     return sum(int(control.client.zrem(name, *batch)) for batch in batches for name in names)
 
 
 def _numbers(window: Window, at: float) -> range:
     """Numbers of all keys of a sketch that can still exist; a replica's idea of Redis' clock may be a little ahead."""
-    now = hour_of(at, window)
-    return range(now - window.life_s // window.seconds, now + 2)
+    window_number = hour_of(at, window)
+    return range(window_number - window.life_s // window.seconds, window_number + 2)
 
 
 def _overlay_keys(
@@ -148,12 +150,12 @@ def _overlay_keys(
     tables: dict[str, tuple[str, ...]]
     try:
         manifest = read_manifest(store, generation)
-        tables = {name: (each.entity,) for name, each in manifest.tables.items()}
+        tables = {name: (table_spec.entity,) for name, table_spec in manifest.tables.items()}
     except LarderError:
-        both = ("user", "item")
+        all_kinds = ("user", "item")
         tables = {
-            name: (ENTITIES[each.kind],) if each.kind in ENTITIES else both
-            for name, each in config.tables.items()
+            name: (ENTITIES[table_settings.kind],) if table_settings.kind in ENTITIES else all_kinds
+            for name, table_settings in config.tables.items()
         }
     keys = config.keyspace()
     return [
@@ -170,52 +172,65 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
     block_erased(store, erasures)
-    pending = [each for each in erasures if each.is_pending]
+    pending = [erasure for erasure in erasures if erasure.is_pending]
     if not pending:
-        return [Standing(each) for each in erasures]
+        return [Standing(erasure) for erasure in erasures]
     drop_overlays(config, store, control, pending)
     drop_hot(config, store, control, pending)
-    forget_keys(store, [each.raw for each in pending if each.kind == "user"])
+    forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
     forget_events(config, pending)
-    forget_items(store, [each.raw for each in pending if each.kind == "item"])
+    forget_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
     # Rows before files: a night notes itself before it looks for erasures, and writes files after.
-    held = holders(store, pending, control.rows())
+    holders_by_number = holders(store, pending, control.rows())
     erasures = [
-        each if held.get(each.number, True) else mark_done(store, each, at=releases.clock())
-        for each in erasures
+        erasure
+        if holders_by_number.get(erasure.number, True)
+        else mark_done(store, erasure, at=releases.clock())
+        for erasure in erasures
     ]
-    view, now = releases.view(), releases.clock()
-    return _standings(erasures, held, lambda found: _fate(config, view, found, now))
+    view, now_s = releases.view(), releases.clock()
+    return _standings(
+        erasures, holders_by_number, lambda holder: _fate(config, view, holder, now_s)
+    )
 
 
 def look_without_redis(store: ArtefactStore) -> list[Standing]:
     """Standing of every erasure as far as the store alone can tell, oldest first."""
-    erasures, now = all_erasures(store), time.time()
-    held = holders(store, [each for each in erasures if each.is_pending], {})
+    erasures, now_s = all_erasures(store), time.time()
+    holders_by_number = holders(store, [erasure for erasure in erasures if erasure.is_pending], {})
     return _standings(
-        erasures, held, lambda found: _fate_of_copy(found, now) if found.is_copy else ""
+        erasures,
+        holders_by_number,
+        lambda holder: _fate_of_copy(holder, now_s) if holder.is_copy else "",
     )
 
 
 def _standings(
     erasures: Iterable[Erasure],
-    held: Mapping[int, Sequence[EntityHolder]],
+    holders_by_number: Mapping[int, Sequence[EntityHolder]],
     fate: Callable[[EntityHolder], str],
 ) -> list[Standing]:
     return [
-        Standing(each, tuple((found, fate(found)) for found in held.get(each.number, ())))
-        for each in erasures
+        Standing(
+            erasure,
+            tuple((holder, fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
+        )
+        for erasure in erasures
     ]
 
 
-def _fate(config: NightConfig, view: ReleaseView, held: EntityHolder, now: float) -> str:
+def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
     """Words for when what holds an entity may be swept."""
-    generation, ledger = held.generation, view.ledger
-    if held.is_copy:
-        return _fate_of_copy(held, now)
-    if ledger.is_pinned(generation, now):
-        until = (ledger.pinned or {}).get(generation)
-        when = "unpinned" if until is None else f"{datetime.fromtimestamp(until, UTC):%Y-%m-%d}"
+    generation, ledger = holder.generation, view.ledger
+    if holder.is_copy:
+        return _fate_of_copy(holder, now_s)
+    if ledger.is_pinned(generation, now_s):
+        expires_at = (ledger.pinned or {}).get(generation)
+        when = (
+            "unpinned"
+            if expires_at is None
+            else f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d}"
+        )
         return f"pinned until {when}"
     state = view.state(generation)
     if state is State.LIVE:
@@ -232,11 +247,11 @@ def _fate(config: NightConfig, view: ReleaseView, held: EntityHolder, now: float
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 
-def _fate_of_copy(held: EntityHolder, now: float) -> str:
-    hours = max(0.0, now - held.at) / 3600
+def _fate_of_copy(holder: EntityHolder, now_s: float) -> str:
+    hours = max(0.0, now_s - holder.at) / 3600
     age = (
         ""
-        if not held.at
+        if not holder.at
         else f" for {hours / 24:.0f} days"
         if hours > 48
         else f" for {hours:.0f} h"

@@ -34,25 +34,41 @@ def holders(
 
     `rows` is the registry: an unfinished generation without files may be about to write the entity down.
     """
-    stored = [each for each in store.names("generations") if GENERATION.fullmatch(each)]
-    begun = [each for each, row in rows.items() if row.state in UNFINISHED and each not in stored]
-    found: dict[int, list[EntityHolder]] = {each.number: [] for each in erasures}
-    for generation in sorted({*stored, *begun}):
+    stored_generations = [
+        generation_id
+        for generation_id in store.names("generations")
+        if GENERATION.fullmatch(generation_id)
+    ]
+    unfinished_generations = [
+        generation_id
+        for generation_id, row in rows.items()
+        if row.state in UNFINISHED and generation_id not in stored_generations
+    ]
+    holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
+    for generation in sorted({*stored_generations, *unfinished_generations}):
         for number in _held_by(store, generation, erasures):
-            found[number].append(EntityHolder(generation))
-    copies = _copies(store, but={*stored, *begun})
-    spared = {each: left_out(store, each) for each in {copy.generation for copy in copies}}
+            holders_by_number[number].append(EntityHolder(generation))
+    copies = _copies(store, but={*stored_generations, *unfinished_generations})
+    spared = {
+        generation_id: left_out(store, generation_id)
+        for generation_id in {copy.generation for copy in copies}
+    }
     for copy in copies:
-        for number in found.keys() - spared[copy.generation]:
-            found[number].append(copy)
-    return {number: tuple(each) for number, each in found.items()}
+        for number in holders_by_number.keys() - spared[copy.generation]:
+            holders_by_number[number].append(copy)
+    return {number: tuple(erasure_holders) for number, erasure_holders in holders_by_number.items()}
 
 
 def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[EntityHolder]:
     """Copies that hosts recorded, and those that lie here unrecorded."""
     recorded = copies_on_hosts(store, but=but)
-    here = set(store.host_copies()) - {each.generation for each in recorded} - set(but)
-    return [*recorded, *(EntityHolder(each, "this host") for each in sorted(here))]
+    unrecorded_generations = (
+        set(store.host_copies()) - {copy.generation for copy in recorded} - set(but)
+    )
+    return [
+        *recorded,
+        *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations)),
+    ]
 
 
 def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
@@ -67,68 +83,84 @@ def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure])
 
     try:
         raw = read("work/begin.json")
-        begun: dict[str, Any] | None = None if raw is None else orjson.loads(raw)
-        left_out = set((begun or {}).get("erased", ()))
-        asked = [each for each in erasures if each.number not in left_out]
-        if not asked or begun is None:
-            return {each.number for each in asked}
+        begin_report: dict[str, Any] | None = None if raw is None else orjson.loads(raw)
+        left_out = set((begin_report or {}).get("erased", ()))
+        erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out]
+        if not erasures_to_check or begin_report is None:
+            return {erasure.number for erasure in erasures_to_check}
         raw = read("manifest.json")
         manifest = None if raw is None else Manifest.from_bytes(raw)
     except (CorruptArtefact, StoreError, orjson.JSONDecodeError):
-        return {each.number for each in erasures}
-    found: set[int] = set()
+        return {erasure.number for erasure in erasures}
+    held_numbers: set[int] = set()
     for kind in ("user", "item"):
-        ours = [each for each in asked if each.kind == kind]
+        erasures_of_kind = [erasure for erasure in erasures_to_check if erasure.kind == kind]
         try:
-            found |= _looked_up(kind, ours, begun, manifest, fetch) if ours else set()
+            held_numbers |= (
+                _looked_up(kind, erasures_of_kind, begin_report, manifest, fetch)
+                if erasures_of_kind
+                else set()
+            )
         except (CorruptArtefact, StoreError, OSError, KeyError, ValueError, pa.ArrowException):
-            found |= {each.number for each in ours}
-    return found
+            held_numbers |= {erasure.number for erasure in erasures_of_kind}
+    return held_numbers
 
 
 def _looked_up(
     kind: EntityKind,
     erasures: Sequence[Erasure],
-    begun: Mapping[str, Any],
+    begin_report: Mapping[str, Any],
     manifest: Manifest | None,
     fetch: Fetch,
 ) -> set[int]:
     """Numbers of those in the directory, the partition, the reports or among the interactions beyond the cut."""
-    seed, shards = begun[f"{kind}_seed"], len(begun["bounds"]) - 1
-    hashes = hash_ids([each.raw for each in erasures], seed)
-    told = ids_in(begun.get("unusable", {}))
-    told |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
-    found = {each.number for each in erasures if each.entity in told}
+    seed, shards = begin_report[f"{kind}_seed"], len(begin_report["bounds"]) - 1
+    hashes = hash_ids([erasure.raw for erasure in erasures], seed)
+    unusable_ids = ids_in(begin_report.get("unusable", {}))
+    unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
+    held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
     for shard in np.unique(shard_of(hashes, shards)).tolist():
-        ours = np.flatnonzero(shard_of(hashes, shards) == shard)
+        shard_indices = np.flatnonzero(shard_of(hashes, shards) == shard)
         if kind == "item" or manifest is not None:
             path = fetch(directory_file(kind, shard))
             if path.stat().st_size:
-                is_in = np.isin(hashes[ours], map_file(path, "<u8"))
-                found |= {erasures[each].number for each in ours[is_in].tolist()}
-        missed = [erasures[each] for each in ours.tolist() if erasures[each].number not in found]
+                is_in = np.isin(hashes[shard_indices], map_file(path, "<u8"))
+                held_numbers |= {erasures[index].number for index in shard_indices[is_in].tolist()}
+        missed = [
+            erasures[index]
+            for index in shard_indices.tolist()
+            if erasures[index].number not in held_numbers
+        ]
         if kind == "user" and missed:
-            found |= _in_partition(missed, shard, naming(kinds_of(begun)), fetch)
-    if len(found) < len(erasures):
-        found |= _beyond_cut(kind, erasures, fetch)
-    return found
+            held_numbers |= _in_partition(missed, shard, naming(kinds_of(begin_report)), fetch)
+    if len(held_numbers) < len(erasures):
+        held_numbers |= _beyond_cut(kind, erasures, fetch)
+    return held_numbers
 
 
 def _in_partition(
     erasures: Sequence[Erasure], shard: int, kinds: Sequence[str], fetch: Fetch
 ) -> set[int]:
     """Numbers of those in a shard's partition: a user without usable input has no record, but lies there."""
-    ids = pa.array([each.entity for each in erasures], pa.string())
-    found = set()
+    ids = pa.array([erasure.entity for erasure in erasures], pa.string())
+    held_numbers = set()
     for name in kinds:
         with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{name}"))) as source:
             users = pa.ipc.open_stream(source).read_all().column("user")
             is_in = pc.is_in(ids, value_set=pc.unique(users)).to_pylist()
-        found |= {each.number for each, there in zip(erasures, is_in, strict=True) if there}
-    return found
+        held_numbers |= {
+            erasure.number
+            for erasure, is_present in zip(erasures, is_in, strict=True)
+            if is_present
+        }
+    return held_numbers
 
 
 def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> set[int]:
-    kept: dict[str, list[str]] = orjson.loads(fetch(holdout.FILE).read_bytes())
-    names = set(kept) if kind == "user" else {item for items in kept.values() for item in items}
-    return {each.number for each in erasures if each.entity in names}
+    items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.FILE).read_bytes())
+    names = (
+        set(items_by_user)
+        if kind == "user"
+        else {item for items in items_by_user.values() for item in items}
+    )
+    return {erasure.number for erasure in erasures if erasure.entity in names}

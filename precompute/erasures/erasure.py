@@ -72,30 +72,30 @@ class Erased:
 
     def __post_init__(self) -> None:
         texts = (
-            pa.array(sorted(raw.decode() for raw in each), pa.string())
-            for each in (self.users, self.items)
+            pa.array(sorted(raw.decode() for raw in raw_ids), pa.string())
+            for raw_ids in (self.users, self.items)
         )
         object.__setattr__(self, "_texts", tuple(texts))
 
     @classmethod
     def of(cls, erasures: Iterable[Erasure]) -> "Erased":
         """Erased entities of the erasures that are in force."""
-        ours = [each for each in erasures if each.is_in_force]
+        active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
         return cls(
-            frozenset(each.raw for each in ours if each.kind == "user"),
-            frozenset(each.raw for each in ours if each.kind == "item"),
-            tuple(each.number for each in ours),
+            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "user"),
+            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "item"),
+            tuple(erasure.number for erasure in active_erasures),
         )
 
     def digest(self, inputs_digest: str) -> str:
         """Digest of the sources without what is erased: another set makes another generation; none changes nothing."""
         if not (self.users or self.items):
             return inputs_digest
-        whole = sha256(inputs_digest.encode())
+        hasher = sha256(inputs_digest.encode())
         for kind, ids in (("user", self.users), ("item", self.items)):
             for raw in sorted(ids):
-                whole.update(f"|{kind}:{len(raw)}:".encode() + raw)
-        return whole.hexdigest()
+                hasher.update(f"|{kind}:{len(raw)}:".encode() + raw)
+        return hasher.hexdigest()
 
     def leave_out(self, batch: Interactions) -> Interactions:
         """The interactions of everybody else, with everything else."""
@@ -113,32 +113,41 @@ NOBODY = Erased()
 
 
 def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
-    kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased)))
-    return np.asarray(kept[ids.codes], np.bool_)
+    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased)))
+    return np.asarray(is_kept[ids.codes], np.bool_)
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
     """Every request, oldest first; raises CorruptArtefact for one that cannot be read: nobody may slip through."""
-    listed = frozenset(store.names(FOLDER))
+    file_names = frozenset(store.names(FOLDER))
     files, loose = read_files(
-        store, FOLDER, listed, [each for each in sorted(listed) if _FILE.fullmatch(each)]
+        store,
+        FOLDER,
+        file_names,
+        [file_name for file_name in sorted(file_names) if _FILE.fullmatch(file_name)],
     )
-    found = []
-    for number in sorted(int(each[1]) for name in listed if (each := _REQUEST.fullmatch(name))):
+    erasures = []
+    for number in sorted(
+        int(request_match[1]) for name in file_names if (request_match := _REQUEST.fullmatch(name))
+    ):
         erasure = _read(files, number)
-        if (mark := _mark(files, number, "done", listed)) is not None:
-            erasure = replace(erasure, done_at=mark["at"])
-        if (mark := _mark(files, number, "forgotten", listed)) is not None:
-            erasure = replace(erasure, forgotten_at=mark["at"], reason=mark["reason"])
-        found.append(erasure)
+        if (closing_record := _mark(files, number, "done", file_names)) is not None:
+            erasure = replace(erasure, done_at=closing_record["at"])
+        if (closing_record := _mark(files, number, "forgotten", file_names)) is not None:
+            erasure = replace(
+                erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
+            )
+        erasures.append(erasure)
     pack(store, FOLDER, {name: files[name] for name in loose})
-    return found
+    return erasures
 
 
 def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
     """Erasure in force for an entity, None if there is none."""
-    ours = (each for each in erasures if each.raw == raw and each.kind == kind)
-    return next((each for each in ours if each.is_in_force), None)
+    entity_erasures = (
+        erasure for erasure in erasures if erasure.raw == raw and erasure.kind == kind
+    )
+    return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
 
 
 def request(
@@ -148,20 +157,20 @@ def request(
     *,
     at: float,
     was_blocked: bool = False,
-    known: Sequence[Erasure] | None = None,
+    existing_erasures: Sequence[Erasure] | None = None,
 ) -> Erasure:
-    """Write a request down; one that is in force already is found, not doubled. `known`: what was just read."""
+    """Write a request down; one in force is not doubled. `existing_erasures` were just read."""
     for _ in range(WRITE_TRIES):
-        erasures = all_erasures(store) if known is None else known
-        if (found := find_erasure(erasures, raw, kind)) is not None:
-            return found
-        number = max((each.number for each in erasures), default=0) + 1
-        asked = Erasure(number, raw.decode(), kind, at, was_blocked)
+        erasures = all_erasures(store) if existing_erasures is None else existing_erasures
+        if (existing_erasure := find_erasure(erasures, raw, kind)) is not None:
+            return existing_erasure
+        number = max((erasure.number for erasure in erasures), default=0) + 1
+        new_erasure = Erasure(number, raw.decode(), kind, at, was_blocked)
         fields = ("number", "entity", "kind", "at", "was_blocked")
-        body = _json({name: getattr(asked, name) for name in fields} | stamp(ERASURE))
+        body = _json({name: getattr(new_erasure, name) for name in fields} | stamp(ERASURE))
         if store.write_once(_path(number, "json"), body):
-            return asked
-        known = None
+            return new_erasure
+        existing_erasures = None
     raise Conflict(f"{WRITE_TRIES} other erasures were being written at the same time; try again")
 
 
@@ -179,10 +188,10 @@ def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason:
 def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
     """Raises Conflict for an item that an erasure keeps blocked."""
     erased = Erased.of(all_erasures(store)).items if items else frozenset()
-    if found := sorted(erased & frozenset(items)):
+    if erased_items := sorted(erased & frozenset(items)):
         raise Conflict(
-            f"item {found[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
-            f"erase {found[0].decode()} --as item --forget --reason ..."
+            f"item {erased_items[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
+            f"erase {erased_items[0].decode()} --as item --forget --reason ..."
         )
 
 
@@ -200,19 +209,19 @@ def _read(files: Mapping[str, bytes], number: int) -> Erasure:
 
 
 def _mark(
-    files: Mapping[str, bytes], number: int, what: str, listed: Collection[str]
+    files: Mapping[str, bytes], number: int, suffix: str, file_names: Collection[str]
 ) -> dict[str, Any] | None:
-    path = _path(number, what)
-    is_there = path.removeprefix(f"{FOLDER}/") in listed
+    path = _path(number, suffix)
+    is_there = path.removeprefix(f"{FOLDER}/") in file_names
     return {"at": 0.0, "reason": "", **_load(files, path)} if is_there else None
 
 
 def _load(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = orjson.loads(files.get(path.removeprefix(f"{FOLDER}/"), b""))
+        document: dict[str, Any] = orjson.loads(files.get(path.removeprefix(f"{FOLDER}/"), b""))
     except orjson.JSONDecodeError as error:
         raise CorruptArtefact(f"{path} cannot be read: {error}") from error
-    return found
+    return document
 
 
 def _json(value: dict[str, Any]) -> bytes:

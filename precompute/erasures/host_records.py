@@ -58,11 +58,11 @@ def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[
         for name in store.names(f"{FOLDER}/{generation}")
         if name.endswith(".json") and name != _BEGUN
     ]
-    bodies = store.read_many([record_path(*each) for each in hosts])
+    bodies = store.read_many([record_path(*generation_and_host) for generation_and_host in hosts])
     return [
-        EntityHolder(*each, _at(bodies[path]))
-        for each in hosts
-        if (path := record_path(*each)) in bodies
+        EntityHolder(*generation_and_host, _at(bodies[path]))
+        for generation_and_host in hosts
+        if (path := record_path(*generation_and_host)) in bodies
     ]
 
 
@@ -76,20 +76,22 @@ def _at(raw: bytes) -> float:
 def declare_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
     """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
     copies = copies_on_hosts(store)
-    gone = [each for each in copies if fnmatchcase(each.host, pattern)]
-    if not gone:
-        known = ", ".join(sorted({each.host for each in copies})) or "no host"
-        raise Conflict(f"no copy is recorded of a host {pattern!r}; {known} has some")
-    for each in gone:
-        store.delete(record_path(each.generation, each.host))
-    return gone
+    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
+    if not gone_copies:
+        hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
+        raise Conflict(f"no copy is recorded of a host {pattern!r}; {hosts_text} has some")
+    for copy in gone_copies:
+        store.delete(record_path(copy.generation, copy.host))
+    return gone_copies
 
 
-def sweep_notes(store: ArtefactStore, wanted: Collection[str]) -> None:
+def sweep_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
     """Remove what was noted of generations that no host, and not the store, has any more."""
     if store.copies is None:
         return
-    stored = {*store.names("generations"), *wanted}
+    existing_generations = {*store.names("generations"), *needed_generations}
     for generation in store.names(FOLDER):
-        if generation not in stored and store.names(f"{FOLDER}/{generation}") == [_BEGUN]:
+        if generation not in existing_generations and store.names(f"{FOLDER}/{generation}") == [
+            _BEGUN
+        ]:
             store.delete(f"{FOLDER}/{generation}")

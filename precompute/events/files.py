@@ -46,8 +46,8 @@ class TakenFile(NamedTuple):
     @property
     def path(self) -> str:
         """Path in the store."""
-        until = "" if self.until is None else f"_{_shown(self.until)}"
-        return f"{FOLDER}/{_shown(self.after)}{until}.parquet"
+        end_suffix = "" if self.until is None else f"_{_shown(self.until)}"
+        return f"{FOLDER}/{_shown(self.after)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
         """True if another file has all of its events."""
@@ -67,37 +67,42 @@ def path_of(after: Position) -> str:
 
 def taken(store: ArtefactStore) -> list[TakenFile]:
     """Files that count, in order; each ends where the next one begins."""
-    return [each for each, counts in _all_files(store) if counts]
+    return [file for file, counts in _all_files(store) if counts]
 
 
 def superseded(store: ArtefactStore) -> list[TakenFile]:
     """Files whose events a merged one has."""
-    return [each for each, counts in _all_files(store) if not counts]
+    return [file for file, counts in _all_files(store) if not counts]
 
 
 def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     """Every file in order, and if it counts: where no longer one has its events."""
     names = filter(None, map(_NAME.fullmatch, store.names(FOLDER)))
-    found = sorted(
+    files = sorted(
         (
             TakenFile(
-                Position(int(each[1]), int(each[2])),
-                None if each[3] is None else Position(int(each[3]), int(each[4])),
+                Position(int(name_match[1]), int(name_match[2])),
+                None if name_match[3] is None else Position(int(name_match[3]), int(name_match[4])),
             )
-            for each in names
+            for name_match in names
         ),
-        key=lambda each: (each.after, each.until or each.after),
+        key=lambda file: (file.after, file.until or file.after),
     )
-    merged = [each for each in found if each.until is not None]
-    listed = [(each, not any(each.is_within(other) for other in merged)) for each in found]
-    for one, other in pairwise([each for each, counts in listed if counts]):
-        if one.until is not None and other.after < one.until:
+    merged = [file for file in files if file.until is not None]
+    files_with_validity = [
+        (file, not any(file.is_within(merged_file) for merged_file in merged)) for file in files
+    ]
+    for earlier_file, later_file in pairwise(
+        [file for file, counts in files_with_validity if counts]
+    ):
+        if earlier_file.until is not None and later_file.after < earlier_file.until:
             raise CorruptArtefact(
-                f"{one.path} and {other.path} overlap, and neither has all events of the other: put the files "
+                f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: put the "
+                "files "
                 "back that they were merged of, and remove both",
-                path=other.path,
+                path=later_file.path,
             )
-    return listed
+    return files_with_validity
 
 
 def last_taken(store: ArtefactStore) -> Position:
@@ -106,27 +111,27 @@ def last_taken(store: ArtefactStore) -> Position:
     return _end_of(store, files[-1]) if files else BEGINNING
 
 
-def to_bytes(rows: Iterable[tuple[Position, Event]], until: Position) -> bytes:
+def to_bytes(rows: Iterable[tuple[Position, Event]], end_position: Position) -> bytes:
     """File of some events, which ends at a position."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for position, event in rows:
         is_whole = event.kind == "interaction"
-        told = (
+        row_values = (
             None if event.user is None else event.user.decode(),
             None if event.item is None else event.item.decode(),
             event.at_us, event.id, event.type, event.weight, position.number,
             None if is_whole else event.to_bytes().decode(),
         )  # fmt: skip
-        for name, value in zip(SCHEMA.names, told, strict=True):
+        for name, value in zip(SCHEMA.names, row_values, strict=True):
             columns[name].append(value)
-    return parquet(pa.table(columns, schema=SCHEMA), until)
+    return parquet(pa.table(columns, schema=SCHEMA), end_position)
 
 
-def parquet(table: Any, until: Position) -> bytes:
+def parquet(table: Any, end_position: Position) -> bytes:
     """Bytes of a file with these rows."""
-    out = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({END: str(until).encode()}), out)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({END: str(end_position).encode()}), buffer)
+    return buffer.getvalue()
 
 
 def until_of(raw: bytes, path: str) -> Position:
@@ -168,13 +173,13 @@ class EventFiles:
     until: Position | None = None
 
 
-def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
+def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
     """Files with all events up to a position (all files there are without one).
 
     Raises ConfigError for a position at which no file ends.
     """
     if not config.events.enabled:
-        if until is not None:
+        if end_text is not None:
             raise ConfigError(
                 "[events] enabled is false, so a night reads no events", field="events"
             )
@@ -182,16 +187,17 @@ def event_files(config: NightConfig, until: str | None = None) -> EventFiles:
     config = config.of_events()
     store = config.store()
     files = taken(store)
-    ends = [*(each.after for each in files), _end_of(store, files[-1])] if files else [BEGINNING]
-    wanted = ends[-1] if until is None else Position.parse(until)
-    if wanted not in ends:
+    ends = [*(file.after for file in files), _end_of(store, files[-1])] if files else [BEGINNING]
+    end_position = ends[-1] if end_text is None else Position.parse(end_text)
+    if end_position not in ends:
         raise ConfigError(
-            f"no file of {store.url}/{FOLDER} ends at {wanted}, they go up to {ends[-1]}: run `take-events` first, and "
+            f"no file of {store.url}/{FOLDER} ends at {end_position}, they go up to {ends[-1]}: run `take-events` "
+            "first, and "
             "give the position that it tells",
             field="events_until",
         )
-    names = [each.path for each in files[: ends.index(wanted)]]
-    return EventFiles(tuple(_source(config, store, each) for each in names), wanted)
+    names = [file.path for file in files[: ends.index(end_position)]]
+    return EventFiles(tuple(_source(config, store, path) for path in names), end_position)
 
 
 def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:

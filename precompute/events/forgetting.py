@@ -39,17 +39,17 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> i
 
     Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
     """
-    gone, streams = (
+    removed_count, streams = (
         0,
         ((keys.events, _names), (keys.inbox, _is_sent_of), (keys.rejected_events, _names)),
     )
     for stream, is_of in streams:
         behind = None
         while batch := entries(client, stream, behind=behind):
-            found = [each for each, fields in batch if is_of(fields, erased)]
-            gone += int(client.xdel(stream, *found)) if found else 0
+            entry_ids = [entry_id for entry_id, fields in batch if is_of(fields, erased)]
+            removed_count += int(client.xdel(stream, *entry_ids)) if entry_ids else 0
             behind = batch[-1][0].decode()
-    return gone
+    return removed_count
 
 
 def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
@@ -66,9 +66,10 @@ def _is_sent_of(fields: dict[bytes, bytes], erased: Erased) -> bool:
     if (raw := fields.get(FIELD)) is None:
         return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
     try:
-        sent = orjson.loads(raw)
+        payload = orjson.loads(raw)
         user, item = (
-            b"" if sent.get(name) is None else canonical_id(sent[name]) for name in ("user", "item")
+            b"" if payload.get(name) is None else canonical_id(payload[name])
+            for name in ("user", "item")
         )
     except (AttributeError, InvalidInput, ValueError):
         return True
@@ -88,34 +89,34 @@ def forget_in_files(
     was, it sees by looking at all erasures behind its own writing. Files that a merged one has the events of go, unless
     a night reads them (`keep_superseded`).
     """
-    changed, done = 0, None
-    while erased != done:
+    write_count, applied_erased = 0, None
+    while erased != applied_erased:
         old = [] if newest_alone else superseded(store)
         if old:  # a merge that was killed may have brought back who was erased before it wrote
             erased = Erased.of(all_erasures(store))
         files = taken(store)[-1 if newest_alone else 0 :]
         written = _write_without(store, erased, files)
-        changed, done = changed + written, erased
+        write_count, applied_erased = write_count + written, erased
         if written:
             erased = Erased.of(all_erasures(store))
-        for each in () if keep_superseded else old:
-            store.delete(each.path)
+        for superseded_file in () if keep_superseded else old:
+            store.delete(superseded_file.path)
         if not newest_alone and taken(store)[: len(files)] != files:
-            done = None  # merged meanwhile, perhaps of what was not written yet
-    return changed
+            applied_erased = None  # merged meanwhile, perhaps of what was not written yet
+    return write_count
 
 
 def _write_without(store: ArtefactStore, erased: Erased, files: Sequence[TakenFile]) -> int:
-    changed = 0
+    write_count = 0
     for file in files if erased.users or erased.items else ():
         if (raw := store.read(file.path)) is None:
             continue
-        until, table = until_of(raw, file.path), table_of(raw, file.path)
-        kept = without(table, erased)
-        if len(kept) < len(table):
-            store.write(file.path, parquet(kept, until))
-            changed += 1
-    return changed
+        end_position, table = until_of(raw, file.path), table_of(raw, file.path)
+        remaining_rows = without(table, erased)
+        if len(remaining_rows) < len(table):
+            store.write(file.path, parquet(remaining_rows, end_position))
+            write_count += 1
+    return write_count
 
 
 def without(table: Any, erased: Erased) -> Any:
@@ -125,5 +126,5 @@ def without(table: Any, erased: Erased) -> Any:
 
 
 def _stays(table: Any, column: str, without: Collection[bytes]) -> Any:
-    texts = pa.array(sorted(each.decode() for each in without), pa.string())
+    texts = pa.array(sorted(raw_id.decode() for raw_id in without), pa.string())
     return pc.invert(pc.is_in(table.column(column), value_set=texts))

@@ -19,12 +19,12 @@ def marks_file(kind: EntityKind) -> str:
 
 def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
     """Writes the marks of these ids; the path of the file."""
-    marks = np.sort(fingerprints(list(raws)))
-    write_atomically(root / marks_file(kind), marks.astype("<u8").tobytes())
+    entity_fingerprints = np.sort(fingerprints(list(raws)))
+    write_atomically(root / marks_file(kind), entity_fingerprints.astype("<u8").tobytes())
     return marks_file(kind)
 
 
-def are_marked(path: Path, marks: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """bool [n]: the fingerprints among those of a file."""
-    found: NDArray[np.bool_] = np.isin(marks, map_file(path, "<u8"))
-    return found
+    is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(path, "<u8"))
+    return is_marked

@@ -31,19 +31,19 @@ def merge(stores: Stores) -> int:
     while one is in the making: its retry finds its work by its files. Safe to repeat after a crash anywhere, and side
     by side with another: groups follow from the names of files, so both make the same. Who is erased is left out.
     """
-    gone, store = 0, stores.own
+    merged_count, store = 0, stores.own
     if not stores.is_any_in_the_making():
         erased = Erased.of(all_erasures(store))
         for group in _groups(stores)[: -_LOOKS - 1 : -1]:
             if (merged := _merged(store, group, erased)) is not None:
                 file, data = merged
                 store.write_once(file.path, data)
-                gone += len(group)
+                merged_count += len(group)
     if superseded(store):  # of one that was killed, too, and whoever was erased beside it
         # Looked at again: a night that began while files were being merged reads those.
         is_read = stores.is_any_in_the_making()
         forget_in_files(store, Erased.of(all_erasures(store)), keep_superseded=is_read)
-    return gone
+    return merged_count
 
 
 def _groups(stores: Stores) -> list[list[TakenFile]]:
@@ -54,15 +54,15 @@ def _groups(stores: Stores) -> list[list[TakenFile]]:
     """
     if (bound := min(stores.held(), default=None)) is None:
         return []
-    found: list[list[TakenFile]] = []
+    groups: list[list[TakenFile]] = []
     pairs = pairwise(taken(stores.own))  # a file ends where the next one begins
     for is_old, run in groupby(
         pairs, lambda pair: pair[0].until is None and pair[1].after <= bound
     ):
         files = [file for file, _ in run] if is_old else []
-        whole = len(files) // AT_ONCE * AT_ONCE
-        found += [files[start : start + AT_ONCE] for start in range(0, whole, AT_ONCE)]
-    return found
+        grouped_count = len(files) // AT_ONCE * AT_ONCE
+        groups += [files[start : start + AT_ONCE] for start in range(0, grouped_count, AT_ONCE)]
+    return groups
 
 
 def _merged(
@@ -76,9 +76,11 @@ def _merged(
         if raw is None or size_bytes > MERGED_BYTES:
             return None
         raws.append(raw)
-    until, out = until_of(raws[-1], files[-1].path), io.BytesIO()
-    with pq.ParquetWriter(out, SCHEMA.with_metadata({END: str(until).encode()})) as writer:
+    end_position, buffer = until_of(raws[-1], files[-1].path), io.BytesIO()
+    with pq.ParquetWriter(
+        buffer, SCHEMA.with_metadata({END: str(end_position).encode()})
+    ) as writer:
         for file, raw in zip(files, raws, strict=True):
             if len(rows := without(table_of(raw, file.path), erased)):
                 writer.write_table(rows.replace_schema_metadata(writer.schema.metadata))
-    return TakenFile(files[0].after, until), out.getvalue()
+    return TakenFile(files[0].after, end_position), buffer.getvalue()

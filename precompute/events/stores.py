@@ -26,35 +26,37 @@ class Stores:
     def of(cls, config: NightConfig) -> Self:
         """Stores by the newest record of the experiments."""
         config = config.of_events()
-        own = config.store()
-        named = latest_experiments(own).namespaces(config.namespace)
-        arms = tuple(replace(config, namespace=each).store() for each in named)
-        return cls(own, config.namespace, arms)
+        own_store = config.store()
+        named = latest_experiments(own_store).namespaces(config.namespace)
+        arms = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in named)
+        return cls(own_store, config.namespace, arms)
 
     def held(self) -> Iterator[Position]:
         """Positions that generations go up to; one that knows of no events of this stream asks for none."""
         for store in (self.own, *self.arms):
             for generation in filter(GENERATION.fullmatch, store.names("generations")):
-                until: str | None
+                end_text: str | None
                 try:
                     manifest = read_manifest(store, generation)
                     events = manifest.events
-                    is_ours = events and (events.namespace or manifest.namespace) == self.namespace
-                    until = events.until if events and is_ours else None
+                    is_own_namespace = (
+                        events and (events.namespace or manifest.namespace) == self.namespace
+                    )
+                    end_text = events.until if events and is_own_namespace else None
                 except UnknownGeneration:  # in the making
                     raw = store.read(generation_path(generation, "work/begin.json"))
-                    begun = None if raw is None else orjson.loads(raw).get("events")
-                    until = (begun or {}).get("until")
+                    begin_events = None if raw is None else orjson.loads(raw).get("events")
+                    end_text = (begin_events or {}).get("until")
                 except CorruptArtefact:
                     yield BEGINNING
                     continue
-                if until is not None:
-                    yield Position.parse(until)
+                if end_text is not None:
+                    yield Position.parse(end_text)
 
     def is_any_in_the_making(self) -> bool:
         """True while a generation has no manifest yet."""
         return any(
-            "manifest.json" not in store.names(generation_path(each))
+            "manifest.json" not in store.names(generation_path(generation))
             for store in (self.own, *self.arms)
-            for each in filter(GENERATION.fullmatch, store.names("generations"))
+            for generation in filter(GENERATION.fullmatch, store.names("generations"))
         )

@@ -11,15 +11,15 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 def entries(
-    client: "redis.Redis", stream: str, *, behind: str | None = None, until: str = "+"
+    client: "redis.Redis", stream: str, *, behind: str | None = None, end_id: str = "+"
 ) -> list[Entry]:
     """The next entries behind a position (from the first one on without), up to another; none at the end."""
     first = "-" if behind is None else f"({behind}"
-    found = client.xrange(stream, first, until, count=AT_ONCE)
-    return cast(list[Entry], found)
+    reply = client.xrange(stream, first, end_id, count=AT_ONCE)
+    return cast(list[Entry], reply)
 
 
 def newest(client: "redis.Redis", stream: str) -> bytes | None:
     """Position of the newest entry, None of an empty stream."""
-    found = cast(list[Entry], client.xrevrange(stream, count=1))
-    return found[0][0] if found else None
+    last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
+    return last_entries[0][0] if last_entries else None

@@ -48,33 +48,33 @@ def take(
     Safe to repeat after a crash anywhere, and side by side with another: a file that another one wrote stands.
     """
     last = newest(client, keys.events)
-    found = TakenEvents(last_taken(store))
-    until = found.until if last is None else Position.parse(last)
-    while found.until < until:
-        read = _read(client, keys.events, found.until, until, erased)
-        if store.write_once(path_of(found.until), to_bytes(read.rows, read.until)):
-            found = TakenEvents(
+    taken_events = TakenEvents(last_taken(store))
+    end_position = taken_events.until if last is None else Position.parse(last)
+    while taken_events.until < end_position:
+        read = _read(client, keys.events, taken_events.until, end_position, erased)
+        if store.write_once(path_of(taken_events.until), to_bytes(read.rows, read.until)):
+            taken_events = TakenEvents(
                 read.until,
-                found.events + len(read.rows),
-                found.left_out + read.left_out,
-                found.unreadable + read.unreadable,
+                taken_events.events + len(read.rows),
+                taken_events.left_out + read.left_out,
+                taken_events.unreadable + read.unreadable,
             )
         else:  # another one did, perhaps of more of them
-            found = found._replace(until=last_taken(store))
-    note_taken(store, found.until)
-    return found
+            taken_events = taken_events._replace(until=last_taken(store))
+    note_taken(store, taken_events.until)
+    return taken_events
 
 
 def _read(
-    client: "redis.Redis", stream: str, after: Position, until: Position, erased: Erased
+    client: "redis.Redis", stream: str, after: Position, end_position: Position, erased: Erased
 ) -> _Read:
-    """Events behind `after` up to `until`, or as many as a file takes."""
+    """Events behind `after` up to `end_position`, or as many as a file takes."""
     rows: list[tuple[Position, Event]] = []
     left_out = unreadable = size_bytes = 0
     while len(rows) < FILE_EVENTS and size_bytes < FILE_BYTES:
-        batch = entries(client, stream, behind=str(after), until=str(until))
+        batch = entries(client, stream, behind=str(after), end_id=str(end_position))
         if not batch:  # the last one was removed since
-            return _Read(rows, until, left_out, unreadable)
+            return _Read(rows, end_position, left_out, unreadable)
         for raw, fields in batch:
             after = Position.parse(raw)
             size_bytes += sum(map(len, fields.values()))

@@ -20,7 +20,7 @@ POLL_S = 0.05
 
 def start(
     config: NightConfig,
-    asked: ExperimentOption,
+    option: ExperimentOption,
     *,
     holdout: float | None = None,
     progress: Progress = quiet,
@@ -32,26 +32,30 @@ def start(
     """
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        own = Control(client, config.keyspace())
-        controls = {
-            each.namespace: Control(client, Keyspace(each.namespace)) for each in asked.arms
-        }
-        live = published(store, own)
+        own_control = Control(client, config.keyspace())
+        controls = {arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in option.arms}
+        live = published(store, own_control)
         for namespace, control in controls.items():
             if namespace != config.namespace:
                 demand_match(live, published(settings_of(config, namespace).store(), control))
-        with audited(store, "experiment", f"start {asked.name}", actor=config.actor) as told:
+        with audited(
+            store, "experiment", f"start {option.name}", actor=config.actor
+        ) as audit_details:
             added = change_experiments(
-                store, lambda found: edits.add(found, asked, holdout=holdout, at=own.time())
+                store,
+                lambda experiments: edits.add(
+                    experiments, option, holdout=holdout, at=own_control.time()
+                ),
             )
-            told["version"] = added.version
-            own.announce("experiments")
-            _wait(own, controls, asked.name, config.flip.wait_s, progress)
+            audit_details["version"] = added.version
+            own_control.announce("experiments")
+            _wait(own_control, controls, option.name, config.flip.wait_s, progress)
             started = change_experiments(
-                store, lambda found: edits.begin(found, asked.name, at=own.time())
+                store,
+                lambda experiments: edits.begin(experiments, option.name, at=own_control.time()),
             )
-            told["version"] = started.version
-        own.announce("experiments")
+            audit_details["version"] = started.version
+        own_control.announce("experiments")
     return started
 
 
@@ -59,24 +63,24 @@ def share(
     config: NightConfig,
     name: str | None,
     *,
-    share: float | None = None,
+    key_share: float | None = None,
     arms: Mapping[str, float] | None = None,
     holdout: float | None = None,
 ) -> Experiments:
     """Change shares: of an experiment, of its arms, of the holdout; no more keys move than shares change by."""
 
-    def changed(found: Experiments) -> Experiments:
+    def apply_shares(experiments: Experiments) -> Experiments:
         if name is not None and arms:
-            found = edits.share_arms(found, name, arms)
-        shares = {} if name is None or share is None else {name: share}
-        return edits.share_keys(found, shares, holdout)
+            experiments = edits.share_arms(experiments, name, arms)
+        key_shares = {} if name is None or key_share is None else {name: key_share}
+        return edits.share_keys(experiments, key_shares, holdout)
 
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         subject = f"share {name or 'holdout'}"
-        with audited(store, "experiment", subject, actor=config.actor) as told:
-            written = change_experiments(store, changed)
-            told["version"] = written.version
+        with audited(store, "experiment", subject, actor=config.actor) as audit_details:
+            written = change_experiments(store, apply_shares)
+            audit_details["version"] = written.version
         Control(client, config.keyspace()).announce("experiments")
     return written
 
@@ -85,13 +89,17 @@ def stop(config: NightConfig, name: str, *, reason: str = "") -> Experiments:
     """End an experiment: its keys are answered by the service's own namespace again; a repeat changes nothing."""
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        own = Control(client, config.keyspace())
+        own_control = Control(client, config.keyspace())
         subject = f"stop {name}"
-        with audited(store, "experiment", subject, actor=config.actor, reason=reason) as told:
-            ended = change_experiments(store, lambda found: edits.end(found, name, at=own.time()))
-            told["version"] = ended.version
-        own.announce("experiments")
-    return ended
+        with audited(
+            store, "experiment", subject, actor=config.actor, reason=reason
+        ) as audit_details:
+            ended_experiments = change_experiments(
+                store, lambda experiments: edits.end(experiments, name, at=own_control.time())
+            )
+            audit_details["version"] = ended_experiments.version
+        own_control.announce("experiments")
+    return ended_experiments
 
 
 def settings_of(config: NightConfig, namespace: str) -> NightConfig:
@@ -100,27 +108,31 @@ def settings_of(config: NightConfig, namespace: str) -> NightConfig:
 
 
 def _wait(
-    own: Control, controls: Mapping[str, Control], name: str, wait_s: float, progress: Progress
+    own_control: Control,
+    controls: Mapping[str, Control],
+    name: str,
+    wait_s: float,
+    progress: Progress,
 ) -> None:
     """Returns once every live replica answers from all namespaces; raises Conflict, naming those that do not."""
-    began = time.monotonic()
-    while lacking := _lacking(own, controls):
-        if time.monotonic() - began >= wait_s:
-            told = "; ".join(f"{replica}: {namespace}" for replica, namespace in lacking)
+    started_at = time.monotonic()
+    while lacking := _lacking(own_control, controls):
+        if time.monotonic() - started_at >= wait_s:
+            lacking_text = "; ".join(f"{replica}: {namespace}" for replica, namespace in lacking)
             raise Conflict(
                 f"experiment {name} answers nobody yet: after {wait_s:g} s not all replicas hold the namespaces of its "
-                f"arms ({told}); start it again with the same arms once they do, or stop it",
+                f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
                 experiment=name,
             )
         progress("namespaces to hold", 0, len(lacking))
         time.sleep(POLL_S)
 
 
-def _lacking(own: Control, controls: Mapping[str, Control]) -> list[tuple[str, str]]:
+def _lacking(own_control: Control, controls: Mapping[str, Control]) -> list[tuple[str, str]]:
     """Replicas, with the namespace that each does not answer from."""
-    names = sorted(each.name for each in own.replicas())
-    found = []
+    names = sorted(replica.name for replica in own_control.replicas())
+    lacking_pairs = []
     for namespace, control in controls.items():
-        serving = {each.name for each in control.replicas() if each.serving is not None}
-        found += [(name, namespace) for name in names if name not in serving]
-    return found
+        serving = {replica.name for replica in control.replicas() if replica.serving is not None}
+        lacking_pairs += [(name, namespace) for name in names if name not in serving]
+    return lacking_pairs

@@ -26,16 +26,16 @@ def command(
     name: str | None = arguments.name
     match arguments.action:
         case "status":
-            found = status(config, name)
-            return found if arguments.json else shown(found)
+            experiments_status = status(config, name)
+            return experiments_status if arguments.json else shown(experiments_status)
         case "share":
-            arms = dict(_share_of(each) for each in arguments.arm)
+            arms = dict(_share_of(arm_text) for arm_text in arguments.arm)
             if name is None and (arguments.holdout is None or arms or arguments.share is not None):
                 raise ConfigError(
                     "name the experiment, or give --holdout alone for that of all", field="name"
                 )
             written = changes.share(
-                config, name, share=arguments.share, arms=arms, holdout=arguments.holdout
+                config, name, key_share=arguments.share, arms=arms, holdout=arguments.holdout
             )
             return told(written, name)
         case "exposures":
@@ -45,13 +45,13 @@ def command(
             return free(config, _named(name))
         case "stop":
             return told(changes.stop(config, _named(name), reason=arguments.reason), name)
-    share = 1.0 if arguments.share is None else arguments.share
-    arms_ = tuple(arm_of(each) for each in arguments.arm)
-    asked = ExperimentOption(config.namespace, _named(name), arms_, share, arguments.sample)
-    return told(changes.start(config, asked, holdout=arguments.holdout, progress=progress), name)
+    key_share = 1.0 if arguments.share is None else arguments.share
+    arms_ = tuple(arm_of(arm_text) for arm_text in arguments.arm)
+    option = ExperimentOption(config.namespace, _named(name), arms_, key_share, arguments.sample)
+    return told(changes.start(config, option, holdout=arguments.holdout, progress=progress), name)
 
 
-def shown(found: dict[str, Any]) -> list[Table | str]:
+def shown(experiments_status: dict[str, Any]) -> list[Table | str]:
     """A status for people: a row for each arm."""
     table = Table(
         "experiment",
@@ -62,39 +62,43 @@ def shown(found: dict[str, Any]) -> list[Table | str]:
         "requests",
         "events, over the control's",
     )
-    for each in found["experiments"]:
-        for arm in each["arms"]:
+    for experiment in experiments_status["experiments"]:
+        for arm in experiment["arms"]:
             table.add_row(
-                escape(each["experiment"]), escape(arm["arm"]), escape(arm["namespace"]),
-                f"{each['share'] * arm['share']:.2%}", arm["generation"] or "nothing", f"{arm['requests']:,}",
+                escape(experiment["experiment"]), escape(arm["arm"]), escape(arm["namespace"]),
+                f"{experiment['share'] * arm['share']:.2%}", arm["generation"] or "nothing", f"{arm['requests']:,}",
                 escape("; ".join(_event(event, count, arm) for event, count in arm["feedback"].items())),
             )  # fmt: skip
-    return [table, f"holdout {found['holdout']:.2%}, free {found['free']:.2%} of all keys"]
+    return [
+        table,
+        f"holdout {experiments_status['holdout']:.2%}, free {experiments_status['free']:.2%} of all keys",
+    ]
 
 
 def _event(event: str, count: int, arm: dict[str, Any]) -> str:
-    found = arm["ratios"].get(event)
-    if found is None:
+    ratio_interval = arm["ratios"].get(event)
+    if ratio_interval is None:
         return f"{event} {count:,}"
-    return f"{event} {count:,}: {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    low, high = ratio_interval["low"], ratio_interval["high"]
+    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
-def told(found: Experiments, name: str | None) -> dict[str, Any]:
+def told(experiments: Experiments, name: str | None) -> dict[str, Any]:
     """JSON-able outcome of a change: the version written, and how the experiment stands."""
-    known = None if name is None else found.find(name)
+    experiment = None if name is None else experiments.find(name)
     return {
-        "version": found.version,
-        "holdout": found.holdout_share,
-        **({} if known is None else _experiment(known)),
+        "version": experiments.version,
+        "holdout": experiments.holdout_share,
+        **({} if experiment is None else _experiment(experiment)),
     }
 
 
-def _experiment(known: Experiment) -> dict[str, Any]:
+def _experiment(experiment: Experiment) -> dict[str, Any]:
     return {
-        "experiment": known.name,
-        "state": "over" if known.is_over else "running" if known.is_running else "held ready",
-        "share": size_of(known.buckets) / BUCKETS,
-        "arms": [f"{arm.name}={arm.namespace}:{size_of(arm.buckets) / BUCKETS:g}" for arm in known.arms],
+        "experiment": experiment.name,
+        "state": "over" if experiment.is_over else "running" if experiment.is_running else "held ready",
+        "share": size_of(experiment.buckets) / BUCKETS,
+        "arms": [f"{arm.name}={arm.namespace}:{size_of(arm.buckets) / BUCKETS:g}" for arm in experiment.arms],
     }  # fmt: skip
 
 
@@ -106,24 +110,24 @@ def _named(name: str | None) -> str:
 
 def arm_of(text: str) -> ArmOption:
     """Arm of NAME=NAMESPACE:SHARE; raises ConfigError for anything else."""
-    name, equals, rest = text.partition("=")
-    namespace, colon, share = rest.rpartition(":")
+    name, equals, namespace_and_share = text.partition("=")
+    namespace, colon, share_text = namespace_and_share.rpartition(":")
     if not (name and equals and namespace and colon):
         raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {text!r}", field="arm")
-    return ArmOption(name, namespace, _number(share, text))
+    return ArmOption(name, namespace, _number(share_text, text))
 
 
 def _share_of(text: str) -> tuple[str, float]:
-    name, equals, share = text.partition("=")
+    name, equals, share_text = text.partition("=")
     if not (name and equals):
         raise ConfigError(f"--arm of `share` is NAME=SHARE, not {text!r}", field="arm")
-    return name, _number(share, text)
+    return name, _number(share_text, text)
 
 
-def _number(text: str, whole: str) -> float:
+def _number(text: str, arm_text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise ConfigError(
-            f"--arm ends with a share of 1, such as 0.5, not {whole!r}", field="arm"
+            f"--arm ends with a share of 1, such as 0.5, not {arm_text!r}", field="arm"
         ) from None

@@ -39,10 +39,12 @@ class ArmTotals:
     exposures: int = 0
     feedback: Counter[str] = field(default_factory=Counter)
 
-    def add(self, counted: Mapping[str, Any]) -> None:
+    def add(self, counts: Mapping[str, Any]) -> None:
         """Adds the counts of a part or a summary; raises KeyError, TypeError or ValueError for what is neither."""
-        self.requests += int(counted["requests"])
-        self.feedback.update({str(each): int(count) for each, count in counted["feedback"].items()})
+        self.requests += int(counts["requests"])
+        self.feedback.update(
+            {str(event): int(count) for event, count in counts["feedback"].items()}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able counts."""
@@ -61,82 +63,86 @@ def gather(
     Keys in `erased` are left out. Safe to repeat after a crash at any place.
     """
     files = parts = 0
-    ended = {
+    names_by_hour = {
         hour: names for hour, names in _listed(store).items() if (hour + 1) * HOUR_S + late_s <= at
     }
-    for hour, names in ended.items():
-        found = _read(store, names)
-        for experiment in sorted({each["experiment"] for _, lines in found for each in lines}):
-            _merge(store, experiment, hour, found, erased)
+    for hour, names in names_by_hour.items():
+        hour_parts = _read(store, names)
+        for experiment in sorted({line["experiment"] for _, lines in hour_parts for line in lines}):
+            _merge(store, experiment, hour, hour_parts, erased)
             files += 1
-        for name, _ in found:
+        for name, _ in hour_parts:
             store.delete(f"{_PARTS}/{name}")
-        parts += len(found)
-    return {"hours": len(ended), "files": files, "parts": parts}
+        parts += len(hour_parts)
+    return {"hours": len(names_by_hour), "files": files, "parts": parts}
 
 
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:
     """Users that no file may name: those whose erasures are in force."""
     erasures = all_erasures(store)
-    return frozenset(each.raw for each in erasures if each.is_in_force and each.kind == "user")
+    return frozenset(
+        erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user"
+    )
 
 
 def totals(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
     """Totals by arm over all hours, those included of which there are parts only; keys of those are counted by part."""
-    found: dict[str, ArmTotals] = {}
+    totals_by_arm: dict[str, ArmTotals] = {}
     folder, merged = f"{EXPOSURES}/{experiment}", set[str]()
-    names = [each for each in store.names(folder) if each.endswith(".json")]
-    for path, raw in sorted(store.read_many([f"{folder}/{each}" for each in names]).items()):
+    names = [summary_name for summary_name in store.names(folder) if summary_name.endswith(".json")]
+    for path, raw in sorted(
+        store.read_many([f"{folder}/{summary_name}" for summary_name in names]).items()
+    ):
         summary = _document(path, raw)
         merged.update(summary["parts"])
-        for arm, counted in summary["arms"].items():
-            total = found.setdefault(arm, ArmTotals())
-            total.add(counted)
-            total.exposures += int(counted["exposures"])
+        for arm, arm_counts in summary["arms"].items():
+            total = totals_by_arm.setdefault(arm, ArmTotals())
+            total.add(arm_counts)
+            total.exposures += int(arm_counts["exposures"])
     waiting = [name for names in _listed(store).values() for name in names if name not in merged]
     for _, lines in _read(store, waiting):
-        for each in lines:
-            if each["experiment"] == experiment:
-                total = found.setdefault(each["arm"], ArmTotals())
-                total.add(each)
-                total.exposures += len(each["exposures"])
-    return found
+        for line in lines:
+            if line["experiment"] == experiment:
+                total = totals_by_arm.setdefault(line["arm"], ArmTotals())
+                total.add(line)
+                total.exposures += len(line["exposures"])
+    return totals_by_arm
 
 
 def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
     """Remove keys from all files and parts; how many of these held one of them."""
     if not keys:
         return 0
-    texts, changed = {each.decode() for each in keys}, 0
+    texts, changed_count = {key.decode() for key in keys}, 0
     for experiment in _experiments(store):
         for name in store.names(f"{EXPOSURES}/{experiment}"):
             path = f"{EXPOSURES}/{experiment}/{name}"
             if name.endswith(".parquet") and (raw := store.read(path)) is not None:
-                changed += _without(store, path, raw, keys)
+                changed_count += _without(store, path, raw, keys)
     for name, lines in _read(store, [name for names in _listed(store).values() for name in names]):
-        kept = [
-            {**each, "exposures": [pair for pair in each["exposures"] if pair[0] not in texts]}
-            for each in lines
+        kept_lines = [
+            {**line, "exposures": [pair for pair in line["exposures"] if pair[0] not in texts]}
+            for line in lines
         ]
-        if kept != lines:
-            store.write(f"{_PARTS}/{name}", orjson.dumps({"arms": kept}))
-            changed += 1
-    return changed
+        if kept_lines != lines:
+            store.write(f"{_PARTS}/{name}", orjson.dumps({"arms": kept_lines}))
+            changed_count += 1
+    return changed_count
 
 
 def _without(store: ArtefactStore, path: str, raw: bytes, keys: Collection[bytes]) -> bool:
     rows = pq.read_table(io.BytesIO(raw))
-    left = _left(rows, keys)
-    if len(left) < len(rows):
-        store.write(path, _parquet(left))
-    return len(left) < len(rows)
+    remaining_rows = _left(rows, keys)
+    if len(remaining_rows) < len(rows):
+        store.write(path, _parquet(remaining_rows))
+    return len(remaining_rows) < len(rows)
 
 
 def _merge(
     store: ArtefactStore,
     experiment: str,
     hour: int,
-    found: Iterable[tuple[str, list[dict[str, Any]]]],
+    parts: Iterable[tuple[str, list[dict[str, Any]]]],
     erased: Collection[bytes],
 ) -> None:
     """Add parts to an experiment's file of an hour, then to its summary: adding to the file twice adds nothing."""
@@ -144,26 +150,26 @@ def _merge(
     raw = store.read(f"{path}.json")
     summary = {"parts": [], "arms": {}} if raw is None else _document(f"{path}.json", raw)
     arms: dict[str, ArmTotals] = {}
-    for arm, counted in summary["arms"].items():
-        arms.setdefault(arm, ArmTotals()).add(counted)
-    known, names, tables = set(summary["parts"]), [], []
-    for name, lines in found:
-        ours = [each for each in lines if each["experiment"] == experiment]
-        names += [name] if ours else []
-        for each in ours:
-            tables.append(_rows(each["arm"], each["exposures"]))
-            if name not in known:
-                arms.setdefault(each["arm"], ArmTotals()).add(each)
+    for arm, summary_counts in summary["arms"].items():
+        arms.setdefault(arm, ArmTotals()).add(summary_counts)
+    known_parts, names, tables = set(summary["parts"]), [], []
+    for name, lines in parts:
+        experiment_lines = [line for line in lines if line["experiment"] == experiment]
+        names += [name] if experiment_lines else []
+        for line in experiment_lines:
+            tables.append(_rows(line["arm"], line["exposures"]))
+            if name not in known_parts:
+                arms.setdefault(line["arm"], ArmTotals()).add(line)
     rows = _written(store, f"{path}.parquet", tables, erased)
-    for counted in pc.value_counts(rows["arm"]).to_pylist():
-        arms.setdefault(counted["values"], ArmTotals()).exposures = counted["counts"]
-    told = {
+    for value_count in pc.value_counts(rows["arm"]).to_pylist():
+        arms.setdefault(value_count["values"], ArmTotals()).exposures = value_count["counts"]
+    new_summary = {
         "experiment": experiment,
         "hour": hour,
-        "parts": sorted(known.union(names)),
+        "parts": sorted(known_parts.union(names)),
         "arms": {arm: arms[arm].to_json() for arm in sorted(arms)},
     }
-    store.write(f"{path}.json", orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+    store.write(f"{path}.json", orjson.dumps(new_summary, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _rows(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Table:
@@ -182,8 +188,10 @@ def _written(
 ) -> pa.Table:
     """The rows of an hour's file with these among them, written; by arm and key, each once, at its first time."""
     raw = store.read(path)
-    before = SCHEMA.empty_table() if raw is None else pq.read_table(io.BytesIO(raw), schema=SCHEMA)
-    grouped = pa.concat_tables([before, *tables]).group_by(["arm", "key"])
+    existing_rows = (
+        SCHEMA.empty_table() if raw is None else pq.read_table(io.BytesIO(raw), schema=SCHEMA)
+    )
+    grouped = pa.concat_tables([existing_rows, *tables]).group_by(["arm", "key"])
     rows = grouped.aggregate([("at", "min")]).rename_columns(["arm", "key", "at"])
     rows = _left(rows.select(SCHEMA.names), erased).sort_by(
         [("arm", "ascending"), ("key", "ascending")]
@@ -195,44 +203,50 @@ def _written(
 
 def _left(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
     """The rows without those of these keys."""
-    texts = pa.array(sorted(each.decode() for each in without), pa.string())
+    texts = pa.array(sorted(key.decode() for key in without), pa.string())
     return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=texts)))
 
 
 def _parquet(table: pa.Table) -> bytes:
-    out = io.BytesIO()
-    pq.write_table(table, out)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
 
 
 def _experiments(store: ArtefactStore) -> list[str]:
-    return [each for each in store.names(EXPOSURES) if each != "parts" and NAME.fullmatch(each)]
+    return [
+        experiment
+        for experiment in store.names(EXPOSURES)
+        if experiment != "parts" and NAME.fullmatch(experiment)
+    ]
 
 
 def _listed(store: ArtefactStore) -> dict[int, list[str]]:
     """Names of the parts of each hour, in order."""
     hours: dict[int, list[str]] = {}
     for name in store.names(_PARTS):
-        if found := _PART.fullmatch(name):
-            hours.setdefault(int(found[1]), []).append(name)
+        if name_match := _PART.fullmatch(name):
+            hours.setdefault(int(name_match[1]), []).append(name)
     return dict(sorted(hours.items()))
 
 
 def _read(store: ArtefactStore, names: Iterable[str]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Parts by name, each with the lines of its arms."""
-    paths = {f"{_PARTS}/{each}": each for each in names}
-    found = store.read_many(list(paths))
-    return [(paths[path], _document(path, raw)["arms"]) for path, raw in sorted(found.items())]
+    paths = {f"{_PARTS}/{name}": name for name in names}
+    raw_by_path = store.read_many(list(paths))
+    return [
+        (paths[path], _document(path, raw)["arms"]) for path, raw in sorted(raw_by_path.items())
+    ]
 
 
 def _document(path: str, raw: bytes) -> dict[str, Any]:
     try:
-        found = orjson.loads(raw)
-        if not isinstance(found, dict) or "arms" not in found:
+        document = orjson.loads(raw)
+        if not isinstance(document, dict) or "arms" not in document:
             raise TypeError("it has no arms")
     except (orjson.JSONDecodeError, TypeError) as error:
         raise CorruptArtefact(
             f"{path} is no part of the exposure log ({error}): put it back from a copy of the store, or remove it",
             path=path,
         ) from error
-    return found
+    return document

@@ -21,26 +21,26 @@ def free(config: NightConfig, name: str) -> dict[str, object]:
     namespace brings them back. Raises Conflict for an experiment that is not over.
     """
     record = latest_experiments(config.store())
-    known = record.find(name)
-    if known is None or not known.is_over:
+    experiment = record.find(name)
+    if experiment is None or not experiment.is_over:
         raise Conflict(f"experiment {name} is not over: `experiment stop` ends it")
     needed = {config.namespace, *record.namespaces(config.namespace)}
-    freed, kept, keys = [], [], 0
-    for arm in known.arms:
+    freed, kept_namespaces, keys = [], [], 0
+    for arm in experiment.arms:
         if arm.namespace in needed:
             continue
         with open_releases(settings_of(config, arm.namespace)) as releases:
             if releases.control.replicas():
-                kept.append(arm.namespace)
+                kept_namespaces.append(arm.namespace)
                 continue
             with audited(
                 config.store(), "experiment", f"retire {name}", actor=config.actor
-            ) as told:
-                told["namespace"] = arm.namespace
+            ) as audit_details:
+                audit_details["namespace"] = arm.namespace
                 with open_governor(config.governor, releases.control) as governor:
                     keys += _free(releases, governor)
         freed.append(arm.namespace)
-    return {"experiment": name, "freed": freed, "kept": kept, "keys": keys}
+    return {"experiment": name, "freed": freed, "kept": kept_namespaces, "keys": keys}
 
 
 def _free(releases: Releases, governor: Governor) -> int:

@@ -22,7 +22,7 @@ def published(store: ArtefactStore, control: Control) -> Manifest:
     return read_manifest(store, pointer.generation)
 
 
-def demand_match(own: Manifest, arm: Manifest) -> None:
+def demand_match(own_manifest: Manifest, arm: Manifest) -> None:
     """Raises Conflict unless an arm has each table of the service's own namespace, alike for callers.
 
     Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
@@ -30,33 +30,36 @@ def demand_match(own: Manifest, arm: Manifest) -> None:
     Precision, model and items may differ, and so may what a name means. Where newer events count in one arm, those of
     the same stream count in all.
     """
-    for name, table in own.tables.items():
-        expected, found = _shape(table), _shape(arm.tables.get(name))
-        if expected != found:
+    for name, table in own_manifest.tables.items():
+        expected, arm_shape = _shape(table), _shape(arm.tables.get(name))
+        if expected != arm_shape:
             raise Conflict(
-                f"table {name!r} is {_text(expected)} in namespace {own.namespace!r} and {_text(found)} in "
+                f"table {name!r} is {_text(expected)} in namespace {own_manifest.namespace!r} and {_text(arm_shape)} "
+                "in "
                 f"{arm.namespace!r}: tables of all arms must match in kind, entity, width and labels",
                 namespace=arm.namespace, table=name,
             )  # fmt: skip
-    if lacking := sorted(own.items.attributes.keys() - arm.items.attributes.keys()):
+    if lacking := sorted(own_manifest.items.attributes.keys() - arm.items.attributes.keys()):
         raise Conflict(
             f"items of namespace {arm.namespace!r} have no attributes {', '.join(lacking)}, by which requests may "
             "filter: name them in [sources] item_attributes of its settings",
             namespace=arm.namespace, attributes=lacking,
         )  # fmt: skip
-    if lacking := sorted(own.filters.keys() - arm.filters.keys()):
+    if lacking := sorted(own_manifest.filters.keys() - arm.filters.keys()):
         raise Conflict(
             f"namespace {arm.namespace!r} has no filters {', '.join(lacking)}, which requests call by name: declare "
             "them as [filters.NAME] of its settings",
             namespace=arm.namespace, filters=lacking,
         )  # fmt: skip
-    counted = _stream(own)
-    if counted is not None and _stream(arm) != counted:
+    event_namespace = _stream(own_manifest)
+    if event_namespace is not None and _stream(arm) != event_namespace:
         raise Conflict(
-            f"what is live in namespace {arm.namespace!r} was made without the events of {counted!r}, so its answers "
-            f'would count none: set enabled = true and namespace = "{counted}" in [events] of its settings, and run '
+            f"what is live in namespace {arm.namespace!r} was made without the events of {event_namespace!r}, so its "
+            "answers "
+            f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its settings, '
+            "and run "
             "its night again",
-            namespace=arm.namespace, events=counted,
+            namespace=arm.namespace, events=event_namespace,
         )  # fmt: skip
 
 

@@ -43,36 +43,36 @@ class ArmRoom:
 def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
     """Room of each namespace, beside the own one, that an experiment names which is not over."""
     record = latest_experiments(config.store())
-    found = []
+    rooms = []
     for namespace in record.namespaces(config.namespace):
         arms = tuple(
-            f"{each.name}={arm.name}"
-            for each in record.current
-            for arm in each.arms
+            f"{experiment.name}={arm.name}"
+            for experiment in record.current
+            for arm in experiment.arms
             if arm.namespace == namespace
         )
         manifests = _manifests(settings_of(config, namespace), Control(client, Keyspace(namespace)))
-        sizes = [total_bytes(each) for each in manifests]
+        sizes = [total_bytes(manifest) for manifest in manifests]
         pages = sum(map(total_pages, manifests))
-        mapped = [sum(file.size_bytes for file in each.artefacts()) for each in manifests]
-        found.append(ArmRoom(
+        mapped = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
+        rooms.append(ArmRoom(
             namespace, arms, len(manifests), pages, sum(sizes), max(sizes, default=0),
             max(mapped, default=0),
         ))  # fmt: skip
-    return tuple(found)
+    return tuple(rooms)
 
 
 def mapped_beside(arms: Iterable[ArmRoom], generations: int) -> int:
     """Bytes that readers map of the arms, where so many generations of each coexist on a host."""
-    return sum(generations * each.mapped_bytes for each in arms)
+    return sum(generations * arm.mapped_bytes for arm in arms)
 
 
 def _manifests(config: NightConfig, control: Control) -> list[Manifest]:
-    found = []
+    manifests = []
     for generation, row in control.rows().items():
         if row.state is not State.RETIRED:
             try:
-                found.append(read_manifest(config.store(), generation))
+                manifests.append(read_manifest(config.store(), generation))
             except LarderError:  # one in the making has no pages yet
                 continue
-    return found
+    return manifests

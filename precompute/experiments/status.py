@@ -15,46 +15,54 @@ from precompute.experiments.exposures import ArmTotals, totals
 
 def status(config: NightConfig, name: str | None = None) -> dict[str, Any]:
     """Status of one experiment, or of all that are listed; raises Conflict for a name that is not."""
-    found = latest_experiments(config.store())
-    if name is not None and found.find(name) is None:
+    all_experiments = latest_experiments(config.store())
+    if name is not None and all_experiments.find(name) is None:
         raise Conflict(f"there is no experiment {name!r}")
-    shown = [each for each in found.experiments if name in (None, each.name)]
+    selected_experiments = [
+        experiment for experiment in all_experiments.experiments if name in (None, experiment.name)
+    ]
     with connect(config.redis_url, config.redis_timeout_s) as client:
         experiments = [
-            _experiment(each, config.namespace, totals(config.store(), each.name), {
-                arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in each.arms
+            _experiment(experiment, config.namespace, totals(config.store(), experiment.name), {
+                arm.namespace: Control(client, Keyspace(arm.namespace)) for arm in experiment.arms
             })
-            for each in shown
+            for experiment in selected_experiments
         ]  # fmt: skip
-    return {**_layer(found), "experiments": experiments}
+    return {**_layer(all_experiments), "experiments": experiments}
 
 
 def ratios(base: ArmTotals, arm: ArmTotals) -> dict[str, Any]:
     """Rate of each event per request over that of the control, with bounds that hold at all looks; null: unbounded."""
-    found = {}
+    ratio_by_event = {}
     for event in sorted({*base.feedback, *arm.feedback}):
-        each = rate_ratio(arm.feedback[event], arm.requests, base.feedback[event], base.requests)
-        found[event] = None if each is None else each._asdict()
-    return found
+        ratio = rate_ratio(arm.feedback[event], arm.requests, base.feedback[event], base.requests)
+        ratio_by_event[event] = None if ratio is None else ratio._asdict()
+    return ratio_by_event
 
 
-def _layer(found: Experiments) -> dict[str, Any]:
-    taken = sum(size_of(each.buckets) for each in found.current)
-    holdout = size_of(found.holdout)
+def _layer(all_experiments: Experiments) -> dict[str, Any]:
+    used_bucket_count = sum(size_of(experiment.buckets) for experiment in all_experiments.current)
+    holdout = size_of(all_experiments.holdout)
     return {
-        "version": found.version,
+        "version": all_experiments.version,
         "holdout": holdout / BUCKETS,
-        "free": (BUCKETS - taken - holdout) / BUCKETS,
+        "free": (BUCKETS - used_bucket_count - holdout) / BUCKETS,
     }
 
 
 def _experiment(
-    each: Experiment, own: str, counted: Mapping[str, ArmTotals], controls: Mapping[str, Control]
+    experiment: Experiment,
+    own_namespace: str,
+    totals_by_arm: Mapping[str, ArmTotals],
+    controls: Mapping[str, Control],
 ) -> dict[str, Any]:
-    base = next((counted.get(arm.name) for arm in each.arms if arm.namespace == own), None)
+    base = next(
+        (totals_by_arm.get(arm.name) for arm in experiment.arms if arm.namespace == own_namespace),
+        None,
+    )
     arms = []
-    for arm in each.arms:
-        total = counted.get(arm.name, ArmTotals())
+    for arm in experiment.arms:
+        total = totals_by_arm.get(arm.name, ArmTotals())
         control = controls[arm.namespace]
         pointer = control.pointer()
         arms.append({
@@ -64,14 +72,14 @@ def _experiment(
             "generation": None if pointer is None else pointer.generation,
             "replicas": sum(replica.serving is not None for replica in control.replicas()),
             **total.to_json(),
-            "ratios": {} if arm.namespace == own else ratios(base or ArmTotals(), total),
+            "ratios": {} if arm.namespace == own_namespace else ratios(base or ArmTotals(), total),
         })  # fmt: skip
     return {
-        "experiment": each.name,
-        "share": size_of(each.buckets) / BUCKETS,
-        "sample": each.sample,
-        "created_at": each.created_at,
-        "started_at": each.started_at,
-        "stopped_at": each.stopped_at,
+        "experiment": experiment.name,
+        "share": size_of(experiment.buckets) / BUCKETS,
+        "sample": experiment.sample,
+        "created_at": experiment.created_at,
+        "started_at": experiment.started_at,
+        "stopped_at": experiment.stopped_at,
         "arms": arms,
     }

@@ -22,8 +22,8 @@ class Estimate:
     def to_json(self) -> dict[str, float]:
         """JSON-able form, rounded to five decimals."""
         return {
-            name: round(each, 5)
-            for name, each in (("value", self.value), ("low", self.low), ("high", self.high))
+            name: round(statistic, 5)
+            for name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
         }
 
 
@@ -41,10 +41,10 @@ def estimates(
     """
     count, columns = int(users.max()) + 1, values.shape[1]
     sums = np.zeros((count, len(groups), columns + 1))
-    for place, rows in enumerate(groups):
+    for group_index, rows in enumerate(groups):
         for column in range(columns):
-            sums[:, place, column] = np.bincount(users[rows], values[rows, column], count)
-        sums[:, place, columns] = np.bincount(users[rows], minlength=count)
+            sums[:, group_index, column] = np.bincount(users[rows], values[rows, column], count)
+        sums[:, group_index, columns] = np.bincount(users[rows], minlength=count)
     flat = sums.reshape(count, -1)
     drawn = np.empty((rounds, len(groups), columns + 1))
     for start in range(0, rounds, _AT_ONCE):
@@ -53,13 +53,13 @@ def estimates(
         drawn[start : start + size] = (weights @ flat).reshape(size, len(groups), -1)
     means = sums.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = drawn[..., :columns] / drawn[..., columns:]
-    bounds = np.nanquantile(found, [(1 - COVERED) / 2, (1 + COVERED) / 2], axis=0)
+        drawn_means = drawn[..., :columns] / drawn[..., columns:]
+    bounds = np.nanquantile(drawn_means, [(1 - COVERED) / 2, (1 + COVERED) / 2], axis=0)
     value = means[:, :columns] / means[:, columns:]
     return [
         [
-            Estimate(float(value[place, column]), *map(float, bounds[:, place, column]))
+            Estimate(float(value[group_index, column]), *map(float, bounds[:, group_index, column]))
             for column in range(columns)
         ]
-        for place in range(len(groups))
+        for group_index in range(len(groups))
     ]

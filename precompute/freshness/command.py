@@ -22,55 +22,58 @@ def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
     """`larder freshness`."""
-    for name, most in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
+    for name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
         value = getattr(arguments, name)
-        if not (name != "seed") <= value <= most:
-            least = int(name != "seed")
-            raise ConfigError(f"--{name} is {least} to {most}, not {value}", field=name)
+        if not (name != "seed") <= value <= maximum:
+            minimum = int(name != "seed")
+            raise ConfigError(f"--{name} is {minimum} to {maximum}, not {value}", field=name)
     if arguments.data:
-        data = tuple(each if "://" in each else str(Path.cwd() / each) for each in arguments.data)
+        data = tuple(
+            source_path if "://" in source_path else str(Path.cwd() / source_path)
+            for source_path in arguments.data
+        )
         config = replace(config, sources=replace(config.sources, interactions=data))
     options = ReplayOptions(
         arguments.days, arguments.k, arguments.users, arguments.seed, arguments.configured_bundle
     )
-    found = replay(config, options, progress)
-    return to_json(found) if arguments.json else tables(found)
+    report = replay(config, options, progress)
+    return to_json(report) if arguments.json else tables(report)
 
 
-def to_json(found: FreshnessReport) -> dict[str, Any]:
+def to_json(report: FreshnessReport) -> dict[str, Any]:
     """JSON-able form of a report."""
     return {
-        **found.facts,
+        **report.facts,
         "groups": [
             {
-                "group": each.name,
-                "targets": each.targets,
-                "with_newer_events": each.with_newer,
+                "group": group.name,
+                "targets": group.targets,
+                "with_newer_events": group.with_newer,
                 **{
-                    measure: {way.name: value.to_json() for way, value in means.items()}
+                    measure: {refresh_policy.name: value.to_json() for refresh_policy, value in means.items()}
                     for measure, means in (
-                        ("recall", each.recall), ("ndcg", each.ndcg), ("gain", each.gain),
+                        ("recall", group.recall), ("ndcg", group.ndcg), ("gain", group.gain),
                     )
                 },
             }
-            for each in found.groups
+            for group in report.groups
         ],
         "costs": [
             {
-                "way": each.way.name,
-                "lists_a_day": round(each.changed_per_day, 1),
-                "lists_a_day_of_all": None if each.all_per_day is None else round(each.all_per_day, 1),
-                "list_ms": round(each.list_ms, 4),
-                "seconds_a_day": round(each.seconds_per_day, 3),
+                "way": cost.way.name,
+                "lists_a_day": round(cost.changed_per_day, 1),
+                "lists_a_day_of_all": None if cost.all_per_day is None else round(cost.all_per_day, 1),
+                "list_ms": round(cost.list_ms, 4),
+                "seconds_a_day": round(cost.seconds_per_day, 3),
             }
-            for each in found.costs
+            for cost in report.costs
         ],
     }  # fmt: skip
 
 
-def tables(found: FreshnessReport) -> list[Table | str]:
+def tables(report: FreshnessReport) -> list[Table | str]:
     """Tables of a report: all targets by way, groups of targets, costs."""
-    facts, everything = found.facts, found.groups[0]
+    facts, everything = report.facts, report.groups[0]
     k = facts["k"]
     log = (
         f"{facts['users']:,} users, {facts['items']:,} items, {facts['interactions']:,} interactions from "
@@ -85,24 +88,33 @@ def tables(found: FreshnessReport) -> list[Table | str]:
     by_way = _table(
         "lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %"
     )
-    for way in WAYS:
-        gain = (everything.gain[way],) if way in everything.gain else ()
-        means = (everything.recall[way], everything.ndcg[way], *gain)
-        by_way.add_row(way.text, *(text for each in means for text in _texts(each)))
+    for refresh_policy in WAYS:
+        gain = (everything.gain[refresh_policy],) if refresh_policy in everything.gain else ()
+        means = (everything.recall[refresh_policy], everything.ndcg[refresh_policy], *gain)
+        by_way.add_row(
+            refresh_policy.text, *(text for estimate in means for text in _texts(estimate))
+        )
     groups = _table(
-        "items taken up", "number", "newer events", *(way.text for way in WAYS), "events more than nights", "95 %",
+        "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in WAYS),
+        "events more than nights", "95 %",
     )  # fmt: skip
-    for each in found.groups:
-        recalls = (f"{each.recall[way].value:.4f}" for way in WAYS)
-        newer = f"{each.with_newer / each.targets:.0%}"
-        groups.add_row(each.name, f"{each.targets:,}", newer, *recalls, *_texts(each.gain[EVENTS]))
+    for group in report.groups:
+        recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in WAYS)
+        newer_percentage = f"{group.with_newer / group.targets:.0%}"
+        groups.add_row(
+            group.name,
+            f"{group.targets:,}",
+            newer_percentage,
+            *recalls,
+            *_texts(group.gain[EVENTS]),
+        )
     costs = _table(
         "lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day"
     )
-    for cost in found.costs:
-        everybody = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
+    for cost in report.costs:
+        all_lists_text = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
         costs.add_row(
-            cost.way.text, f"{cost.changed_per_day:,.0f}", everybody, f"{cost.list_ms:.3f}",
+            cost.way.text, f"{cost.changed_per_day:,.0f}", all_lists_text, f"{cost.list_ms:.3f}",
             f"{cost.seconds_per_day:,.1f}",
         )  # fmt: skip
     return [log, model, by_way, f"Recall@{k} of parts:", groups, costs]
@@ -115,5 +127,5 @@ def _table(first: str, *numbers: str) -> Table:
     return table
 
 
-def _texts(each: Estimate) -> tuple[str, str]:
-    return f"{each.value:.4f}", f"{each.low:.4f} to {each.high:.4f}"
+def _texts(estimate: Estimate) -> tuple[str, str]:
+    return f"{estimate.value:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}"

@@ -70,47 +70,53 @@ class ListModel:
             limit,
         )
 
-    def top(self, seen: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
+    def top(self, input_histories: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
         """int64 [n, k] of model indices, best first; the items of `excluded` are left out."""
-        found = np.empty((len(seen), k), np.int64)
-        some = np.diff(seen.indptr) > 0
-        known, strangers = np.flatnonzero(some), np.flatnonzero(~some)
+        top_items = np.empty((len(input_histories), k), np.int64)
+        has_history = np.diff(input_histories.indptr) > 0
+        known_rows, strangers = np.flatnonzero(has_history), np.flatnonzero(~has_history)
         history = self.tower.spec.history
         assert history is not None  # noqa: S101 - `of` asked
-        if len(known):
-            vectors = self.tower.run({history.name: newest(seen.take(known), self.limit)})
-            found[known] = self.scorer.top(vectors, k, excluded.take(known))[0]
+        if len(known_rows):
+            vectors = self.tower.run(
+                {history.name: newest(input_histories.take(known_rows), self.limit)}
+            )
+            top_items[known_rows] = self.scorer.top(vectors, k, excluded.take(known_rows))[0]
         if len(strangers):
-            everybody = np.ones((len(strangers), 1), np.float32)
-            found[strangers] = self.popular.top(everybody, k, excluded.take(strangers))[0]
-        return found
+            constant_vectors = np.ones((len(strangers), 1), np.float32)
+            top_items[strangers] = self.popular.top(constant_vectors, k, excluded.take(strangers))[
+                0
+            ]
+        return top_items
 
 
 def rank_targets(
     model: ListModel,
     log: TimedLog,
     targets: Targets,
-    way: Way,
+    refresh_policy: Way,
     k: int,
     progress: Progress = quiet,
 ) -> RankedTargets:
     """Each list once, however many targets it is answered for; the time is of towers and search."""
-    ends = targets.ends[way]
-    outs = targets.ends[EVENTS] if way.leaves_out else ends
-    lists, which = np.unique(np.stack([targets.starts, ends, outs]), axis=1, return_inverse=True)
-    order = np.argsort(which, kind="stable")
-    firsts = np.searchsorted(which[order], np.arange(lists.shape[1] + 1))
+    ends = targets.ends[refresh_policy]
+    outs = targets.ends[EVENTS] if refresh_policy.leaves_out else ends
+    lists, list_indices = np.unique(
+        np.stack([targets.starts, ends, outs]), axis=1, return_inverse=True
+    )
+    order = np.argsort(list_indices, kind="stable")
+    firsts = np.searchsorted(list_indices[order], np.arange(lists.shape[1] + 1))
     ranks, seconds = np.full(len(targets), -1, np.int64), 0.0
     for part in _chunks(lists[2] - lists[0]):
         starts, ends, outs = lists[:, part]
-        seen, excluded = histories(log, starts, ends), histories(log, starts, outs)
-        began = time.perf_counter()
-        found = model.top(seen, excluded, k)
-        seconds += time.perf_counter() - began
+        input_histories, excluded = histories(log, starts, ends), histories(log, starts, outs)
+        started_at = time.perf_counter()
+        top_items = model.top(input_histories, excluded, k)
+        seconds += time.perf_counter() - started_at
         rows = order[firsts[part.start] : firsts[part.stop]]
-        is_it = found[which[rows] - part.start] == targets.items[rows, None]
+        is_it = top_items[list_indices[rows] - part.start] == targets.items[rows, None]
         ranks[rows] = np.where(is_it.any(axis=1), is_it.argmax(axis=1), -1)
-        progress(f"replay {way.text}", part.stop, lists.shape[1])
+        progress(f"replay {refresh_policy.text}", part.stop, lists.shape[1])
     return RankedTargets(ranks, int((lists[1] > lists[0]).sum()), seconds)
 
 
@@ -123,10 +129,10 @@ def alone_s(
     spent = []
     for row in drawn:
         starts, ends = targets.starts[[row]], targets.ends[EVENTS][[row]]
-        began = time.perf_counter()
-        seen = histories(log, starts, ends)
-        model.top(seen, seen, k)
-        spent.append(time.perf_counter() - began)
+        started_at = time.perf_counter()
+        input_histories = histories(log, starts, ends)
+        model.top(input_histories, input_histories, k)
+        spent.append(time.perf_counter() - started_at)
     return median(spent or [0.0])
 
 
@@ -134,28 +140,30 @@ def histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64])
     """Histories of these rows of a log as a night groups them: each item once, at its latest place."""
     lengths = ends - starts
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.cumsum(lengths) - lengths
-    items = log.items[np.arange(len(owners)) + np.repeat(starts - before, lengths)]
-    kept = latest_of_each(owners, items)
-    indptr = np.searchsorted(owners[kept], np.arange(len(lengths) + 1))
-    return Histories(indptr.astype(np.int64), items[kept])
+    offsets = np.cumsum(lengths) - lengths
+    items = log.items[np.arange(len(owners)) + np.repeat(starts - offsets, lengths)]
+    kept_rows = latest_of_each(owners, items)
+    indptr = np.searchsorted(owners[kept_rows], np.arange(len(lengths) + 1))
+    return Histories(indptr.astype(np.int64), items[kept_rows])
 
 
-def newest(seen: Histories, limit: int) -> Histories:
+def newest(input_histories: Histories, limit: int) -> Histories:
     """The last `limit` items of each history."""
-    lengths = np.diff(seen.indptr)
-    from_end = np.repeat(seen.indptr[1:], lengths) - np.arange(len(seen.indices))
-    kept = np.minimum(lengths, limit)
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-    return Histories(indptr, seen.indices[from_end <= limit])
+    lengths = np.diff(input_histories.indptr)
+    from_end = np.repeat(input_histories.indptr[1:], lengths) - np.arange(
+        len(input_histories.indices)
+    )
+    kept_lengths = np.minimum(lengths, limit)
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_lengths)])
+    return Histories(indptr, input_histories.indices[from_end <= limit])
 
 
 def _chunks(rows: NDArray[np.int64]) -> Iterator[slice]:
     """Lists that are computed at once: of at most CHUNK_ROWS rows, one at least."""
     ends, start = np.cumsum(rows), 0
     while start < len(rows):
-        before = int(ends[start] - rows[start])
-        stop = int(ends.searchsorted(before + CHUNK_ROWS, "right"))
+        preceding_rows = int(ends[start] - rows[start])
+        stop = int(ends.searchsorted(preceding_rows + CHUNK_ROWS, "right"))
         stop = min(max(stop, start + 1), start + CHUNK_LISTS)
         yield slice(start, stop)
         start = stop

@@ -79,16 +79,28 @@ def replay(
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
         targets = Targets.of(log, cut, WAYS, options.users, of_users)
-        before = log.items[log.times < cut]
-        popularity = np.bincount(before, minlength=bundle.items.count)
+        earlier_items = log.items[log.times < cut]
+        popularity = np.bincount(earlier_items, minlength=bundle.items.count)
         model = ListModel.of(bundle, popularity, config.history_limit)
-        ranked = {way: rank_targets(model, log, targets, way, options.k, progress) for way in WAYS}
+        ranked = {
+            refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)
+            for refresh_policy in WAYS
+        }
         alone = alone_s(model, log, targets, options.k, of_times)
     costs, of_events = [], ranked[EVENTS]
     batched = of_events.seconds / max(1, of_events.lists)
-    for way in (each for each in WAYS if not each.leaves_out):  # else no list is computed
-        changed, everybody = lists_per_day(log, cut, way)
-        costs.append(WayCost(way, changed, everybody, 1e3 * (alone if way is EVENTS else batched)))
+    for refresh_policy in (
+        policy for policy in WAYS if not policy.leaves_out
+    ):  # else no list is computed
+        changed_per_day, all_per_day = lists_per_day(log, cut, refresh_policy)
+        costs.append(
+            WayCost(
+                refresh_policy,
+                changed_per_day,
+                all_per_day,
+                1e3 * (alone if refresh_policy is EVENTS else batched),
+            )
+        )
     after = named.times >= cut
     facts = {
         "users": len(np.unique(named.users)),
@@ -107,7 +119,9 @@ def replay(
         "k": options.k,
         "seed": options.seed,
     }
-    ranks = {way: each.ranks for way, each in ranked.items()}
+    ranks = {
+        refresh_policy: ranked_targets.ranks for refresh_policy, ranked_targets in ranked.items()
+    }
     return FreshnessReport(facts, tuple(_groups(targets, ranks, of_means)), tuple(costs))
 
 
@@ -125,9 +139,9 @@ def _model(
         yield Bundle.open(config.path(config.bundle))
         return
     earlier = log.only(log.times < cut_us)
-    known, items = np.unique(earlier.items, return_inverse=True)
+    earlier_items, items = np.unique(earlier.items, return_inverse=True)
     _, users = np.unique(earlier.users, return_inverse=True)
-    ids = names.take(pa.array(known))
+    ids = names.take(pa.array(earlier_items))
     data = ReferenceData(users, items, ids, times=earlier.times)
     shape = None if config.reference.choose else SpectralShape()
     with tempfile.TemporaryDirectory(prefix="larder-freshness-") as folder:
@@ -151,18 +165,20 @@ def _groups(
     for start, end in pairwise(HOURS):
         masks[f"{start} to {end} h since the night"] = (hours >= start) & (hours < end)
     masks = {name: rows for name, rows in masks.items() if rows.any()}
-    hits = np.stack([each >= 0 for each in ranks.values()], axis=1).astype(np.float64)
+    hits = np.stack([policy_ranks >= 0 for policy_ranks in ranks.values()], axis=1).astype(
+        np.float64
+    )
     discounts = 1 / np.log2(np.maximum(np.stack(list(ranks.values()), axis=1), 0) + 2.0)
     values = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
-    found = estimates(targets.users, values, np.stack(list(masks.values())), rng)
-    for (name, rows), means in zip(masks.items(), found, strict=True):
+    group_estimates = estimates(targets.users, values, np.stack(list(masks.values())), rng)
+    for (name, rows), means in zip(masks.items(), group_estimates, strict=True):
         recall, ndcg, gain = (
             dict(zip(ranks, means[start : start + len(ranks)], strict=True))
             for start in range(0, 3 * len(ranks), len(ranks))
         )
         del gain[NIGHT]
-        newer = int((rows & targets.has_newer).sum())
-        yield TargetGroup(name, int(rows.sum()), newer, recall, ndcg, gain)
+        newer_count = int((rows & targets.has_newer).sum())
+        yield TargetGroup(name, int(rows.sum()), newer_count, recall, ndcg, gain)
 
 
 def _day(time_us: int) -> str:

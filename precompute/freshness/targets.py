@@ -62,29 +62,29 @@ class Targets:
         is_first = np.zeros(len(log), np.bool_)
         is_first[np.unique(pairs, return_index=True)[1]] = True
         rows = np.flatnonzero(is_first & (log.times >= cut_us))
-        found = np.unique(log.users[rows])
-        if not len(found):
+        active_users = np.unique(log.users[rows])
+        if not len(active_users):
             raise SourceError(
                 "nobody in the log did anything new after the cut with an item that was known before: take more "
                 "--days, or a longer log"
             )
-        if len(found) > users_max:
-            found = np.sort(rng.choice(found, users_max, replace=False))
-            rows = rows[np.isin(log.users[rows], found)]
+        if len(active_users) > users_max:
+            active_users = np.sort(rng.choice(active_users, users_max, replace=False))
+            rows = rows[np.isin(log.users[rows], active_users)]
         users, times = log.users[rows], log.times[rows]
         distinct, ranks = np.unique(log.times, return_inverse=True)
         keys = log.users * (len(distinct) + 1) + ranks
 
-        def end(way: Way) -> NDArray[np.int64]:
-            until = computed_at(times, cut_us, way)
-            wanted = users * (len(distinct) + 1) + distinct.searchsorted(until)
-            return np.asarray(keys.searchsorted(wanted), np.int64)
+        def end(refresh_policy: Way) -> NDArray[np.int64]:
+            cutoff_times = computed_at(times, cut_us, refresh_policy)
+            search_keys = users * (len(distinct) + 1) + distinct.searchsorted(cutoff_times)
+            return np.asarray(keys.searchsorted(search_keys), np.int64)
 
         return cls(
-            np.searchsorted(found, users),
+            np.searchsorted(active_users, users),
             log.items[rows],
             log.users.searchsorted(users),
-            {way: end(way) for way in ways},
+            {refresh_policy: end(refresh_policy) for refresh_policy in ways},
             times - computed_at(times, cut_us, NIGHT),
         )
 
@@ -102,26 +102,30 @@ class Targets:
         return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
 
 
-def computed_at(times: NDArray[np.int64], cut_us: int, way: Way) -> NDArray[np.int64]:
+def computed_at(times: NDArray[np.int64], cut_us: int, refresh_policy: Way) -> NDArray[np.int64]:
     """Time before which everything is in the lists that are answered at `times`, microseconds each."""
-    if not way.period_s:
+    if not refresh_policy.period_s:
         return times
-    period_us = way.period_s * MICROSECONDS
+    period_us = refresh_policy.period_s * MICROSECONDS
     return cut_us + (times - cut_us) // period_us * period_us
 
 
-def lists_per_day(log: TimedLog, cut_us: int, way: Way) -> tuple[float, float | None]:
+def lists_per_day(log: TimedLog, cut_us: int, refresh_policy: Way) -> tuple[float, float | None]:
     """Lists a day after the cut: (of users who did something since their last, of all known users; None by events)."""
     after = log.times >= cut_us
     days = (int(log.times.max()) + 1 - cut_us) / _DAY_US
     users, times = log.users[after], log.times[after]
-    periods = times if not way.period_s else (times - cut_us) // (way.period_s * MICROSECONDS)
+    periods = (
+        times
+        if not refresh_policy.period_s
+        else (times - cut_us) // (refresh_policy.period_s * MICROSECONDS)
+    )
     order = np.lexsort((periods, users))
     users, periods = users[order], periods[order]
     is_new = (users[1:] != users[:-1]) | (periods[1:] != periods[:-1])
-    changed = (len(users) and 1 + int(is_new.sum())) / days
-    if not way.period_s:
-        return changed, None
-    began = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
-    nights = np.arange(cut_us, int(log.times.max()) + 1, way.period_s * MICROSECONDS)
-    return changed, float(began.searchsorted(nights).sum()) / days
+    changed_per_day = (len(users) and 1 + int(is_new.sum())) / days
+    if not refresh_policy.period_s:
+        return changed_per_day, None
+    first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
+    nights = np.arange(cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS)
+    return changed_per_day, float(first_times.searchsorted(nights).sum()) / days

@@ -42,10 +42,10 @@ class TimedLog:
         """Some of the rows, in their order."""
         return type(self)(self.users[rows], self.items[rows], self.times[rows])
 
-    def renamed(self, places: NDArray[np.int64]) -> Self:
+    def renamed(self, index_by_item: NDArray[np.int64]) -> Self:
         """The rows whose items are known by other places, [ids] with -1 for none, with these."""
-        found = places[self.items]
-        return type(self)(self.users, found, self.times).only(found >= 0)
+        item_indices = index_by_item[self.items]
+        return type(self)(self.users, item_indices, self.times).only(item_indices >= 0)
 
 
 def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog, Any]:

@@ -181,10 +181,10 @@ def demand_overridable(rule: str) -> None:
 def overridden(verdicts: Sequence[Verdict], reasons: Mapping[str, str]) -> list[Verdict]:
     """The verdicts, failures that may be and were overridden let pass with the reason."""
     return [
-        replace(each, passed=True, overridden=reasons[each.rule])
-        if not each.passed and each.rule in reasons and each.rule in OVERRIDABLE
-        else each
-        for each in verdicts
+        replace(verdict, passed=True, overridden=reasons[verdict.rule])
+        if not verdict.passed and verdict.rule in reasons and verdict.rule in OVERRIDABLE
+        else verdict
+        for verdict in verdicts
     ]
 
 
@@ -217,9 +217,9 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     leash = Leash()
     client = another(candidate.control.client, partial(OwnPool, leash))
-    own = replace(candidate, control=Control(client, candidate.control.keys))
+    own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
     try:
-        return run_within(gate.rule, lambda: gate(own), timeout_s)
+        return run_within(gate.rule, lambda: gate(own_candidate), timeout_s)
     finally:
         leash.end()
 
@@ -238,12 +238,12 @@ def run_within(rule: str, judge: Callable[[], Measured], timeout_s: float) -> Ve
     )
     thread.start()
     try:
-        found = answered.get(timeout=timeout_s)
+        verdict_or_error = answered.get(timeout=timeout_s)
     except queue.Empty:
         raise _not_judged(rule, f"it timed out after {timeout_s:,.3g} seconds") from None
-    if isinstance(found, NotJudged):
-        raise found
-    return found
+    if isinstance(verdict_or_error, NotJudged):
+        raise verdict_or_error
+    return verdict_or_error
 
 
 def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
@@ -253,9 +253,9 @@ def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
         return error
     except Exception as error:
         if is_unanswered(error):
-            found = _not_judged(rule, f"{type(error).__name__}: {error}")
-            found.__cause__ = error
-            return found
+            not_judged = _not_judged(rule, f"{type(error).__name__}: {error}")
+            not_judged.__cause__ = error
+            return not_judged
         if isinstance(error, LarderError):
             return Verdict(rule, False, error.code, NO_ERROR, error.message)
         if isinstance(error, FileNotFoundError):
@@ -272,28 +272,30 @@ def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
 
 def _where(error: Exception) -> str:
     """The innermost line of Larder's own through which an error came: module, line and function."""
-    found = "nowhere"
+    location = "nowhere"
     for frame in traceback.extract_tb(error.__traceback__):
         below = Path(frame.filename).parts
-        if own := [place for place, name in enumerate(below) if name in _PACKAGES]:
-            found = f"{'/'.join(below[own[-1] :])}, line {frame.lineno}, in {frame.name}"
-    return found
+        if package_indices := [index for index, name in enumerate(below) if name in _PACKAGES]:
+            location = (
+                f"{'/'.join(below[package_indices[-1] :])}, line {frame.lineno}, in {frame.name}"
+            )
+    return location
 
 
 def is_unanswered(error: BaseException | None) -> bool:
     """True if an error stems from something that did not answer; that a file is missing is an answer."""
-    found = False
+    has_unanswered = False
     while error is not None:
         if isinstance(error, FileNotFoundError):
             return False
-        found |= isinstance(error, UNANSWERED)
+        has_unanswered |= isinstance(error, UNANSWERED)
         error = error.__cause__
-    return found
+    return has_unanswered
 
 
-def _not_judged(rule: str, why: str) -> NotJudged:
+def _not_judged(rule: str, reason: str) -> NotJudged:
     return NotJudged(
-        f"{rule} could not be judged, so nothing is refused and nothing published: {why}; "
+        f"{rule} could not be judged, so nothing is refused and nothing published: {reason}; "
         "verify again once that is over",
         rule=rule,
     )

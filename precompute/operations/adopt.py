@@ -76,9 +76,9 @@ def _pointer(raw: bytes) -> Pointer | None:
 
 def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
     """Abandons what only Redis calls published: it may be made and verified again, or swept."""
-    now = releases.clock()
+    abandoned_at = releases.clock()
     rows = {
-        generation: Row(State.ABANDONED, now, f"adopted: {reason}")
+        generation: Row(State.ABANDONED, abandoned_at, f"adopted: {reason}")
         for generation, row in releases.control.rows().items()
         if ledger.state(generation) is None and row.state not in (*UNFINISHED, State.RETIRED)
     }

@@ -16,16 +16,16 @@ def step_in_night(name: str) -> Callable[[Night], StepRow]:
     return run
 
 
-def run_night(night: Night, until: str = NIGHT[-1]) -> list[tuple[str, StepRow, float]]:
-    """Begin to `until`, each step with its row and seconds; ends early when this very generation is live already."""
+def run_night(night: Night, last_step: str = NIGHT[-1]) -> list[tuple[str, StepRow, float]]:
+    """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
     devices(night.config.device)  # what is not there is said before anything is read
-    found: list[tuple[str, StepRow, float]] = []
+    finished_steps: list[tuple[str, StepRow, float]] = []
     for name in NIGHT:
         started = time.perf_counter()
         row = step_in_night(name)(night)
-        found.append((name, row, time.perf_counter() - started))
+        finished_steps.append((name, row, time.perf_counter() - started))
         if not night.build:
             night = replace(night, build=row.found)
-        if name == until or row.found.get("already_live"):
+        if name == last_step or row.found.get("already_live"):
             break
-    return found
+    return finished_steps

@@ -12,18 +12,18 @@ from precompute.releases.restore import restore as restore_redis
 
 def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
-    started, done = time.perf_counter(), 0
+    started, restored_bytes = time.perf_counter(), 0
 
     def advance(more: int) -> None:
-        nonlocal done
-        done += more
-        progress("restore pages", done, 0)
+        nonlocal restored_bytes
+        restored_bytes += more
+        progress("restore pages", restored_bytes, 0)
 
     with (
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        before = releases.view()
+        prior_view = releases.view()
         pointer, loaded, size_bytes = restore_redis(
             releases,
             attempt=attempt,
@@ -32,7 +32,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
             progress=advance,
             governor=governor,
         )
-        notes = forgotten(releases, before, pointer)
+        notes = forgotten(releases, prior_view, pointer)
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
         "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),

@@ -21,11 +21,11 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         with audited(
             releases.store, "roll_back", f"to {to or 'the previous one'}", actor=config.actor, reason=reason,
             attempt=attempt,
-        ) as told:  # fmt: skip
+        ) as audit_facts:  # fmt: skip
             moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
             pointer = moved.pointer
-            told |= {"generation": pointer.generation, "changed": moved.changed}
-        found: Step = {
+            audit_facts |= {"generation": pointer.generation, "changed": moved.changed}
+        report: Step = {
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
             "changed": moved.changed, "mended": [],
         }  # fmt: skip
@@ -35,11 +35,11 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
                 # Right beside the flip: going slower is better than being felt.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):
-                found["mended"] = releases.mend(pointer.generation, governor=governor)
+                report["mended"] = releases.mend(pointer.generation, governor=governor)
         except (LarderError, OSError) as error:
-            found["unmended"] = str(error)
-            found["next"] = (
+            report["unmended"] = str(error)
+            report["next"] = (
                 f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: once "
                 "that is possible, run `larder restore`"
             )
-    return found
+    return report

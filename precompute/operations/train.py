@@ -41,9 +41,9 @@ def train_reference(
         raise ConfigError("sources.interactions is empty: name the files to train on")
     users, items, times, rows = Counted(), Numbered(), [], 0
     data_until = data_until or config.data_until
-    before = parse_time(data_until) if data_until else None
+    cutoff_at = parse_time(data_until) if data_until else None
     erased = Erased.of(all_erasures(config.store()))
-    read = read_interactions(config.sources, Path(config.base), before=before)
+    read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
     for batch in map(erased.leave_out, read):
         users.add(batch.users)
         items.add(batch.items)
@@ -69,17 +69,18 @@ def train_reference(
     is_timed = bool((when != when[0]).any())
     data = ReferenceData(user_rows, item_rows, item_ids, categories, when if is_timed else None)
     target = config.path(config.bundle)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    staging_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        chosen = config.reference
+        reference_config = config.reference
         bundle = train(
-            data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs,
-            shape=None if chosen.choose else SpectralShape(), progress=progress,
+            data, staging_folder, dims=reference_config.dims, seed=reference_config.seed,
+            programs=reference_config.programs,
+            shape=None if reference_config.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
-        put_in_place(beside, target)
+        put_in_place(staging_folder, target)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
     progress("train", 1, 1)
     return {
         **bundle.training,
@@ -102,14 +103,14 @@ def _categories(config: NightConfig, item_ids: Any) -> Any:
         return None
     vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
-    named, places = Numbered(), [np.empty(0, np.int64)]
+    named, row_parts = Numbered(), [np.empty(0, np.int64)]
     for ids, columns in read_features(path, sources.item_column, (column,)):
         texts = pc.fill_null(columns[column].cast(pa.string()), "")
         named.add(Ids.of(texts))
-        places.append(vocabulary.places(ids.texts()))
-    codes, rows = named.codes(), np.concatenate(places)
-    found = np.full(len(item_ids), -1, np.int64)
-    known = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
-    found[rows[known]] = codes[known]
-    texts = pc.fill_null(named.names.take(pa.array(found, mask=found < 0)), "")
+        row_parts.append(vocabulary.places(ids.texts()))
+    codes, rows = named.codes(), np.concatenate(row_parts)
+    category_codes = np.full(len(item_ids), -1, np.int64)
+    matched_indexes = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
+    category_codes[rows[matched_indexes]] = codes[matched_indexes]
+    texts = pc.fill_null(named.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN, texts.type), texts)

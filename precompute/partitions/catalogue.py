@@ -45,17 +45,20 @@ ITEM_ROWS = "item_features"
 def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
     """Inputs that models of one kind of entities take from feature columns."""
     return [
-        each for model in bundle.models if model.entity == entity for each in model.spec.features
+        feature
+        for model in bundle.models
+        if model.entity == entity
+        for feature in model.spec.features
     ]
 
 
 def needs_index(bundle: Bundle) -> bool:
     """True if a model of items can only answer for items of the bundle's own vocabulary."""
     return any(
-        each.bind == "item_index"
+        input_spec.bind == "item_index"
         for model in bundle.models
         if model.entity == "item"
-        for each in model.spec.inputs
+        for input_spec in model.spec.inputs
     )
 
 
@@ -68,37 +71,39 @@ def write_catalogue(
     erased: Collection[bytes] = (),
     left_out: Any = None,
     values: EntityValues = NO_VALUES,
-    brought: Collection[bytes] = (),
+    event_item_ids: Collection[bytes] = (),
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
-    The items are those of the feature table if there is one, with those that events `brought`, else the bundle's. An
-    item that the models cannot answer for (not in their vocabulary, where they want an index; or among `left_out`,
-    Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with one that came
-    before, or whose features (with the `values` that events set) the item tower cannot use is left out and noted in
-    `unusable`.
+    The items are those of the feature table if there is one, with those that events `event_item_ids`, else the
+    bundle's. An item that the models cannot answer for (not in their vocabulary, where they want an index; or among
+    `left_out`, Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with one
+    that came before, or whose features (with the `values` that events set) the item tower cannot use is left out and
+    noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
-    noted = Unusable() if unusable is None else unusable
-    listed = _listed(config, bundle, values, brought, noted)
-    if listed is None:
-        listed = vocabulary.texts
-    gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
-    listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
-    places = vocabulary.places(listed)
-    answered = places >= 0 if needs_index(bundle) else np.ones(len(listed), np.bool_)
+    unusable_rows = Unusable() if unusable is None else unusable
+    catalogue_ids = _listed(config, bundle, values, event_item_ids, unusable_rows)
+    if catalogue_ids is None:
+        catalogue_ids = vocabulary.texts
+    erased_ids = pa.array(sorted(raw.decode() for raw in erased), pa.string())
+    catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
+    model_indices = vocabulary.places(catalogue_ids)
+    answered = model_indices >= 0 if needs_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
     if left_out is not None:
-        answered &= as_rows(pc.invert(pc.is_in(listed, value_set=left_out)))
-    usable, places = listed.filter(pa.array(answered)), places[answered]
+        answered &= as_rows(pc.invert(pc.is_in(catalogue_ids, value_set=left_out)))
+    usable, model_indices = catalogue_ids.filter(pa.array(answered)), model_indices[answered]
     if not len(usable):
-        raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
+        raise SourceError(
+            f"the model knows none of the {len(catalogue_ids)} items of the catalogue"
+        )
     seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
     while (order := sort_unique(hashes := hash_all(usable, seed))) is None:
         seed += 1
     hashes = hashes[order]
     _write_ids(root, usable, order)
-    write_atomically(root / MODEL_INDEX, places[order].astype("<i8").tobytes())
+    write_atomically(root / MODEL_INDEX, model_indices[order].astype("<i8").tobytes())
     firsts = np.array(
         [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
     )
@@ -109,7 +114,7 @@ def write_catalogue(
     return {
         "item_seed": seed,
         "items": len(hashes),
-        "items_without_vector": len(listed) - len(usable),
+        "items_without_vector": len(catalogue_ids) - len(usable),
         "bounds": bounds,
     }
 
@@ -118,7 +123,7 @@ def _listed(
     config: NightConfig,
     bundle: Bundle,
     events: EntityValues,
-    brought: Collection[bytes],
+    event_item_ids: Collection[bytes],
     unusable: Unusable,
 ) -> Any:
     """Items of the feature table that the item tower can use, each once: its first row counts."""
@@ -126,9 +131,12 @@ def _listed(
         return None
     path = source_file(config.sources.item_features, config.path("."))
     specs = [
-        each for model in bundle.models if model.name == ITEM_TOWER for each in model.spec.features
+        feature
+        for model in bundle.models
+        if model.name == ITEM_TOWER
+        for feature in model.spec.features
     ]
-    columns = sorted({str(each.column) for each in specs})
+    columns = sorted({str(feature.column) for feature in specs})
     chunks, usable = [], [np.empty(0, np.bool_)]
     read = _some_rows(
         read_features(
@@ -136,39 +144,50 @@ def _listed(
         ),
         path,
     )
-    changed = pa.array(
-        [raw.decode() for raw, each in events.items() if not each.keys().isdisjoint(columns)],
+    changed_ids = pa.array(
+        [
+            raw.decode()
+            for raw, value_by_attribute in events.items()
+            if not value_by_attribute.keys().isdisjoint(columns)
+        ],
         pa.string(),
     )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
         read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item"),
-        adds=brought,
+        adds=event_item_ids,
     ):  # fmt: skip
         chunks.append(ids.texts())
         too_long, values = {}, dict(values)
-        for name in sorted({str(each.column) for each in specs if each.dtype == "string"}):
+        for name in sorted({str(feature.column) for feature in specs if feature.dtype == "string"}):
             values[name], too_long[name] = without_long_texts(
                 values[name], config.feature_text_bytes
             )
-        is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed))
+        is_changed = as_rows(pc.is_in(chunks[-1], value_set=changed_ids))
         usable.append(
             _note_values(chunks[-1], values, too_long, specs, path.name, is_changed, unusable)
         )
-    if brought and not columns:  # no column says anything of them: their vectors are in the bundle
-        named = pa.array(sorted(raw.decode() for raw in brought), pa.string())
-        there = pc.is_in(named, value_set=pa.chunked_array(chunks, pa.string()).combine_chunks())
-        chunks.append(named.filter(pc.invert(there)))
+    if (
+        event_item_ids and not columns
+    ):  # no column says anything of them: their vectors are in the bundle
+        named = pa.array(sorted(raw.decode() for raw in event_item_ids), pa.string())
+        is_in_table = pc.is_in(
+            named, value_set=pa.chunked_array(chunks, pa.string()).combine_chunks()
+        )
+        chunks.append(named.filter(pc.invert(is_in_table)))
         usable.append(np.ones(len(chunks[-1]), np.bool_))
-    listed, kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
-    if len(again := repeats_in(listed)):
-        cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())
-        unusable.note(ITEM_ROWS, AGAIN, len(again), cases)
-        kept[again] = False
-    if not kept.any():
+    item_ids, is_kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
+    if len(repeated_rows := repeats_in(item_ids)):
+        cases = (
+            {"item": item_ids[row].as_py(), "file": path.name}
+            for row in repeated_rows[:CASES].tolist()
+        )
+        unusable.note(ITEM_ROWS, AGAIN, len(repeated_rows), cases)
+        is_kept[repeated_rows] = False
+    if not is_kept.any():
         unusable.demand_some(ITEM_ROWS, path.name)
         raise SourceError(f"{path} names no item that can be used", path=str(path))
-    return listed.filter(pa.array(kept))
+    return item_ids.filter(pa.array(is_kept))
 
 
 def _some_rows(
@@ -212,13 +231,26 @@ def _note_values(
         return {"item": texts[row].as_py(), "file": file}
 
     for spec in specs:
-        found = read_values(values[str(spec.column)], spec)
-        bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
+        column_values = read_values(values[str(spec.column)], spec)
+        bad_mask_by_reason = {
+            f"{spec.column}: {NO_VALUE}": column_values.missing,
+            **column_values.bad,
+        }
         if (is_long := too_long.get(str(spec.column))) is not None:
-            bad = {f"{spec.column}: {TOO_LONG}": is_long, **bad}  # the first reason counts
-        for source, ours in ((ITEM_ROWS, usable & ~is_changed), (of_events, usable & is_changed)):
-            unusable.note_rows(source, {why: rows & ours for why, rows in bad.items()}, case)
-        usable &= found.usable
+            bad_mask_by_reason = {
+                f"{spec.column}: {TOO_LONG}": is_long,
+                **bad_mask_by_reason,
+            }  # the first reason counts
+        for source, source_mask in (
+            (ITEM_ROWS, usable & ~is_changed),
+            (of_events, usable & is_changed),
+        ):
+            unusable.note_rows(
+                source,
+                {reason: rows & source_mask for reason, rows in bad_mask_by_reason.items()},
+                case,
+            )
+        usable &= column_values.usable
     return usable
 
 
@@ -250,8 +282,8 @@ def item_texts(items: ItemTable) -> Any:
 
 def ordinals_of_texts(items: ItemTable, texts: Any) -> NDArray[np.int64]:
     """int64[n]: `ItemTable.ordinals_of` of chunked Arrow strings, some of them at a time."""
-    found = [np.asarray(items.ordinals_of(raws_of(chunk))) for chunk in texts.chunks]
-    return np.concatenate([np.empty(0, np.int64), *found])
+    chunk_ordinals = [np.asarray(items.ordinals_of(raws_of(chunk))) for chunk in texts.chunks]
+    return np.concatenate([np.empty(0, np.int64), *chunk_ordinals])
 
 
 def directory_file(entity: str, shard: int) -> str:
@@ -259,9 +291,9 @@ def directory_file(entity: str, shard: int) -> str:
     return f"directory/{entity}/{shard:04d}.u64"
 
 
-def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTable:
+def open_items(root: Path, begin_report: Mapping[str, Any], *, dims: int = 0) -> ItemTable:
     """The item table of a build; with `dims`, its vectors as well."""
-    bounds = begun["bounds"]
+    bounds = begin_report["bounds"]
     shards = len(bounds) - 1
     parts = [
         map_file(root / directory_file("item", shard), "<u8")
@@ -270,11 +302,11 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
         for shard in range(shards)
     ]
     directory = Directory(
-        begun["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
+        begin_report["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = map_file(root / VECTORS, "<f4", (begun["items"], dims))
+        vectors = map_file(root / VECTORS, "<f4", (begin_report["items"], dims))
     return ItemTable(
         directory,
         map_file(root / IDS, "u1"),
@@ -291,5 +323,5 @@ def popular(
     order = np.lexsort((np.arange(items.count), -popularity))[: min(k, items.count)]
     total = max(1, int(popularity.sum()))
     return items.ids_of(order.astype(np.uint32)), [
-        float(popularity[each]) / total for each in order.tolist()
+        float(popularity[ordinal]) / total for ordinal in order.tolist()
     ]

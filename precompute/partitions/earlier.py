@@ -41,10 +41,10 @@ class InteractionCounts:
     rows: RowCounts | None
 
 
-def write_counts(root: Path, counted: InteractionCounts) -> list[str]:
+def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Counts of interactions by item, and which unknown ones there were, for a night that takes this one over."""
-    write_atomically(root / POPULARITY, counted.popularity.astype("<i8").tobytes())
-    write_atomically(root / UNKNOWN, counted.unknown.astype("<u8").tobytes())
+    write_atomically(root / POPULARITY, interaction_counts.popularity.astype("<i8").tobytes())
+    write_atomically(root / UNKNOWN, interaction_counts.unknown.astype("<u8").tobytes())
     return [POPULARITY, UNKNOWN]
 
 
@@ -77,11 +77,13 @@ class Earlier:
                 yield batch, np.empty(0, np.uint64)
                 continue
             ordinals = np.asarray(batch.column("ordinal"))
-            known = ordinals >= 0
-            now = np.where(known, self.places[np.where(known, ordinals, 0)], -1).astype(np.int32)
-            lost = np.asarray(batch.column(HASH))[known & (now < 0)]
-            columns = [batch.column(HASH), pa.array(now), *batch.columns[2:]]
-            yield pa.record_batch(columns, schema=batch.schema), np.unique(lost)
+            is_known = ordinals >= 0
+            new_ordinals = np.where(
+                is_known, self.places[np.where(is_known, ordinals, 0)], -1
+            ).astype(np.int32)
+            affected_hashes = np.asarray(batch.column(HASH))[is_known & (new_ordinals < 0)]
+            columns = [batch.column(HASH), pa.array(new_ordinals), *batch.columns[2:]]
+            yield pa.record_batch(columns, schema=batch.schema), np.unique(affected_hashes)
 
     def batches(self, shard: int, kind: str) -> Iterator[Any]:
         """Batches of another file of a shard, as they are."""
@@ -92,24 +94,29 @@ class Earlier:
         """(popularity int64 [items], rows without a known item, ids of unknown items): all as it is now."""
         if self.places is None:
             return self.popularity.copy(), self.unknown_items, self.unknown
-        found = np.zeros(items, np.int64)
-        kept = self.places >= 0
-        found[self.places[kept]] = self.popularity[kept]
-        lost = int(self.popularity[~kept].sum())
-        return found, self.unknown_items + lost, np.union1d(self.unknown, self.gone)
+        popularity = np.zeros(items, np.int64)
+        is_kept = self.places >= 0
+        popularity[self.places[is_kept]] = self.popularity[is_kept]
+        lost_interaction_count = int(self.popularity[~is_kept].sum())
+        return (
+            popularity,
+            self.unknown_items + lost_interaction_count,
+            np.union1d(self.unknown, self.gone),
+        )
 
     def take_over(
         self, shards: int, folder: Path, rows: ShardFiles, ids: ShardFiles, touched: ShardFiles
     ) -> None:
         """Puts its rows, ids and whatever else it has into the files of this night's partition."""
         for shard in range(shards):
-            for batch, lost in self.rows(shard):
+            for batch, affected_hashes in self.rows(shard):
                 rows.extend(shard, [batch])
-                if len(lost):
-                    touched.extend(shard, [pa.record_batch([lost], names=[HASH])])
+                if len(affected_hashes):
+                    touched.extend(shard, [pa.record_batch([affected_hashes], names=[HASH])])
             ids.extend(shard, self.batches(shard, "ids"))
             for kind in kinds_in(self.folder, shard)[2:]:
-                ours, theirs = (
-                    shard_paths(each, shard, (kind,))[0] for each in (folder, self.folder)
+                target_path, theirs = (
+                    shard_paths(partition_folder, shard, (kind,))[0]
+                    for partition_folder in (folder, self.folder)
                 )
-                take_file(theirs, ours)
+                take_file(theirs, target_path)

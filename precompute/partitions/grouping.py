@@ -18,27 +18,29 @@ def distinct(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np
     return placed[first], order[first]
 
 
-def places_of(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Places of `wanted` in the sorted `hashes`, int64; raises CorruptArtefact for one that is not among them.
+def places_of(hashes: NDArray[np.uint64], query_hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Places of `query_hashes` in the sorted `hashes`, int64; raises CorruptArtefact for one that is not among them.
 
     Hashes are spread evenly, so their leading bits say nearly where: an interpolation search, all of them at once.
     """
-    if not len(wanted):
+    if not len(query_hashes):
         return np.empty(0, np.int64)
-    if not len(hashes) or wanted.min() < hashes[0] or wanted.max() > hashes[-1]:
+    if not len(hashes) or query_hashes.min() < hashes[0] or query_hashes.max() > hashes[-1]:
         raise _nameless()
     first, reach = hashes[0], int(hashes[-1] - hashes[0])
     shift = np.uint64(max(0, reach.bit_length() - len(hashes).bit_length() - 1))
     buckets = np.arange((reach >> int(shift)) + 1, dtype=np.uint64)
     starts = ((hashes - first) >> shift).searchsorted(buckets)
-    found: NDArray[np.int64] = starts[(wanted - first) >> shift]
-    before = np.flatnonzero(hashes[found] < wanted)
-    while len(before):
-        found[before] += 1
-        before = before[hashes[found[before]] < wanted[before]]
-    if (hashes[found] != wanted).any():
+    positions: NDArray[np.int64] = starts[(query_hashes - first) >> shift]
+    lagging_indexes = np.flatnonzero(hashes[positions] < query_hashes)
+    while len(lagging_indexes):
+        positions[lagging_indexes] += 1
+        lagging_indexes = lagging_indexes[
+            hashes[positions[lagging_indexes]] < query_hashes[lagging_indexes]
+        ]
+    if (hashes[positions] != query_hashes).any():
         raise _nameless()
-    return found
+    return positions
 
 
 def _nameless() -> CorruptArtefact:
@@ -68,8 +70,8 @@ def by_time(
     placed = users[order]
     for shift in range(0, int(users.max(initial=0)).bit_length(), 16):
         digits = (placed >> shift).astype(np.uint16)
-        again = np.argsort(digits, kind="stable")
-        order, placed = order[again], placed[again]
+        digit_order = np.argsort(digits, kind="stable")
+        order, placed = order[digit_order], placed[digit_order]
     return order
 
 
@@ -96,9 +98,9 @@ def latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDA
 
 def first_rows(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.int64]:
     """The first row of each of the sorted hashes in a table, -1 for who has none."""
-    places = places_of(hashes, np.asarray(table.column(HASH)))
+    positions = places_of(hashes, np.asarray(table.column(HASH)))
     rows = np.full(len(hashes), -1)
-    rows[places[::-1]] = np.arange(len(places))[::-1]
+    rows[positions[::-1]] = np.arange(len(positions))[::-1]
     return rows
 
 

@@ -32,25 +32,27 @@ class Holdout:
     def add(self, late: Interactions) -> None:
         """Take in a batch of interactions at or after the cut."""
         names: list[str] = late.users.names.to_pylist()
-        marks = fingerprints(late.users.raws()).tolist()
-        chosen = np.array([mark < self._below for mark in marks], np.bool_)
-        rows = chosen[late.users.codes]
+        user_fingerprints = fingerprints(late.users.raws()).tolist()
+        is_sampled = np.array(
+            [fingerprint < self._below for fingerprint in user_fingerprints], np.bool_
+        )
+        rows = is_sampled[late.users.codes]
         for code, item in zip(
             late.users.codes[rows].tolist(), late.items.only(rows).texts().to_pylist(), strict=True
         ):
-            self._marks[names[code]] = marks[code]
-            found = self._items.setdefault(names[code], {})
-            if len(found) < ITEMS_MAX:
-                found[item] = None
+            self._marks[names[code]] = user_fingerprints[code]
+            user_items = self._items.setdefault(names[code], {})
+            if len(user_items) < ITEMS_MAX:
+                user_items[item] = None
         if len(self._marks) > 2 * self._users_max:
             self._trim()
 
     def _trim(self) -> None:
-        kept = sorted(self._marks, key=self._marks.__getitem__)[: self._users_max]
-        self._marks = {name: self._marks[name] for name in kept}
-        self._items = {name: self._items[name] for name in kept}
-        if len(kept) == self._users_max and kept:
-            self._below = self._marks[kept[-1]] + 1
+        sampled_users = sorted(self._marks, key=self._marks.__getitem__)[: self._users_max]
+        self._marks = {name: self._marks[name] for name in sampled_users}
+        self._items = {name: self._items[name] for name in sampled_users}
+        if len(sampled_users) == self._users_max and sampled_users:
+            self._below = self._marks[sampled_users[-1]] + 1
 
     def write(self, root: Path) -> str:
         """The file under a generation's folder, written also when it holds nothing: then that is known."""
@@ -62,5 +64,5 @@ class Holdout:
 
 def read_holdout(root: Path) -> Mapping[str, list[str]]:
     """User -> items; raises FileNotFoundError when the night kept none."""
-    found: Any = orjson.loads((root / FILE).read_bytes())
-    return dict(found)
+    items_by_user: Any = orjson.loads((root / FILE).read_bytes())
+    return dict(items_by_user)

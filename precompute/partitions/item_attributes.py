@@ -60,17 +60,19 @@ def write_item_attributes(
         return {}
     path = feature_file(config, "item", names[0])
     placed = columns_by_ordinal(path, config.sources.item_column, names, items)
-    noted = Unusable() if unusable is None else unusable
-    read = {name: _column(placed[name], path, name, items, noted) for name in names}
-    columns = _with_values(read, items, values, noted)
-    found = {name: _write(root, number, columns[name]) for number, name in enumerate(names)}
-    for facet, each in config.facets.items():
-        if (kind := found[each.attribute][0]) not in ("text", "texts"):
+    unusable_rows = Unusable() if unusable is None else unusable
+    read = {name: _column(placed[name], path, name, items, unusable_rows) for name in names}
+    columns = _with_values(read, items, values, unusable_rows)
+    files_by_attribute = {
+        name: _write(root, number, columns[name]) for number, name in enumerate(names)
+    }
+    for facet, facet_config in config.facets.items():
+        if (kind := files_by_attribute[facet_config.attribute][0]) not in ("text", "texts"):
             raise ConfigError(
-                f"[facets.{facet}]: {each.attribute} is of kind {kind}, facets are of text and texts",
+                f"[facets.{facet}]: {facet_config.attribute} is of kind {kind}, facets are of text and texts",
                 field="facets",
             )
-    return found
+    return files_by_attribute
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -84,27 +86,33 @@ def _with_values(
 ) -> Mapping[str, tuple[AttributeKind, Arrays]]:
     """The columns with what events set for items that there are; other attributes of theirs are no concern here."""
     raws = list(values)
-    places = zip(items.ordinals_of(raws).tolist(), raws, strict=True)
-    given = [
+    ordinal_id_pairs = zip(items.ordinals_of(raws).tolist(), raws, strict=True)
+    item_values = [
         ItemValue(ordinal, name, value)
-        for ordinal, raw in places
+        for ordinal, raw in ordinal_id_pairs
         if ordinal >= 0
         for name, value in values[raw].items()
         if name in columns
     ]
-    if not given:
+    if not item_values:
         return columns
     count = items.count
-    found = with_values(
-        ItemAttributes(count, {n: _as_column(*each) for n, each in columns.items()}), given
+    changed_columns = with_values(
+        ItemAttributes(
+            count, {n: _as_column(*typed_arrays) for n, typed_arrays in columns.items()}
+        ),
+        item_values,
     )
-    for name, rows in Counter(each.attribute for each in given).items():
+    for name, rows in Counter(item_value.attribute for item_value in item_values).items():
         unusable.looked_at(f"{EVENTS}.{name}", rows)
-    for name, reasons in found.unfit.items():
-        for why, ordinals in reasons.items():
-            cases = ({"item": items.id_of(each)} for each in ordinals)
-            unusable.note(f"{EVENTS}.{name}", why, len(ordinals), cases)
-    return {name: (each.kind, _as_arrays(each)) for name, each in found.attributes.columns.items()}
+    for name, reasons in changed_columns.unfit.items():
+        for reason, ordinals in reasons.items():
+            cases = ({"item": items.id_of(ordinal)} for ordinal in ordinals)
+            unusable.note(f"{EVENTS}.{name}", reason, len(ordinals), cases)
+    return {
+        name: (column.kind, _as_arrays(column))
+        for name, column in changed_columns.attributes.columns.items()
+    }
 
 
 def _as_column(kind: AttributeKind, arrays: Arrays) -> AttributeColumn:
@@ -131,55 +139,58 @@ def _column(
         column = column.dictionary_decode()
     kind = column.type
     missing = as_rows(column.is_null())
-    bad: dict[str, NDArray[np.bool_]] = {}
-    found: tuple[AttributeKind, Arrays]
+    bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
+    typed_arrays: tuple[AttributeKind, Arrays]
     if is_text(kind):
         long = as_rows(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
-        bad = {TOO_LONG: long}
+        bad_mask_by_reason = {TOO_LONG: long}
         codes, names = _coded(column, missing | long)
-        found = "text", {"values": codes, **names}
+        typed_arrays = "text", {"values": codes, **names}
     elif (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     ):
         if not is_text(kind.value_type):
             raise _unfit(path, name, kind)
-        found = "texts", _several(column)
+        typed_arrays = "texts", _several(column)
     elif pa.types.is_boolean(kind):
         flags = as_rows(pc.fill_null(column, False)).astype(np.uint8)
-        found = "flag", {"values": np.where(missing, np.uint8(NO_FLAG), flags)}
+        typed_arrays = "flag", {"values": np.where(missing, np.uint8(NO_FLAG), flags)}
     elif pa.types.is_integer(kind):
         numbers = np.asarray(pc.fill_null(column, 0))
         beyond = ((numbers > _EXACT) | (numbers < -_EXACT)) & ~missing
-        bad = {BEYOND: beyond}
-        found = "number", {"values": np.where(missing | beyond, np.nan, numbers.astype(np.float64))}
+        bad_mask_by_reason = {BEYOND: beyond}
+        typed_arrays = (
+            "number",
+            {"values": np.where(missing | beyond, np.nan, numbers.astype(np.float64))},
+        )
     elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         numbers = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
-        bad = {NOT_FINITE: np.isinf(numbers)}
-        found = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
+        bad_mask_by_reason = {NOT_FINITE: np.isinf(numbers)}
+        typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         times, no_time = microseconds(column, path, name)
-        bad = {why: rows & ~missing for why, rows in no_time.items()}
-        gone = np.logical_or.reduce([missing, *bad.values()])
-        found = "time", {"values": np.where(gone, NO_TIME, times)}
+        bad_mask_by_reason = {reason: rows & ~missing for reason, rows in no_time.items()}
+        is_timeless = np.logical_or.reduce([missing, *bad_mask_by_reason.values()])
+        typed_arrays = "time", {"values": np.where(is_timeless, NO_TIME, times)}
     else:
         raise _unfit(path, name, kind)
     source = f"{ITEM_ROWS}.{name}"
     unusable.looked_at(source, len(column))
-    if any(rows.any() for rows in bad.values()):
-        unusable.note_rows(source, bad, lambda row: {"item": items.id_of(row)})
-    return found
+    if any(rows.any() for rows in bad_mask_by_reason.values()):
+        unusable.note_rows(source, bad_mask_by_reason, lambda row: {"item": items.id_of(row)})
+    return typed_arrays
 
 
 def _coded(texts: Any, without: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], Arrays]:
     """Codes of texts uint32 [n], NO_CODE for those `without`, and the texts themselves in the order of their bytes."""
-    kept = texts.filter(pa.array(~without)).cast(pa.large_string())
-    coded = kept.dictionary_encode()
+    usable_texts = texts.filter(pa.array(~without)).cast(pa.large_string())
+    coded = usable_texts.dictionary_encode()
     raws = coded.dictionary.cast(pa.large_binary())
     order = np.asarray(pc.sort_indices(raws))
-    places = np.empty(len(order), np.uint32)
-    places[order] = np.arange(len(order), dtype=np.uint32)
+    text_ranks = np.empty(len(order), np.uint32)
+    text_ranks[order] = np.arange(len(order), dtype=np.uint32)
     codes = np.full(len(texts), NO_CODE, np.uint32)
-    codes[~without] = places[np.asarray(coded.indices)]
+    codes[~without] = text_ranks[np.asarray(coded.indices)]
     _, cuts, data = raws.take(pa.array(order)).buffers()
     offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
     joined = np.frombuffer(data, np.uint8)[: offsets[-1]] if data else np.empty(0, np.uint8)
@@ -191,16 +202,16 @@ def _several(column: Any) -> Arrays:
     lists = column.cast(pa.large_list(pa.large_string()))
     sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
     flat = pc.list_flatten(lists)
-    gone = as_rows(
+    is_dropped = as_rows(
         pc.fill_null(
             pc.greater(pc.binary_length(flat), TEXT_BYTES_MAX), True
         )  # a null has no length
     )
     owners = np.repeat(np.arange(len(sizes)), sizes)
-    codes, names = _coded(flat, gone)
-    kept = np.bincount(owners[~gone], minlength=len(sizes))
-    offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(kept).astype(np.uint64)])
-    return {"values": codes[~gone], "offsets": offsets, **names}
+    codes, names = _coded(flat, is_dropped)
+    text_counts = np.bincount(owners[~is_dropped], minlength=len(sizes))
+    offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(text_counts).astype(np.uint64)])
+    return {"values": codes[~is_dropped], "offsets": offsets, **names}
 
 
 def _write(root: Path, number: int, column: tuple[AttributeKind, Arrays]) -> Files:

@@ -46,23 +46,25 @@ class ItemFeatures:
         with pa.memory_map(str(file)) as source:
             table = pa.ipc.open_stream(source).read_all()
         return cls(
-            {str(each.column): table.column(each.column) for each in spec.features}, spec, count
+            {str(feature.column): table.column(feature.column) for feature in spec.features},
+            spec,
+            count,
         )
 
     def of(self, rows: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """(values of these ordinals by the tower's input names, which of them have all); the others' mean nothing."""
-        usable, found, places = np.ones(len(rows), np.bool_), {}, pa.array(rows)
-        for each in self._inputs:
-            column = self._columns[str(each.column)].take(places).combine_chunks()
-            values = read_values(column, each)
-            found[each.name] = values.numbers
+        usable, values_by_input, arrow_rows = np.ones(len(rows), np.bool_), {}, pa.array(rows)
+        for input_spec in self._inputs:
+            column = self._columns[str(input_spec.column)].take(arrow_rows).combine_chunks()
+            values = read_values(column, input_spec)
+            values_by_input[input_spec.name] = values.numbers
             usable &= values.usable
-        return found, usable
+        return values_by_input, usable
 
     def usable(self) -> NDArray[np.bool_]:
         """bool [items]: the items that have every input."""
-        found = [self.of(rows)[1] for rows in _pieces(self._count)]
-        return np.concatenate([np.empty(0, np.bool_), *found])
+        usable_masks = [self.of(rows)[1] for rows in _pieces(self._count)]
+        return np.concatenate([np.empty(0, np.bool_), *usable_masks])
 
 
 def write_item_features(
@@ -72,32 +74,34 @@ def write_item_features(
     root: Path,
     *,
     values: EntityValues = NO_VALUES,
-    brought: Collection[bytes] = (),
+    event_item_ids: Collection[bytes] = (),
     unusable: Unusable | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
-    They have the `values` that events set, and items that events `brought` these alone. Those that a value model cannot
-    use are noted: the item has no record of it.
+    They have the `values` that events set, and items that events `event_item_ids` these alone. Those that a value model
+    cannot use are noted: the item has no record of it.
     """
     inputs = feature_inputs(bundle, "item")
-    columns = sorted({str(each.column) for each in inputs})
+    columns = sorted({str(input_spec.column) for input_spec in inputs})
     if not columns:
         return None
     path = feature_file(config, "item", columns[0])
-    noted = Unusable() if unusable is None else unusable
+    unusable_rows = Unusable() if unusable is None else unusable
     placed = columns_by_ordinal(
         path, config.sources.item_column, columns, items,
-        values=values, brought=brought, inputs=inputs, unusable=noted,
+        values=values, event_item_ids=event_item_ids, inputs=inputs, unusable=unusable_rows,
     )  # fmt: skip
     for spec in {
-        each
+        feature
         for model in bundle.values.values()
         if model.entity == "item"
-        for each in model.spec.features
+        for feature in model.spec.features
     }:
-        _note_unusable(items, placed[str(spec.column)], spec, noted, config.feature_text_bytes)
-    for name in {str(each.column) for each in inputs if each.dtype == "string"}:
+        _note_unusable(
+            items, placed[str(spec.column)], spec, unusable_rows, config.feature_text_bytes
+        )
+    for name in {str(input_spec.column) for input_spec in inputs if input_spec.dtype == "string"}:
         placed[name], _ = without_long_texts(placed[name], config.feature_text_bytes)
     table = pa.table(placed)
     sink = pa.BufferOutputStream()
@@ -114,7 +118,7 @@ def columns_by_ordinal(
     items: ItemTable,
     *,
     values: EntityValues = NO_VALUES,
-    brought: Collection[bytes] = (),
+    event_item_ids: Collection[bytes] = (),
     inputs: Sequence[InputSpec] = (),
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
@@ -122,18 +126,20 @@ def columns_by_ordinal(
 
     With the `values` that events set; those that their column cannot hold, or one of `inputs` not use, are noted.
     """
-    noted = Unusable() if unusable is None else unusable
+    unusable_rows = Unusable() if unusable is None else unusable
     read = read_features(path, id_column, columns)
     batches = list(with_event_values(
-        read, values, kind="item", unusable=noted, inputs=inputs, adds=brought
+        read, values, kind="item", unusable=unusable_rows, inputs=inputs, adds=event_item_ids
     ))  # fmt: skip
     ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
-    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
+    matched_indexes = np.flatnonzero(ordinals >= 0)[
+        ::-1
+    ]  # of an item that comes twice, its first row
     rows = np.full(items.count, -1, np.int64)
-    rows[ordinals[known]] = known
-    places = pa.array(rows, mask=rows < 0)
+    rows[ordinals[matched_indexes]] = matched_indexes
+    arrow_rows = pa.array(rows, mask=rows < 0)
     return {
-        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
+        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(arrow_rows)
         for name in columns
     }
 
@@ -145,11 +151,11 @@ def _note_unusable(
     for rows in _pieces(len(column)):
         first = int(rows[0])
         values = column.slice(first, len(rows))
-        bad = read_values(values, spec).bad
+        bad_mask_by_reason = read_values(values, spec).bad
         if spec.dtype == "string" and (is_long := without_long_texts(values, text_bytes)[1]).any():
-            bad[f"{spec.column}: {TOO_LONG}"] = is_long
-        if bad:
-            unusable.note_rows(source, bad, partial(_case, items, first))
+            bad_mask_by_reason[f"{spec.column}: {TOO_LONG}"] = is_long
+        if bad_mask_by_reason:
+            unusable.note_rows(source, bad_mask_by_reason, partial(_case, items, first))
 
 
 def _case(items: ItemTable, first: int, row: int) -> Case:

@@ -13,13 +13,13 @@ from precompute.config.settings import NightConfig
 
 def named_filters(config: NightConfig) -> dict[str, Filter]:
     """Declared filters by name; raises ConfigError for an expression that is none."""
-    found = {}
-    for name, each in config.filters.items():
+    filter_by_name = {}
+    for name, filter_config in config.filters.items():
         try:
-            found[name] = read_filter(each.filter)
+            filter_by_name[name] = read_filter(filter_config.filter)
         except InvalidFilter as error:
             raise _refused(name, error) from error
-    return found
+    return filter_by_name
 
 
 def passing_filters(
@@ -32,16 +32,16 @@ def passing_filters(
     declared = named_filters(config)
     if not declared:
         return {}
-    columns, found = ItemAttributes.of_files(root, attributes, count), {}
-    for name, each in declared.items():
+    columns, mask_by_filter = ItemAttributes.of_files(root, attributes, count), {}
+    for name, declared_filter in declared.items():
         try:
-            found[name] = Passing.of(mask_of(each.root, columns))
+            mask_by_filter[name] = Passing.of(mask_of(declared_filter.root, columns))
         except InvalidFilter as error:
             raise _refused(name, error) from error
-    return found
+    return mask_by_filter
 
 
 def _refused(name: str, error: InvalidFilter) -> ConfigError:
-    place = error.details.get("field")
-    where = f"[filters.{name}]" if place is None else f"[filters.{name}] at {place}"
+    field_path = error.details.get("field")
+    where = f"[filters.{name}]" if field_path is None else f"[filters.{name}] at {field_path}"
     return ConfigError(f"{where}: {error.message}", field="filters")

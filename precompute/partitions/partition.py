@@ -99,7 +99,7 @@ def partition(
     items: ItemTable,
     folder: Path,
     *,
-    before: datetime | None,
+    cutoff_at: datetime | None,
     seed: int = 0,
     feature_columns: Sequence[str] = (),
     feature_inputs: Sequence[InputSpec] = (),
@@ -128,12 +128,12 @@ def partition(
     """
     folder.mkdir(parents=True, exist_ok=True)
     allow_files((FILES_AT_ONCE + (earlier is not None)) * config.shards)
-    columns = sorted({*feature_columns, *(str(each.column) for each in feature_inputs)})
+    columns = sorted({*feature_columns, *(str(input_spec.column) for input_spec in feature_inputs)})
     seed = seed if earlier is None else earlier.seed
     while True:
         unusable = Unusable(erased.users | erased.items)
-        counted = _write(
-            config, items, folder, before, seed, progress, late, hasher, erased, unusable, earlier,
+        interaction_counts = _write(
+            config, items, folder, cutoff_at, seed, progress, late, hasher, erased, unusable, earlier,
             files, events,
         )  # fmt: skip
         if earlier is None:
@@ -145,25 +145,31 @@ def partition(
             note_event_values(config, columns, feature_inputs, values, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
-            noted = unusable if earlier is None else Unusable()
+            counting_notes = unusable if earlier is None else Unusable()
             alone = (
                 np.unique(hasher(list(set_by_events), seed))
                 if set_by_events
                 else np.empty(0, np.uint64)
             )
             count = partial(
-                _count_users, folder, shards=config.shards, unusable=noted, set_by_events=alone
+                _count_users,
+                folder,
+                shards=config.shards,
+                unusable=counting_notes,
+                set_by_events=alone,
             )
             users = list(pool.map(count, range(config.shards)))
         if None not in users:
-            told = merged([{} if earlier is None else earlier.unusable, unusable.to_json()])
-            whole = [each for each in users if each is not None]
+            unusable_report = merged(
+                [{} if earlier is None else earlier.unusable, unusable.to_json()]
+            )
+            shard_user_counts = [user_counts for user_counts in users if user_counts is not None]
             return Partitioned(
                 seed,
-                sum(each.named for each in whole),
-                sum(each.featured for each in whole),
-                counted,
-                told,
+                sum(user_counts.named for user_counts in shard_user_counts),
+                sum(user_counts.featured for user_counts in shard_user_counts),
+                interaction_counts,
+                unusable_report,
                 earlier is not None,
             )
         earlier = None
@@ -181,14 +187,16 @@ def _count_users(
     with scratch_folder(folder) as scratch:
         kinds = naming(kinds_in(folder, shard))
         slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=kinds)
-        users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
+        users, hashes = (
+            sum(slice_counts) for slice_counts in zip(*count_distinct(slices), strict=True)
+        )
         uncounted = featured = 0
         for number in slices.numbers:
             ids, *tables = map(read_stream, shard_paths(slices.folder, number, kinds))
             for source, table in zip((USER_ROWS, VECTOR_ROWS), tables, strict=False):
                 _note_again(source, table, unusable)
-            features, *others = (np.asarray(each.column(HASH)) for each in (*tables, ids))
-            alone = np.setdiff1d(features, np.concatenate(others))
+            features, *other_hashes = (np.asarray(table.column(HASH)) for table in (*tables, ids))
+            alone = np.setdiff1d(features, np.concatenate(other_hashes))
             of_events = len(np.intersect1d(alone, set_by_events))
             uncounted += of_events
             featured += len(alone) - of_events
@@ -200,17 +208,17 @@ def _note_again(source: str, table: Any, unusable: Unusable) -> None:
     hashes = np.asarray(table.column(HASH))
     order = np.argsort(hashes, kind="stable")
     placed = hashes[order]
-    again = np.sort(order[1:][placed[1:] == placed[:-1]])
-    if len(again):
-        named = table.column("user").take(pa.array(again[:CASES])).to_pylist()
-        unusable.note(source, AGAIN, len(again), ({"user": each} for each in named))
+    repeated_rows = np.sort(order[1:][placed[1:] == placed[:-1]])
+    if len(repeated_rows):
+        named = table.column("user").take(pa.array(repeated_rows[:CASES])).to_pylist()
+        unusable.note(source, AGAIN, len(repeated_rows), ({"user": user_id} for user_id in named))
 
 
 def _write(
     config: NightConfig,
     items: ItemTable,
     folder: Path,
-    before: datetime | None,
+    cutoff_at: datetime | None,
     seed: int,
     progress: Callable[[int], None],
     late: Callable[[Interactions], None],
@@ -222,73 +230,73 @@ def _write(
     events: Sequence[SourceFile],
 ) -> InteractionCounts:
     popularity, unknown = np.zeros(items.count, np.int64), DistinctHashes()
-    count = without_item = newer = 0
+    count = without_item = late_count = 0
     row_counts: RowCounts | None = RowCounts()
 
-    def told(batch: Interactions) -> None:
-        nonlocal newer
-        newer += len(batch.times)
+    def note_late_batch(batch: Interactions) -> None:
+        nonlocal late_count
+        late_count += len(batch.times)
         late(erased.leave_out(batch))
 
     schema = _PLACED_ROWS if config.events.enabled else _ROWS
     with (
         _files(folder, "rows", config.shards, schema) as rows,
         _files(folder, "ids", config.shards, IDS) as ids,
-        ExitStack() as others,
+        ExitStack() as exit_stack,
         Stages() as stages,
     ):
         touched = None
         if earlier is not None:
             count = earlier.interactions
             row_counts = copy.deepcopy(earlier.row_counts)
-            popularity, without_item, known = earlier.counted(items.count)
-            unknown.add(known)
-            touched = others.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
+            popularity, without_item, unknown_hashes = earlier.counted(items.count)
+            unknown.add(unknown_hashes)
+            touched = exit_stack.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
             earlier.take_over(config.shards, folder, rows, ids, touched)
         read = read_interactions(
             config.sources,
             Path(config.base),
-            before=before,
-            late=told,
+            cutoff_at=cutoff_at,
+            late=note_late_batch,
             unusable=unusable,
             skip=0 if earlier is None else earlier.files,
             files=files,
         )
         more = events[0 if earlier is None else earlier.event_files :]
-        both = chain(read, read_events(more, unusable))
+        batches = chain(read, read_events(more, unusable))
 
         def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each name of an item."""
             hashes = hashes_of_names(batch.users, seed, hasher)
             return batch, hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
-        made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, both))))
-        for batch, hashes, places in made:
-            ordinals = places[batch.items.codes]
-            known = ordinals[ordinals >= 0]
-            popularity += np.bincount(known, minlength=items.count)
-            if (places < 0).any():
-                nameless = batch.items.names.filter(pa.array(places < 0))
+        placed_batches = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, batches))))
+        for batch, hashes, name_ordinals in placed_batches:
+            ordinals = name_ordinals[batch.items.codes]
+            known_ordinals = ordinals[ordinals >= 0]
+            popularity += np.bincount(known_ordinals, minlength=items.count)
+            if (name_ordinals < 0).any():
+                nameless = batch.items.names.filter(pa.array(name_ordinals < 0))
                 unknown.add(text_hashes(nameless, UNKNOWN_SEED))
             count += len(ordinals)
-            without_item += len(ordinals) - len(known)
+            without_item += len(ordinals) - len(known_ordinals)
             progress(count)
-            if batch.positions is not None and len(known) < len(ordinals):
+            if batch.positions is not None and len(known_ordinals) < len(ordinals):
                 # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
                 batch = batch.only(ordinals >= 0)
-                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known
+                hashes, ordinals = hashes_of_names(batch.users, seed, hasher), known_ordinals
             if row_counts is not None:
                 row_counts.add(hashes[batch.users.codes], batch.times)
             codes, ranges = batch.users.codes, range_of(hashes, config.shards)
             ids.write(pa.table([batch.users.names, hashes], schema=IDS), ranges)
             placed_rows = [hashes[codes], ordinals, batch.times]
             if config.events.enabled:
-                own = np.zeros(len(codes), np.int64)
-                placed_rows.append(own if batch.positions is None else batch.positions)
+                zero_positions = np.zeros(len(codes), np.int64)
+                placed_rows.append(zero_positions if batch.positions is None else batch.positions)
             rows.write(pa.table(placed_rows, schema=schema), ranges[codes])
             if touched is not None:
                 touched.write(pa.table([hashes], schema=_TOUCHED), ranges)
-    return InteractionCounts(count, without_item, popularity, unknown.all(), newer, row_counts)
+    return InteractionCounts(count, without_item, popularity, unknown.all(), late_count, row_counts)
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:

@@ -54,15 +54,17 @@ def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
     """int64[n]: the shard whose range holds each hash."""
     firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
     # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
-    found = ((hashes >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(np.int64)
-    after = np.minimum(found + 1, shards - 1)
-    return np.where(hashes >= firsts[after], after, found)
+    guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(
+        np.int64
+    )
+    after = np.minimum(guessed_shards + 1, shards - 1)
+    return np.where(hashes >= firsts[after], after, guessed_shards)
 
 
 def ranges_of_a_shard(shards: int) -> int:
     """Number of hash ranges of each shard in whose order its rows lie, batch by batch: a power of two."""
-    most = max(1, min(SHARD_RANGES, RANGES_MAX // max(1, shards)))
-    return 1 << (most.bit_length() - 1)
+    range_limit = max(1, min(SHARD_RANGES, RANGES_MAX // max(1, shards)))
+    return 1 << (range_limit.bit_length() - 1)
 
 
 def range_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.uint16]:
@@ -75,9 +77,9 @@ def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[
     return [folder / f"{shard:04d}.{kind}" for kind in kinds]
 
 
-def kinds_of(begun: Mapping[str, Any]) -> tuple[str, ...]:
+def kinds_of(begin_report: Mapping[str, Any]) -> tuple[str, ...]:
     """Kinds of files of a partition, by the report of `begin`."""
-    return (*KINDS, USER_VECTORS) if begun.get("user_vectors") else KINDS
+    return (*KINDS, USER_VECTORS) if begin_report.get("user_vectors") else KINDS
 
 
 def kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
@@ -112,12 +114,16 @@ def count_rows(path: Path) -> int:
 def allow_files(count: int) -> None:
     """Raise the limit so that so many files beside SPARE_FILES may be open; ConfigError where it cannot."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted, most = count + SPARE_FILES, OPEN_MAX if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted <= most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    elif soft != resource.RLIM_INFINITY and soft < wanted:
+    needed_descriptors, descriptor_limit = (
+        count + SPARE_FILES,
+        OPEN_MAX if hard == resource.RLIM_INFINITY else hard,
+    )
+    if soft != resource.RLIM_INFINITY and soft < needed_descriptors <= descriptor_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_descriptors, hard))
+    elif soft != resource.RLIM_INFINITY and soft < needed_descriptors:
         raise ConfigError(
-            f"{wanted} files would be open at once, this process may open {most}: raise `ulimit -n`, or set fewer "
+            f"{needed_descriptors} files would be open at once, this process may open {descriptor_limit}: raise "
+            "`ulimit -n`, or set fewer "
             "shards",
             field="shards",
         )
@@ -142,8 +148,8 @@ class ShardFiles:
         self._writers: list[Any] = []
 
     def __enter__(self) -> "ShardFiles":
-        for beside in self._besides:
-            sink = self._stack.enter_context(pa.OSFile(str(beside), "wb"))
+        for part_path in self._besides:
+            sink = self._stack.enter_context(pa.OSFile(str(part_path), "wb"))
             self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
         return self
 
@@ -169,17 +175,17 @@ class ShardFiles:
         for batch in batches:
             self._writers[number].write_batch(batch)
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, kind: object, *exception_details: object) -> None:
         try:
             self._stack.close()
             if kind is None:
-                for beside, path in zip(self._besides, self._paths, strict=True):
+                for part_path, path in zip(self._besides, self._paths, strict=True):
                     if self._lasting:
-                        with beside.open("rb") as file:
+                        with part_path.open("rb") as file:
                             os.fsync(file.fileno())
-                    beside.replace(path)
+                    part_path.replace(path)
                 for folder in {path.parent for path in self._paths} if self._lasting else ():
                     sync_folder(folder)
         finally:
-            for beside in self._besides:
-                beside.unlink(missing_ok=True)
+            for part_path in self._besides:
+                part_path.unlink(missing_ok=True)

@@ -96,7 +96,7 @@ class ShardInput:
             hashes=self.hashes[rows],
             indptr=histories.indptr,
             ordinals=histories.indices,
-            features={name: each.take(pa.array(rows)) for name, each in self.features.items()},
+            features={name: column.take(pa.array(rows)) for name, column in self.features.items()},
             history_limit=self.history_limit,
             vectors=None if self.vectors is None else self.vectors[rows],
             times=None if times is None else times.indices,
@@ -112,9 +112,9 @@ class ShardInput:
 
 
 @contextmanager
-def scratch_folder(beside: Path) -> Iterator[Path]:
+def scratch_folder(parent_folder: Path) -> Iterator[Path]:
     """A place for slices, made when it is needed and removed in the end; what a kill leaves is swept by its name."""
-    scratch = beside / f".slices.{secrets.token_hex(4)}.part"
+    scratch = parent_folder / f".slices.{secrets.token_hex(4)}.part"
     try:
         yield scratch
     finally:
@@ -146,9 +146,9 @@ def slice_shard(
         return Slices(folder, range(shard, shard + 1))
     coarse = -(-count // FILES_MAX)
     if coarse == 1 or (first or count) <= FILES_MAX:
-        wanted = range(shard * count, (shard + 1) * count)[:first]
-        _split(folder, shard, scratch, wanted, shards * count, kinds)
-        return Slices(scratch, wanted)
+        slice_numbers = range(shard * count, (shard + 1) * count)[:first]
+        _split(folder, shard, scratch, slice_numbers, shards * count, kinds)
+        return Slices(scratch, slice_numbers)
     rough, fine = range(shard * coarse, (shard + 1) * coarse), -(-count // coarse)
     _split(folder, shard, scratch / "rough", rough, shards * coarse, kinds)
     for part in rough:
@@ -170,7 +170,11 @@ def _split(
     # Who there is can be told without what is known of them.
     fields = [0, 1] if tuple(kinds) == naming(kinds_in(folder, shard)) else None
     for kind in kinds:
-        targets = [each for number in numbers for each in shard_paths(target, number, (kind,))]
+        targets = [
+            target_path
+            for number in numbers
+            for target_path in shard_paths(target, number, (kind,))
+        ]
         (path,) = shard_paths(folder, shard, (kind,))
         with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
             options = pa.ipc.IpcReadOptions(included_fields=fields)
@@ -178,28 +182,32 @@ def _split(
             with ShardFiles(targets, stream.schema, lasting=False) as files:
                 for batch in stream:
                     hashes = np.asarray(batch.column(HASH))
-                    which = firsts.searchsorted(hashes, "right") - 1
-                    files.write(pa.Table.from_batches([batch]), which)
+                    range_numbers = firsts.searchsorted(hashes, "right") - 1
+                    files.write(pa.Table.from_batches([batch]), range_numbers)
 
 
-def users_alone(folder: Path, shard: int, wanted: NDArray[np.uint64], scratch: Path) -> Path:
+def users_alone(folder: Path, shard: int, user_hashes: NDArray[np.uint64], scratch: Path) -> Path:
     """A folder in `scratch` with the shard's files, which hold only the users with these sorted hashes."""
     target = scratch / "alone"
     target.mkdir(parents=True, exist_ok=True)
     could = np.zeros(
         _COULD + 1, np.bool_
     )  # most of the others are told from these by their last bits
-    could[(wanted & np.uint64(_COULD)).astype(np.int64)] = True
+    could[(user_hashes & np.uint64(_COULD)).astype(np.int64)] = True
     for kind in kinds_in(folder, shard):
-        (path,), (alone,) = (shard_paths(each, shard, (kind,)) for each in (folder, target))
+        (path,), (alone,) = (
+            shard_paths(parent_folder, shard, (kind,)) for parent_folder in (folder, target)
+        )
         with pa.OSFile(str(path)) as source, pa.OSFile(str(alone), "wb") as sink:
             stream = pa.ipc.open_stream(source)
             with pa.ipc.new_stream(sink, stream.schema) as writer:
                 for batch in stream:
                     hashes = np.asarray(batch.column(HASH))
                     rows = np.flatnonzero(could[(hashes & np.uint64(_COULD)).astype(np.int64)])
-                    at = np.minimum(wanted.searchsorted(hashes[rows]), max(0, len(wanted) - 1))
-                    rows = rows[wanted[at] == hashes[rows]] if len(wanted) else rows[:0]
+                    at = np.minimum(
+                        user_hashes.searchsorted(hashes[rows]), max(0, len(user_hashes) - 1)
+                    )
+                    rows = rows[user_hashes[at] == hashes[rows]] if len(user_hashes) else rows[:0]
                     if len(rows):
                         writer.write_batch(batch.take(pa.array(rows)))
     return target
@@ -220,23 +228,33 @@ def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
     for number in slices.numbers:
         kinds = naming(kinds_in(slices.folder, number))
         tables = [read_stream(path) for path in shard_paths(slices.folder, number, kinds)]
-        hashes = np.concatenate([np.asarray(each.column(HASH)) for each in tables])
-        chunks = [chunk for each in tables for chunk in each.column("user").chunks]
-        marks = [hashes_of_texts(chunk, FINGERPRINT_SEED) for chunk in chunks if len(chunk)]
-        if any(each is None for each in marks):  # without what is compiled
+        hashes = np.concatenate([np.asarray(table.column(HASH)) for table in tables])
+        chunks = [chunk for table in tables for chunk in table.column("user").chunks]
+        chunk_fingerprints = [
+            hashes_of_texts(chunk, FINGERPRINT_SEED) for chunk in chunks if len(chunk)
+        ]
+        if any(
+            fingerprints is None for fingerprints in chunk_fingerprints
+        ):  # without what is compiled
             named = pa.chunked_array(chunks, pa.string())
             yield len(pc.unique(named)), len(distinct(hashes)[0])
         else:
-            yield _count_distinct(hashes, np.concatenate([np.empty(0, np.uint64), *marks]))
+            yield _count_distinct(
+                hashes, np.concatenate([np.empty(0, np.uint64), *chunk_fingerprints])
+            )
 
 
-def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tuple[int, int]:
+def _count_distinct(
+    hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]
+) -> tuple[int, int]:
     """(pairs, hashes) that differ, and more pairs than there are where two have one hash; a sort takes less memory."""
     order = np.argsort(hashes)
-    placed, marks = hashes[order], marks[order]
+    placed, fingerprints = hashes[order], fingerprints[order]
     differ = placed[1:] != placed[:-1]
-    some = min(1, len(order))
-    return some + int((differ | (marks[1:] != marks[:-1])).sum()), some + int(differ.sum())
+    first_count = min(1, len(order))
+    return first_count + int(
+        (differ | (fingerprints[1:] != fingerprints[:-1])).sum()
+    ), first_count + int(differ.sum())
 
 
 class MappedStream:
@@ -260,20 +278,25 @@ class MappedStream:
             filled = np.flatnonzero(starts[1:] > starts[:-1])
             if len(hashes):
                 at = starts[filled]
-                least, most = np.minimum.reduceat(hashes, at), np.maximum.reduceat(hashes, at)
+                lowest_hashes, highest_hashes = (
+                    np.minimum.reduceat(hashes, at),
+                    np.maximum.reduceat(hashes, at),
+                )
                 in_order = starts[0] == 0 and (starts[1:] >= starts[:-1]).all()
                 if not (
-                    in_order and (least >= firsts[filled]).all() and (most <= lasts[filled]).all()
+                    in_order
+                    and (lowest_hashes >= firsts[filled]).all()
+                    and (highest_hashes <= lasts[filled]).all()
                 ):
                     return False
             self._starts.append(starts)
         return True
 
-    def table(self, place: int) -> Any:
+    def table(self, range_index: int) -> Any:
         """The rows of one range, by its place among all: slices of the mapped batches."""
         pieces = []
         for batch, starts in zip(self._batches, self._starts, strict=True):
-            start, end = int(starts[place]), int(starts[place + 1])
+            start, end = int(starts[range_index]), int(starts[range_index + 1])
             if end > start:
                 pieces.append(batch.slice(start, end - start))
         return pa.Table.from_batches(pieces, self._schema)
@@ -301,12 +324,12 @@ class ShardPieces:
         rows = sum(stream.rows for stream in streams.values())
         size_bytes = sum(stream.size_bytes for stream in streams.values())
         slices = max(1, -(-rows // SLICE_ROWS), -(-size_bytes // SLICE_BYTES))
-        most = ranges_of_a_shard(shards)
-        if slices > most:
+        range_limit = ranges_of_a_shard(shards)
+        if slices > range_limit:
             return None
         batches = max(stream.batches for stream in streams.values())
-        wanted = min(rows // PIECE_ROWS, rows // (PIECE_OF_A_BATCH_ROWS * max(1, batches)))
-        count = min(most, 1 << (max(slices, wanted) - 1).bit_length())
+        piece_count = min(rows // PIECE_ROWS, rows // (PIECE_OF_A_BATCH_ROWS * max(1, batches)))
+        count = min(range_limit, 1 << (max(slices, piece_count) - 1).bit_length())
         slices = -(-count // max(1, count // slices))
         numbers, total = range(shard * count, (shard + 1) * count), shards * count
         firsts = np.array([first_hash(number, total) for number in numbers], np.uint64)
@@ -317,8 +340,8 @@ class ShardPieces:
 
     def tables(self, number: int) -> dict[str, Any]:
         """The rows of one range, an Arrow table for each kind of file."""
-        place = number - self.numbers.start
-        return {kind: stream.table(place) for kind, stream in self.streams.items()}
+        range_index = number - self.numbers.start
+        return {kind: stream.table(range_index) for kind, stream in self.streams.items()}
 
     def let_go(self) -> None:
         """Unmap what was read of all files."""
@@ -372,19 +395,19 @@ def group_rows(
 ) -> ShardInput:
     """Entities of a hash range, from the Arrow tables of its kinds of files: known items only, each once."""
     kinds = tuple(tables)
-    rows, ids, *others = tables.values()
-    named = pa.concat_tables([ids, *(each.select(ids.column_names) for each in others)])
-    features = others[0]
+    rows, ids, *user_tables = tables.values()
+    named = pa.concat_tables([ids, *(table.select(ids.column_names) for table in user_tables)])
+    features = user_tables[0]
     hashes, one_of = distinct(np.asarray(named.column(HASH)))
     names = named.column("user").take(pa.array(one_of)).combine_chunks()
 
     users = places_of(hashes, np.asarray(rows.column(HASH)))
     ordinals, times = np.asarray(rows.column("ordinal")), np.asarray(rows.column("time"))
-    known = ordinals >= 0
-    users, ordinals, times = users[known], ordinals[known], times[known]
+    is_known = ordinals >= 0
+    users, ordinals, times = users[is_known], ordinals[is_known], times[is_known]
     positions = None
     if has_events := POSITION in rows.column_names:
-        positions = np.asarray(rows.column(POSITION))[known]
+        positions = np.asarray(rows.column(POSITION))[is_known]
     order = by_time(users, times, positions)
     users, ordinals = users[order], ordinals[order]
     keep = latest_of_each(users, ordinals)
@@ -401,7 +424,7 @@ def group_rows(
             for name in features.column_names[2:]
         },
         history_limit=history_limit,
-        vectors=vectors_of(hashes, others[1]) if USER_VECTORS in kinds else None,
+        vectors=vectors_of(hashes, user_tables[1]) if USER_VECTORS in kinds else None,
         times=times[order][keep] if has_events else None,
         answers_without_history=answers_without_history,
     )

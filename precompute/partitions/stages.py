@@ -37,11 +37,11 @@ class Stages:
 
     def ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
         """Yields `values`, computed in a thread that is at most `depth` finished values ahead."""
-        thread, left = ThreadPoolExecutor(1), iter(values)
+        thread, remaining_values = ThreadPoolExecutor(1), iter(values)
         self._stages.append((thread, values))
         # One more than wait: the one in the making.
-        asked = deque(thread.submit(self._next, left) for _ in range(depth + 1))
-        return self._drain(thread, left, asked)
+        futures = deque(thread.submit(self._next, remaining_values) for _ in range(depth + 1))
+        return self._drain(thread, remaining_values, futures)
 
     def each(
         self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
@@ -66,18 +66,18 @@ class Stages:
         return (future.result().pop() for future in futures)
 
     @staticmethod
-    def _next(left: Iterator[Value]) -> list[Value]:
+    def _next(remaining_values: Iterator[Value]) -> list[Value]:
         """The next value in a list, which is empty where there is none."""
-        for value in left:
+        for value in remaining_values:
             return [value]
         return []
 
     def _drain(
         self,
         thread: ThreadPoolExecutor,
-        left: Iterator[Value],
-        asked: "deque[Future[list[Value]]]",
+        remaining_values: Iterator[Value],
+        futures: "deque[Future[list[Value]]]",
     ) -> Iterator[Value]:
-        while found := asked.popleft().result():
-            asked.append(thread.submit(self._next, left))
-            yield found.pop()  # kept by nobody here, however long it is used
+        while next_values := futures.popleft().result():
+            futures.append(thread.submit(self._next, remaining_values))
+            yield next_values.pop()  # kept by nobody here, however long it is used

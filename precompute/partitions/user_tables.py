@@ -75,23 +75,25 @@ def write_features(
     count = 0
     paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
     with ShardFiles(paths, schema, ranges=ranges_of_a_shard(config.shards)) as files:
-        for ids, found in batches:
+        for ids, column_by_name in batches:
             count += len(ids)
-            found = _shortened(config, ids, found, inputs, unusable)
-            for each in inputs:
-                filled[each] += _note_values(ids, found[str(each.column)], each, unusable)
+            column_by_name = _shortened(config, ids, column_by_name, inputs, unusable)
+            for input_spec in inputs:
+                filled[input_spec] += _note_values(
+                    ids, column_by_name[str(input_spec.column)], input_spec, unusable
+                )
             hashes = hashes_of(ids)
-            table = pa.table([ids.texts(), hashes, *found.values()], schema=schema)
+            table = pa.table([ids.texts(), hashes, *column_by_name.values()], schema=schema)
             if erased.users:
-                kept = erased.keeps_users(ids)
-                table, hashes = table.filter(pa.array(kept)), hashes[kept]
+                is_kept = erased.keeps_users(ids)
+                table, hashes = table.filter(pa.array(is_kept)), hashes[is_kept]
             files.write(table, range_of(hashes, config.shards))
-    for each, rows in filled.items():
+    for input_spec, rows in filled.items():
         if count and not rows:
             raise SourceError(
-                f"{config.sources.user_features}: column {each.column!r} has no value that the model's input "
-                f"{each.name!r} can use, in none of {count:,} rows",
-                column=each.column,
+                f"{config.sources.user_features}: column {input_spec.column!r} has no value that the model's input "
+                f"{input_spec.name!r} can use, in none of {count:,} rows",
+                column=input_spec.column,
             )
 
 
@@ -118,11 +120,15 @@ def _shortened(
 ) -> dict[str, Any]:
     """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
     shortened = dict(columns)
-    for name in sorted({str(each.column) for each in inputs if each.dtype == "string"}):
+    for name in sorted(
+        {str(input_spec.column) for input_spec in inputs if input_spec.dtype == "string"}
+    ):
         shortened[name], is_long = without_long_texts(columns[name], config.feature_text_bytes)
         if is_long.any():
-            bad = {f"{name}: {TOO_LONG}": is_long}
-            unusable.note_rows(f"{USER_ROWS}.{name}", bad, lambda row: {"user": ids.name_of(row)})
+            bad_mask_by_reason = {f"{name}: {TOO_LONG}": is_long}
+            unusable.note_rows(
+                f"{USER_ROWS}.{name}", bad_mask_by_reason, lambda row: {"user": ids.name_of(row)}
+            )
     return shortened
 
 
@@ -161,25 +167,29 @@ def write_vectors(
         ):
             rows_read += len(ids)
             unusable.looked_at(VECTOR_ROWS, len(ids))
-            found = read_values(values[column], spec)
-            if found.bad:
+            vector_values = read_values(values[column], spec)
+            if vector_values.bad:
                 named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
-                unusable.note_rows(VECTOR_ROWS, found.bad, named)
-            kept = found.usable & erased.keeps_users(ids)
-            used += int(kept.sum())
-            hashes, rows = hashes_of(ids)[kept], pa.array(found.numbers[kept].ravel())
+                unusable.note_rows(VECTOR_ROWS, vector_values.bad, named)
+            is_kept = vector_values.usable & erased.keeps_users(ids)
+            used += int(is_kept.sum())
+            hashes, rows = hashes_of(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel())
             files.write(
                 pa.table([
-                    ids.texts().filter(pa.array(kept)), hashes,
+                    ids.texts().filter(pa.array(is_kept)), hashes,
                     pa.FixedSizeListArray.from_arrays(rows, dims),
                 ], schema=schema),
                 range_of(hashes, config.shards),
             )  # fmt: skip
     if not used:
-        wanted = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
+        requirement = f"each is a list of {dims} finite numbers, as the bundle's dimensions"
         raise SourceError(
             f"{path}: column {column!r} has no vector that can be used: "
-            + (f"of its {rows_read:,} rows none is; {wanted}" if rows_read else "it has no rows"),
+            + (
+                f"of its {rows_read:,} rows none is; {requirement}"
+                if rows_read
+                else "it has no rows"
+            ),
             column=column,
         )
 
@@ -187,8 +197,8 @@ def write_vectors(
 def vectors_of(hashes: NDArray[np.uint64], table: Any) -> NDArray[np.float32]:
     """[hashes, dims]: the vector of each of the sorted hashes, a row of NaN for who has none."""
     rows, dims = first_rows(hashes, table), table.schema.field(VECTOR).type.list_size
-    found = np.full((len(hashes), dims), np.nan, np.float32)
+    vectors = np.full((len(hashes), dims), np.nan, np.float32)
     has_any = rows >= 0
     numbers = np.asarray(table.column(VECTOR).combine_chunks().flatten()).reshape(-1, dims)
-    found[has_any] = numbers[rows[has_any]]
-    return found
+    vectors[has_any] = numbers[rows[has_any]]
+    return vectors

@@ -60,23 +60,24 @@ def verdicts(
     ]  # fmt: skip
     memory = memory_room(
         limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations,
-        beside_bytes=mapped_beside(limits.arms, generations),
+        arms_bytes=mapped_beside(limits.arms, generations),
     )  # fmt: skip
     disk = disk_room(
         limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
     )
-    found = [(redis_headroom, each) for each in nodes]
-    found += [(memory_headroom, memory), (disk_headroom, disk)]
-    return [measured.under(gate.rule) for gate, measured in found]
+    gate_measurements = [(redis_headroom, node_measured) for node_measured in nodes]
+    gate_measurements += [(memory_headroom, memory), (disk_headroom, disk)]
+    return [measured.under(gate.rule) for gate, measured in gate_measurements]
 
 
-def demand_room(found: list[Verdict]) -> None:
+def demand_room(capacity_verdicts: list[Verdict]) -> None:
     """Raises Refused naming all that does not fit; rule, value and threshold are the first one's."""
-    failed = [each for each in found if not each.passed]
+    failed = [verdict for verdict in capacity_verdicts if not verdict.passed]
     if failed:
         first = failed[0]
         text = "; ".join(
-            f"{each.rule} {each.value} against {each.threshold}: {each.note}" for each in failed
+            f"{verdict.rule} {verdict.value} against {verdict.threshold}: {verdict.note}"
+            for verdict in failed
         )
         raise Refused(
             f"the generations of a night at its peak would not fit: {text}",
@@ -100,18 +101,20 @@ def limits_of(
     What this namespace's own generations take there by now counts as room: the planned ones would take their place.
     """
     folder = config.store().local("")
-    own_disk = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+    own_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     arms: tuple[ArmRoom, ...] = ()
-    given = None if redis_gb is None else round(redis_gb * GB)
-    if given is not None or not config.redis_url:
+    stated_bytes = None if redis_gb is None else round(redis_gb * GB)
+    if stated_bytes is not None or not config.redis_url:
         count = nodes or 1
-        limit, what = (
+        limit, limit_source = (
             (memory_available_bytes(), "this host's free memory")
-            if given is None
-            else (given, "as given")
+            if stated_bytes is None
+            else (stated_bytes, "as given")
         )
         every = tuple(
-            Node("primary" if count == 1 else f"primary {number + 1}", 1 / count, limit, what)
+            Node(
+                "primary" if count == 1 else f"primary {number + 1}", 1 / count, limit, limit_source
+            )
             for number in range(count)
         )
     else:
@@ -126,13 +129,15 @@ def limits_of(
 
 def _nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[Node, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        control, share = Control(client, config.keyspace()), shares(client)
+        control, share_by_node = Control(client, config.keyspace()), shares(client)
         own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
-        growth = sum(each.growth_bytes(generations_at_peak(config.keep)) for each in arms)
+        growth = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
         nodes = []
         for name, server in masters(client).items():
-            own = own_bytes * share[name]
-            used = unevictable_bytes(control, server, pages_bytes=own, record_bytes=record_bytes)
-            other = max(0, round(used - own + growth * share[name]))
-            nodes.append(Node(name, share[name], *memory_limit(server), other))
+            own_node_bytes = own_bytes * share_by_node[name]
+            used = unevictable_bytes(
+                control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes
+            )
+            other_bytes = max(0, round(used - own_node_bytes + growth * share_by_node[name]))
+            nodes.append(Node(name, share_by_node[name], *memory_limit(server), other_bytes))
         return tuple(nodes), arms

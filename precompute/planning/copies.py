@@ -45,49 +45,54 @@ class CopyingNight:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form for `--json`."""
-        told = asdict(self)
-        wall_s, cpu_s = told.pop("scoring")
-        return {**told, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
+        fields = asdict(self)
+        wall_s, cpu_s = fields.pop("scoring")
+        return {**fields, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
 
 
 def users_changed(
-    stated: float | None, sample: Sample, before: datetime | None
+    stated: float | None, sample: Sample, cutoff_at: datetime | None
 ) -> tuple[float, str]:
     """(share of the users that a night finds changed, in words how it is known)."""
     if stated is not None:
         return stated, f"{stated:.1%} of the users changed, as stated"
-    found = active_lately(sample, before)
-    if found is None:
+    active_share = active_lately(sample, cutoff_at)
+    if active_share is None:
         return (
             USERS_CHANGED,
             f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
         )
-    return found, f"{found:.1%} of the users did something in the last day before the cut"
+    return (
+        active_share,
+        f"{active_share:.1%} of the users did something in the last day before the cut",
+    )
 
 
-def active_lately(sample: Sample, before: datetime | None) -> float | None:
+def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
     """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
 
     Without a cut the day ends with the newest interaction.
     """
     if not (sample.times > 0).any():
         return None
-    newest = int(sample.times.max()) + 1
-    end = newest if before is None else int(before.timestamp() * MICROSECONDS)
+    data_end_us = int(sample.times.max()) + 1
+    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
     lately = sample.owners[sample.times >= end - _DAY_US]
     return len(np.unique(lately)) / len(sample.ids)
 
 
-def touched(items: int, changed: float, width: int) -> float:
-    """Share of the lists of `width` items that hold one of the `changed` share of all `items`, whichever these are.
+def touched(items: int, changed_share: float, width: int) -> float:
+    """Share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
 
     1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
     """
-    some, width = changed * items, min(width, items)
-    if some + width > items:
-        return 1.0 if some and width else 0.0
-    left = lgamma(items - some + 1) - lgamma(items - some - width + 1)
-    return 1 - exp(left + lgamma(items - width + 1) - lgamma(items + 1))
+    changed_count, width = changed_share * items, min(width, items)
+    if changed_count + width > items:
+        return 1.0 if changed_count and width else 0.0
+    log_unchanged_ways = lgamma(items - changed_count + 1) - lgamma(
+        items - changed_count - width + 1
+    )
+    return 1 - exp(log_unchanged_ways + lgamma(items - width + 1) - lgamma(items + 1))
 
 
 def copying_night(
@@ -101,24 +106,24 @@ def copying_night(
 
     `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
     """
-    lost, entered = _computed(shape, "user", items_changed)
-    had = _mean_touched(shape.items, items_changed, histories)
-    stay = (1 - users_changed) * (1 - had)
-    inputs, lost, entered = 1 - stay, stay * lost, stay * entered
-    computed = inputs + lost + entered
+    lost_share, entered = _computed(shape, "user", items_changed)
+    touched_history_share = _mean_touched(shape.items, items_changed, histories)
+    stay = (1 - users_changed) * (1 - touched_history_share)
+    inputs, lost_share, entered = 1 - stay, stay * lost_share, stay * entered
+    computed = inputs + lost_share + entered
     # Who an item may enter is told by the vectors of all users.
-    left = {
+    remaining_share_by_stage = {
         "tower": 1.0 if items_changed else inputs,
         "topk": min(1.0, computed + items_changed * (1 - computed)),
     }
     busy = timings.stages
-    of_users = sum(left.get(name, 1.0) * busy[name] for name in busy) / max(
+    of_users = sum(remaining_share_by_stage.get(name, 1.0) * busy[name] for name in busy) / max(
         sum(busy.values()), 1e-9
     )
     of_items = min(1.0, items_changed + sum(_computed(shape, "item", items_changed)))
     scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
     scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
-    return CopyingNight(items_changed, inputs, lost, entered, scoring)
+    return CopyingNight(items_changed, inputs, lost_share, entered, scoring)
 
 
 def copying_nights(
@@ -129,8 +134,11 @@ def copying_nights(
     histories: NDArray[np.int64],
 ) -> Sequence[CopyingNight]:
     """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
-    shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
-    return [copying_night(timings, shape, users_changed, each, histories) for each in shares]
+    changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
+    return [
+        copying_night(timings, shape, users_changed, changed_share, histories)
+        for changed_share in changed_shares
+    ]
 
 
 def lengths(sample: Sample) -> NDArray[np.int64]:
@@ -142,20 +150,20 @@ def lengths(sample: Sample) -> NDArray[np.int64]:
     return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
 
 
-def _mean_touched(items: int, changed: float, widths: NDArray[np.int64]) -> float:
-    found, counts = np.unique(widths, return_counts=True)
-    shares = [touched(items, changed, width) for width in found.tolist()]
-    return float(np.dot(shares, counts)) / max(1, len(widths))
+def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -> float:
+    distinct_widths, counts = np.unique(widths, return_counts=True)
+    touched_shares = [touched(items, changed_share, width) for width in distinct_widths.tolist()]
+    return float(np.dot(touched_shares, counts)) / max(1, len(widths))
 
 
-def _computed(shape: Shape, entity: str, changed: float) -> tuple[float, float]:
+def _computed(shape: Shape, entity: str, changed_share: float) -> tuple[float, float]:
     """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
     width = sum(
         layout.width
         for of, layout in shape.layouts.values()
         if of == entity and layout.kind == "topk"
     )
-    lost = touched(shape.items, changed, width)
+    lost_share = touched(shape.items, changed_share, width)
     # A new item is as likely in a list as any, so as many lists are entered as are left.
-    entered = 1.0 if changed > ENTERING_MAX and width else lost
-    return lost, (1 - lost) * entered
+    entered = 1.0 if changed_share > ENTERING_MAX and width else lost_share
+    return lost_share, (1 - lost_share) * entered

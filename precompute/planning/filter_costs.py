@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -82,38 +83,40 @@ def filter_costs(
     trial: Trial, shape: Shape, client: "redis.Redis", page_costs: Mapping[int, float]
 ) -> list[FilterCost]:
     """Costs of each declared filter for each table of lists, whether the night is told to make it or not."""
-    config, bundle, begun = trial.build.config, trial.bundle, trial.begun
+    config, bundle, begin_report = trial.build.config, trial.bundle, trial.begun
     if not config.filters:
         return []
-    items = open_items(trial.build.root, begun, dims=bundle.dims)
-    declared = passing_filters(config, trial.build.root, begun["attributes"], items.count)
-    masks = {name: each.among(np.arange(items.count)) for name, each in declared.items()}
-    vectors, pages, found = np.asarray(items.vectors), shape.pages(), []
+    items = open_items(trial.build.root, begin_report, dims=bundle.dims)
+    declared = passing_filters(config, trial.build.root, begin_report["attributes"], items.count)
+    masks = {
+        name: filter_mask.among(np.arange(items.count)) for name, filter_mask in declared.items()
+    }
+    vectors, pages, costs = np.asarray(items.vectors), shape.pages(), []
     read_s = _read_s(client)
-    for table, each in configured_tables(config, bundle).items():
-        if each.kind not in LISTS:
+    for table, table_config in configured_tables(config, bundle).items():
+        if table_config.kind not in LISTS:
             continue
-        sampled = _users(trial) if each.kind == "user_topk" else _items(vectors)
-        entities = shape.users if each.kind == "user_topk" else shape.items
-        metric, threads = metric_of(bundle, each), config.threads or None
+        sampled = _users(trial) if table_config.kind == "user_topk" else _items(vectors)
+        entities = shape.users if table_config.kind == "user_topk" else shape.items
+        metric, threads = metric_of(bundle, table_config), config.threads or None
         scorer = trial.scorers.at(0).of(items, metric)
-        lists = scorer.top(sampled[0], each.k, sampled[1], threads=threads)[0]
+        lists = scorer.top(sampled[0], table_config.k, sampled[1], threads=threads)[0]
         for name, mask in masks.items():
-            made = f"{table}.{name}"
+            filtered_table = f"{table}.{name}"
 
-            def under(mask: NDArray[np.bool_] = mask) -> object:
-                return scorer.top(sampled[0], each.k, sampled[1], allowed=mask, threads=threads)  # noqa: B023
-
-            spent = timed(under)[0]
+            search = partial(
+                scorer.top, sampled[0], table_config.k, sampled[1], allowed=mask, threads=threads
+            )
+            spent = timed(search)[0]
             cut, cut_few = _cut(lists, mask)
-            found.append(
+            costs.append(
                 FilterCost(
-                    made, made in config.filtered, int(mask.sum()), pages[table].count,
+                    filtered_table, filtered_table in config.filtered, int(mask.sum()), pages[table].count,
                     _bytes_of(pages[table], page_costs), spent.cpu_s * entities / len(sampled[0]), cut, cut_few,
-                    _search_s(vectors, sampled, mask, each.k, metric), read_s,
+                    _search_s(vectors, sampled, mask, table_config.k, metric), read_s,
                 )
             )  # fmt: skip
-    return found
+    return costs
 
 
 def _bytes_of(pages: Pages, costs: Mapping[int, float]) -> int:
@@ -136,10 +139,10 @@ def _items(vectors: NDArray[np.float32]) -> Sampled:
 def _cut(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
     """Shares of the lists uint32 [n, k] that a lookup of all of it, and of ten, is not answered from."""
     used = lists != NO_ITEM
-    passing = (mask[np.where(used, lists, 0)] & used).sum(axis=1)
+    passing_counts = (mask[np.where(used, lists, 0)] & used).sum(axis=1)
     is_full, width = used.all(axis=1), lists.shape[1]
     cuts: Sequence[float] = [
-        float((is_full & (passing < k)).mean()) if len(lists) else 0.0
+        float((is_full & (passing_counts < k)).mean()) if len(lists) else 0.0
         for k in (width, min(FEW, width))
     ]
     return cuts[0], cuts[1]
@@ -153,12 +156,14 @@ def _search_s(
     metric: Metric,
 ) -> float:
     """Processor seconds of a search by one vector, as the service makes it."""
-    best, queries, gone = BestOf(vectors), sampled[0][:_SEARCHES], sampled[1]
-    passing = np.flatnonzero(mask)
+    searcher, queries, exclusions = BestOf(vectors), sampled[0][:_SEARCHES], sampled[1]
+    passing_ordinals = np.flatnonzero(mask)
 
     def search(row: int) -> None:
-        out = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
-        best.of(queries[row], passing[~np.isin(passing, out)], k, metric)
+        excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
+        searcher.of(
+            queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric
+        )
 
     search(0)  # lengths are found once
 
@@ -173,9 +178,9 @@ def _read_s(client: "redis.Redis") -> float:
     """Seconds of a read of a record from a Redis beside: the median round trip."""
     key, spent = "larder:plan:read", []
     client.set(key, bytes(64 << 10))
-    for place in range(_READS):
-        began = time.perf_counter()
-        client.getrange(key, place, place + 600)
-        spent.append(time.perf_counter() - began)
+    for offset in range(_READS):
+        started_at = time.perf_counter()
+        client.getrange(key, offset, offset + 600)
+        spent.append(time.perf_counter() - started_at)
     client.delete(key)
     return float(np.median(spent))

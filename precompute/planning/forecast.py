@@ -94,7 +94,7 @@ class Forecast:
             "record_bytes": {
                 name: layout.size_bytes for name, (_, layout) in shape.layouts.items()
             },
-            "pages": {name: each.count for name, each in shape.pages().items()},
+            "pages": {name: table_pages.count for name, table_pages in shape.pages().items()},
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
             "directory_bytes": shape.directory_bytes,
@@ -110,9 +110,9 @@ class Forecast:
             "load_s": self.load.wall_s,
             "load_cpu_s": self.load.cpu_s,
             "load_beside_readers_max_s": self.floor_s,
-            "l1": [asdict(each) for each in self.hits],
-            "filters": [each.to_json() for each in self.filters],
-            "copying": [each.to_json() for each in self.copying],
+            "l1": [asdict(hit_rates) for hit_rates in self.hits],
+            "filters": [filter_cost.to_json() for filter_cost in self.filters],
+            "copying": [copying_night.to_json() for copying_night in self.copying],
             "copying_note": self.copying_note,
             "remarks": list(self.remarks),
         }
@@ -120,7 +120,7 @@ class Forecast:
 
 def forecast(
     config: NightConfig,
-    asked: PlanParameters,
+    parameters: PlanParameters,
     requests: NDArray[np.int64] | None = None,
     *,
     progress: Progress = quiet,
@@ -130,54 +130,62 @@ def forecast(
     `requests`: how often each user in a log was asked for; None: `asked.zipf`. Nothing of the namespace is read or
     written.
     """
-    until = asked.data_until or config.data_until
-    before = parse_time(until) if until else None
-    with TemporaryDirectory(prefix="larder-plan-") as place:
-        folder = Path(place)
-        bundle = _bundle(config, folder / "bundle", before)
+    data_until = parameters.data_until or config.data_until
+    cutoff_at = parse_time(data_until) if data_until else None
+    with TemporaryDirectory(prefix="larder-plan-") as temporary_path:
+        folder = Path(temporary_path)
+        bundle = _bundle(config, folder / "bundle", cutoff_at)
         demand_feature_types(config, bundle)
-        config = resized(config, bundle, asked.k)
+        config = resized(config, bundle, parameters.k)
         sample = draw(
-            config, asked.sample, columns=feature_columns(bundle), before=before, progress=progress
+            config,
+            parameters.sample,
+            columns=feature_columns(bundle),
+            cutoff_at=cutoff_at,
+            progress=progress,
         )
-        source_users = asked.users or sample.users
+        source_users = parameters.users or sample.users
         with server(folder / "redis") as running:
             trial = open_trial(config, sample, folder, running.url)
-            shape = _shape(config, trial, asked, source_users)
+            shape = _shape(config, trial, parameters, source_users)
             timings = time_scoring(
-                trial, shape, source_users=source_users, seconds=asked.seconds, progress=progress
+                trial,
+                shape,
+                source_users=source_users,
+                seconds=parameters.seconds,
+                progress=progress,
             )
             shape = replace(shape, users=round(source_users * timings.kept))
             with connect(running.url, config.redis_timeout_s) as client:
                 pages = shape.pages().values()
-                sizes = {size for each in pages for size in each.sizes}
+                sizes = {size for table_pages in pages for size in table_pages.sizes}
                 costs = page_costs(client, config.keyspace(), sizes)
-                redis_bytes = round(sum(each.sum(costs) for each in pages))
+                redis_bytes = round(sum(table_pages.sum(costs) for table_pages in pages))
                 filters = filter_costs(trial, shape, client, costs)
                 progress("rehearse the load", 0, 1)
                 loading = time_load(trial.build.config, shape, client)
-            rate = _gpu_rate(config, trial, shape, asked)
+            rate = _gpu_rate(config, trial, shape, parameters)
     popularity = (
-        zipf(source_users, asked.zipf)
+        zipf(source_users, parameters.zipf)
         if requests is None
         else popularity_of(requests, source_users)
     )
-    share, note = users_changed(asked.users_changed, sample, before)
+    changed_share, note = users_changed(parameters.users_changed, sample, cutoff_at)
     return Forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         floor_seconds(config, shape.payload_bytes),
-        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hits(shape, asked, popularity), filters,
-        copying_nights(timings, shape, share, asked.items_changed, lengths(sample)), note,
+        gpu_seconds(timings, rate.users_per_s, shape), rate.how, _hits(shape, parameters, popularity), filters,
+        copying_nights(timings, shape, changed_share, parameters.items_changed, lengths(sample)), note,
         [remark] if (remark := time_limit_remark(config, shape.payload_bytes)) else [],
     )  # fmt: skip
 
 
-def judged(config: NightConfig, found: Forecast, limits: CapacityLimits) -> list[Any]:
+def judged(config: NightConfig, night_forecast: Forecast, limits: CapacityLimits) -> list[Any]:
     """Verdicts on a forecast within these limits."""
     return verdicts(
-        limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=found.redis_bytes,
-        mapped_bytes=found.shape.mapped_bytes, disk_bytes=found.shape.disk_bytes,
+        limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=night_forecast.redis_bytes,
+        mapped_bytes=night_forecast.shape.mapped_bytes, disk_bytes=night_forecast.shape.disk_bytes,
     )  # fmt: skip
 
 
@@ -192,24 +200,26 @@ def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
     return replace(config, tables=tables)
 
 
-def _bundle(config: NightConfig, folder: Path, before: datetime | None) -> Bundle:
+def _bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bundle:
     if config.sources.item_vectors:
-        return make_bundle(config, folder, before=before)
+        return make_bundle(config, folder, interactions_before=cutoff_at)
     return Bundle.open(config.path(config.bundle))
 
 
-def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int) -> Shape:
-    bundle, begun, root = trial.bundle, trial.begun, trial.build.root
-    items, dims = int(begun["items"]), asked.dims or bundle.dims
+def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users: int) -> Shape:
+    bundle, begin_report, root = trial.bundle, trial.begun, trial.build.root
+    items, dims = int(begin_report["items"]), parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
     sized = replace(bundle, dims=dims)
-    per_user = min(config.history_limit, int(begun["interactions"]) / len(trial.sample.ids))
-    partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())
-    facets = begun.get("facets") or trial.build.need("embed_items").get("facets") or {}
-    listed = [each for each in tables.values() if each.kind in ("user_topk", "item_similar")]
+    per_user = min(config.history_limit, int(begin_report["interactions"]) / len(trial.sample.ids))
+    partition = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
+    facets = begin_report.get("facets") or trial.build.need("embed_items").get("facets") or {}
+    list_tables = [
+        table for table in tables.values() if table.kind in ("user_topk", "item_similar")
+    ]
     return Shape(
         users=users,
-        items=asked.items or items,
+        items=parameters.items or items,
         dims=dims,
         shards=config.shards,
         page_bytes=config.page_bytes,
@@ -219,21 +229,21 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         },
         item_id_bytes=(root / "items/ids.bin").stat().st_size / items,
         model_bytes={
-            each.name: sum(path.stat().st_size for path, _, _ in each.files)
-            for each in bundle.models
+            model.name: sum(path.stat().st_size for path, _, _ in model.files)
+            for model in bundle.models
         },
         model_items=items,
         model_dims=bundle.dims,
         facets={
-            name: (each["table"]["count"], facet_layout(config.facets[name].k))
-            for name, each in facets.items()
+            name: (facet["table"]["count"], facet_layout(config.facets[name].k))
+            for name, facet in facets.items()
         },
-        metrics=len({metric_of(bundle, each) for each in listed}),
+        metrics=len({metric_of(bundle, table) for table in list_tables}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
         has_seen=bool(config.sources.item_attributes),
         has_inputs=config.events.enabled,
-        interactions=round(users * int(begun["interactions"]) / len(trial.sample.ids)),
+        interactions=round(users * int(begin_report["interactions"]) / len(trial.sample.ids)),
         feature_bytes=_bytes_of(
             path
             for kind in ("features", USER_VECTORS)
@@ -248,40 +258,44 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
 
 
 def _bytes_of(files: Iterable[Path]) -> int:
-    return sum(each.stat().st_size for each in files)
+    return sum(path.stat().st_size for path in files)
 
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: Shape) -> float:
     """Lists at this rate, items as users, beside the slowest of what the processor still does."""
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
-    others = max(value for name, value in timings.stages.items() if name != "topk")
-    return timings.embed.wall_s + max(entities / users_per_s, others)
+    slowest_stage_s = max(value for name, value in timings.stages.items() if name != "topk")
+    return timings.embed.wall_s + max(entities / users_per_s, slowest_stage_s)
 
 
-def _gpu_rate(config: NightConfig, trial: Trial, shape: Shape, asked: PlanParameters) -> DeviceRate:
-    if asked.gpu_users_per_s is not None:
-        return DeviceRate(asked.gpu_users_per_s, f"the stated {asked.gpu_users_per_s:,.0f} users/s")
+def _gpu_rate(
+    config: NightConfig, trial: Trial, shape: Shape, parameters: PlanParameters
+) -> DeviceRate:
+    if parameters.gpu_users_per_s is not None:
+        return DeviceRate(
+            parameters.gpu_users_per_s, f"the stated {parameters.gpu_users_per_s:,.0f} users/s"
+        )
     widths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
     return trial.on_devices(config.device, shape, max(widths, default=1))
 
 
-def _hits(shape: Shape, asked: PlanParameters, popularity: Popularity) -> list[Hits]:
+def _hits(shape: Shape, parameters: PlanParameters, popularity: Popularity) -> list[Hits]:
     lists = [
         layout
         for entity, layout in shape.layouts.values()
         if entity == "user" and layout.kind == "topk"
     ]
     layout = (lists or [layout for _, layout in shape.layouts.values()])[0]
-    answer = asked.answer_bytes
+    answer = parameters.answer_bytes
     if answer is None:
-        each = shape.item_id_bytes if layout.kind == "topk" else 0.0
-        answer = round(ANSWER_BYTES + layout.width * (each + ANSWER_ITEM_BYTES))
+        item_id_bytes = shape.item_id_bytes if layout.kind == "topk" else 0.0
+        answer = round(ANSWER_BYTES + layout.width * (item_id_bytes + ANSWER_ITEM_BYTES))
     return [
         hits(
             popularity, mib * MIB, record_bytes=layout.size_bytes,
             answer_bytes=answer,
-            requests=None if asked.qps is None else asked.qps / asked.processes * DAY_S,
+            requests=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
         )
-        for mib in asked.l1_mib
+        for mib in parameters.l1_mib
     ]  # fmt: skip

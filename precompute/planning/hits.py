@@ -48,8 +48,8 @@ def zipf(users: int, exponent: float) -> Popularity:
         edges.append(min(users, max(edges[-1] + 1, int(edges[-1] * BIN_GROWTH))))
     # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
     low, high = np.array(edges[:-1], np.float64) + 0.5, np.array(edges[1:], np.float64) + 0.5
-    rest = 1 - exponent
-    sums = np.log(high / low) if rest == 0 else (high**rest - low**rest) / rest
+    power = 1 - exponent
+    sums = np.log(high / low) if power == 0 else (high**power - low**power) / power
     keys = np.concatenate([np.ones(exact), high - low])
     mass = np.concatenate([np.arange(1, exact + 1, dtype=np.float64) ** -exponent, sums])
     return Popularity(mass / mass.sum() / keys, keys)
@@ -62,13 +62,13 @@ def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
     user seen gives up the same part of a request for it.
     """
     times, keys = np.unique(counts, return_counts=True)
-    requests, seen = int(counts.sum()), len(counts)
-    once, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen)
-    if not once or not unseen:
+    requests, seen_count = int(counts.sum()), len(counts)
+    seen_once_count, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen_count)
+    if not seen_once_count or not unseen:
         return Popularity(times / requests, keys.astype(np.float64))
-    given = min(once / seen, 0.9)
-    shares = np.concatenate([times - given, [given * seen / unseen]]) / requests
-    return Popularity(shares, np.concatenate([keys, [unseen]]).astype(np.float64))
+    discount = min(seen_once_count / seen_count, 0.9)
+    request_shares = np.concatenate([times - discount, [discount * seen_count / unseen]]) / requests
+    return Popularity(request_shares, np.concatenate([keys, [unseen]]).astype(np.float64))
 
 
 def hits(
@@ -91,13 +91,13 @@ def hits(
     def contents(time: float) -> tuple[float, float]:
         """(entries, bytes) expected."""
         x = popularity.shares * time
-        gone = np.exp(-x)
+        absent_probability = np.exp(-x)
         if not answer:
-            entries = float(popularity.keys @ (1 - gone))
+            entries = float(popularity.keys @ (1 - absent_probability))
             return entries, record * entries
         # The record is used when it comes and when the answer is made of it; then only the answer is.
-        records = float(popularity.keys @ ((1 + x) * gone * (1 - gone)))
-        answers = float(popularity.keys @ (1 - gone) ** 2)
+        records = float(popularity.keys @ ((1 + x) * absent_probability * (1 - absent_probability)))
+        answers = float(popularity.keys @ (1 - absent_probability) ** 2)
         return records + answers, record * records + answer * answers
 
     time = _characteristic(lambda time: contents(time)[1], max_bytes)

@@ -56,7 +56,7 @@ def step_bytes(shape: Shape) -> Mapping[str, int]:
         "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + features
         + HASH_BYTES * (shape.users // shape.shards + 4 * shape.items) + shape.directory_bytes,
     }  # fmt: skip
-    return {step: BASE_BYTES + found for step, found in steps.items()}
+    return {step: BASE_BYTES + peak_bytes for step, peak_bytes in steps.items()}
 
 
 def _batch_bytes(shape: Shape) -> int:

@@ -31,8 +31,8 @@ def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> d
         # As long a key as any: allocators round up.
         name = keys.page(GENERATION, "user_topk", 100)
         client.set(name, bytes(size))
-        found: Any = client.memory_usage(name)
-        costs[size] = int(found)
+        memory_bytes: Any = client.memory_usage(name)
+        costs[size] = int(memory_bytes)
         client.delete(name)
     return costs
 
@@ -42,34 +42,36 @@ def time_load(config: NightConfig, shape: Shape, client: "redis.Redis") -> Spent
 
     As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
     """
-    share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
-    small, large = (_load(config, shape, each, client) for each in (share / 4, share))
+    payload_share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
+    small, large = (
+        _load(config, shape, run_share, client) for run_share in (payload_share / 4, payload_share)
+    )
     return grown(small, large, shape.payload_bytes)
 
 
-def _load(config: NightConfig, shape: Shape, share: float, client: "redis.Redis") -> Run:
+def _load(config: NightConfig, shape: Shape, payload_share: float, client: "redis.Redis") -> Run:
     build = Build.of(config, {"generation": GENERATION})
-    manifest = _manifest(config.namespace, shape, share, build.root)
+    manifest = _manifest(config.namespace, shape, payload_share, build.root)
     build.store.write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
-    taken = []
+    run_times = []
     for _ in range(REPEATS):
         client.flushall(asynchronous=False)
         spent, _ = timed(
             lambda: load.run(config, {"generation": GENERATION}),
             lambda: cpu_s(cast(Any, client.info("cpu"))),
         )
-        taken.append(spent)
+        run_times.append(spent)
     client.flushall(asynchronous=False)
-    return Run(total_bytes(manifest), middle(taken))
+    return Run(total_bytes(manifest), middle(run_times))
 
 
-def _manifest(namespace: str, shape: Shape, share: float, folder: Path) -> Manifest:
+def _manifest(namespace: str, shape: Shape, payload_share: float, folder: Path) -> Manifest:
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
     for name, (entity, layout) in shape.layouts.items():
         records = shape.users if entity == "user" else shape.items
-        count = round(records * share / shape.shards)
+        count = round(records * payload_share / shape.shards)
         file = Artefact(f"{name}.pages", count * layout.size_bytes, "")
         with (folder / file.path).open("wb") as pages:
             pages.truncate(file.size_bytes)

@@ -54,11 +54,11 @@ class Sample:
         named = [
             name[self.owners[row]].astype(object) for name, row in zip(names, rows, strict=True)
         ]
-        taken = np.concatenate(rows)
+        sample_rows = np.concatenate(rows)
         columns = {
             sources.user_column: pa.array(np.concatenate(named), pa.string()),
-            sources.item_column: self.items.take(pa.array(taken)),
-            sources.timestamp_column: pa.array(self.times[taken], pa.timestamp("us")),
+            sources.item_column: self.items.take(pa.array(sample_rows)),
+            sources.timestamp_column: pa.array(self.times[sample_rows], pa.timestamp("us")),
         }
         file = folder / "interactions.parquet"
         if sources.interactions:
@@ -69,9 +69,11 @@ class Sample:
                 return None
             owners, parts = np.asarray(table.column(OWNER)), []
             for name, start in zip(names, rounds, strict=True):
-                kept = np.flatnonzero(owners < users - start)
-                part = table.take(pa.array(kept)).drop_columns([OWNER])
-                parts.append(part.append_column(sources.user_column, pa.array(name[owners[kept]])))
+                kept_rows = np.flatnonzero(owners < users - start)
+                part = table.take(pa.array(kept_rows)).drop_columns([OWNER])
+                parts.append(
+                    part.append_column(sources.user_column, pa.array(name[owners[kept_rows]]))
+                )
             pq.write_table(pa.concat_tables(parts), path)
             return str(path)
 
@@ -89,50 +91,60 @@ class Sample:
 
 def draw(
     config: NightConfig,
-    share: float,
+    user_share: float,
     *,
     columns: Sequence[str] = (),
-    before: datetime | None = None,
+    cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
-    """Users whose hash is among the smallest: `share` of them, at least USERS_MIN where there are so many.
+    """Users whose hash is among the smallest: `user_share` of them, at least USERS_MIN where there are so many.
 
     `columns` of the user features are what the models want; who has only features is a user, too.
     """
-    found, interactions = Distinct(), 0
-    for batch in _read(config, before):
-        found.add(batch.users.hashes(SEED))
+    distinct_users, interactions = Distinct(), 0
+    for batch in _read(config, cutoff_at):
+        distinct_users.add(batch.users.hashes(SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
     for read in (_features(config, columns), _vectors(config)):
         for ids, _ in read:
-            found.add(ids.hashes(SEED))
-    if not found.count:
+            distinct_users.add(ids.hashes(SEED))
+    if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
-    wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
-    limit = found.smallest[wanted - 1]
+    sample_size = min(
+        len(distinct_users.smallest), max(USERS_MIN, round(user_share * distinct_users.count))
+    )
+    limit = distinct_users.smallest[sample_size - 1]
     rows = [_ROWS.empty_table()]  # of a night without interactions there are no others
-    for batch in _read(config, before):
-        kept = batch.only(hashes_of(batch.users, SEED) <= limit)
+    for batch in _read(config, cutoff_at):
+        sampled_batch = batch.only(hashes_of(batch.users, SEED) <= limit)
         rows.append(
-            pa.table({"user": kept.users.texts(), "item": kept.items.texts(), "time": kept.times})
+            pa.table(
+                {
+                    "user": sampled_batch.users.texts(),
+                    "item": sampled_batch.items.texts(),
+                    "time": sampled_batch.times,
+                }
+            )
         )
         progress("draw the sample", sum(map(len, rows)), 0)
     tables = [_kept(_features(config, columns), limit), _kept(_vectors(config), limit)]
-    return _sample(found.count, interactions, pa.concat_tables(rows), tables)
+    return _sample(distinct_users.count, interactions, pa.concat_tables(rows), tables)
 
 
 def _sample(users: int, interactions: int, rows: Any, tables: Sequence[Any]) -> Sample:
-    given = [rows, *(each for each in tables if each is not None)]
+    present_tables = [rows, *(table for table in tables if table is not None)]
     coded = pc.dictionary_encode(
-        pa.concat_arrays([each.column("user").combine_chunks() for each in given])
+        pa.concat_arrays([table.column("user").combine_chunks() for table in present_tables])
     )
-    codes = np.split(np.asarray(coded.indices, np.int64), np.cumsum([*map(len, given)])[:-1])
+    codes = np.split(
+        np.asarray(coded.indices, np.int64), np.cumsum([*map(len, present_tables)])[:-1]
+    )
     owners = iter(codes[1:])
     features, vectors = (
-        None if each is None
-        else each.drop_columns(["user"]).append_column(OWNER, pa.array(next(owners)))
-        for each in tables
+        None if table is None
+        else table.drop_columns(["user"]).append_column(OWNER, pa.array(next(owners)))
+        for table in tables
     )  # fmt: skip
     return Sample(
         users, interactions, coded.dictionary.to_pylist(), codes[0],
@@ -140,8 +152,8 @@ def _sample(users: int, interactions: int, rows: Any, tables: Sequence[Any]) -> 
     )  # fmt: skip
 
 
-def _read(config: NightConfig, before: datetime | None) -> Iterator[Interactions]:
-    return read_interactions(config.sources, Path(config.base), before=before)
+def _read(config: NightConfig, cutoff_at: datetime | None) -> Iterator[Interactions]:
+    return read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
 
 
 def _features(
@@ -162,6 +174,6 @@ def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
 def _kept(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
     parts = []
     for ids, values in read:
-        kept = pa.array(hashes_of(ids, SEED) <= limit)
-        parts.append(pa.table({"user": ids.texts(), **values}).filter(kept))
+        is_sampled = pa.array(hashes_of(ids, SEED) <= limit)
+        parts.append(pa.table({"user": ids.texts(), **values}).filter(is_sampled))
     return pa.concat_tables(parts) if parts else None

@@ -32,8 +32,8 @@ class Pages:
     def of(cls, records: int, parts: int, layout: Layout, page_bytes: int) -> "Pages":
         """Entities spread evenly over the parts, as their hashes do but for chance."""
         per_page = records_per_page(layout, page_bytes)
-        full, left = divmod(round(records / parts), per_page)
-        return cls(parts, full, per_page * layout.size_bytes, left * layout.size_bytes)
+        full, leftover_records = divmod(round(records / parts), per_page)
+        return cls(parts, full, per_page * layout.size_bytes, leftover_records * layout.size_bytes)
 
     @property
     def count(self) -> int:
@@ -107,7 +107,7 @@ class Shape:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the records of all tables."""
-        return sum(each.payload_bytes for each in self.pages().values())
+        return sum(table_pages.payload_bytes for table_pages in self.pages().values())
 
     @property
     def directory_bytes(self) -> int:
@@ -154,17 +154,17 @@ class Shape:
     @property
     def input_bytes(self) -> int:
         """Bytes of what is published of users, at most: items count as often as they came, features as texts."""
-        found = 0
+        size_bytes = 0
         if self.has_seen or self.has_inputs:
-            found += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
+            size_bytes += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
         if self.has_inputs:
             features = round(TEXT_TIMES * self.users * self.feature_bytes)
-            found += HASH_BYTES * (self.users + self.interactions) + features
-        return found
+            size_bytes += HASH_BYTES * (self.users + self.interactions) + features
+        return size_bytes
 
     @property
     def disk_bytes(self) -> int:
         """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
-        sums = SUM_BYTES * sum(each.count for each in self.pages().values())
-        stored = self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes
-        return stored + self.work_bytes + REPORTS_BYTES
+        sums = SUM_BYTES * sum(table_pages.count for table_pages in self.pages().values())
+        artefact_bytes = self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes
+        return artefact_bytes + self.work_bytes + REPORTS_BYTES

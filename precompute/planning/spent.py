@@ -14,9 +14,9 @@ class Spent(NamedTuple):
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
-    def and_(self, other: Self) -> "Spent":
+    def and_(self, other_spent: Self) -> "Spent":
         """Time of both, one after the other."""
-        return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+        return Spent(self.wall_s + other_spent.wall_s, self.cpu_s + other_spent.cpu_s)
 
     def times(self, factor: float) -> "Spent":
         """Time of `factor` times as much."""
@@ -39,14 +39,14 @@ def timed(
 ) -> tuple[Spent, Found]:
     """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
     wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
-    found = run()
-    ended = time.perf_counter()
-    return Spent(ended - wall, time.process_time() + other_cpu_s() - cpu), found
+    result = run()
+    ended_at = time.perf_counter()
+    return Spent(ended_at - wall, time.process_time() + other_cpu_s() - cpu), result
 
 
-def middle(taken: Sequence[Spent]) -> Spent:
+def middle(run_times: Sequence[Spent]) -> Spent:
     """The median of several runs of the same, each clock by itself."""
-    return Spent(*(median(each) for each in zip(*taken, strict=True)))
+    return Spent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
 
 
 def grown(small: Run, large: Run, amount: float) -> Spent:
@@ -55,8 +55,8 @@ def grown(small: Run, large: Run, amount: float) -> Spent:
     if step <= 0:
         return large.spent.times(amount / large.amount)
 
-    def on_line(before: float, after: float) -> float:
-        slope = max(0.0, after - before) / step
+    def on_line(small_run_s: float, after: float) -> float:
+        slope = max(0.0, after - small_run_s) / step
         return max(0.0, after + slope * (amount - large.amount))
 
     return Spent(*map(on_line, small.spent, large.spent))

@@ -61,10 +61,10 @@ class Timings:
     @property
     def all(self) -> Spent:
         """Time from the item vectors to the last page."""
-        found = self.embed
-        for each in (self.prepare, self.shards, self.users, self.items):
-            found = found.and_(each)
-        return found
+        total_spent = self.embed
+        for step_spent in (self.prepare, self.shards, self.users, self.items):
+            total_spent = total_spent.and_(step_spent)
+        return total_spent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +89,8 @@ class Trial:
         """Share of the sample's users that will have records; to be asked first."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
-            kept = sum(len(chunk.ids) for chunk in read_users(work, scratch))
-        return kept / max(1, work.counts["entities"])
+            kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
+        return kept_count / max(1, work.counts["entities"])
 
     def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
         """Scores so many users into pages; what that took, and how long each stage was busy.
@@ -101,13 +101,13 @@ class Trial:
         sources = self.sample.write(self.folder / "sources", count, config.sources)
         partition(
             replace(config, sources=sources), open_items(self.build.root, self.begun),
-            self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
+            self.build.root / PARTITION, cutoff_at=None, seed=self.begun["user_seed"],
             feature_columns=feature_columns(self.bundle), dims=self.bundle.dims,
         )  # fmt: skip
 
         def score(_number: int) -> Mapping[str, float]:
-            found = score_users(self.build, self.bundle, 0, self.scorers, quiet)
-            seconds: Mapping[str, float] = found["seconds"]
+            report = score_users(self.build, self.bundle, 0, self.scorers, quiet)
+            seconds: Mapping[str, float] = report["seconds"]
             return seconds
 
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -129,7 +129,7 @@ class Trial:
             for table in tables
             if table.kind in ("user_topk", "item_similar")
         }
-        return timed(lambda: [self.scorers.at(0).of(items, each) for each in metrics])[0]
+        return timed(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
     def opened(self) -> Spent:
         """Time to open what every shard opens before it begins: the bundle."""
@@ -139,7 +139,7 @@ class Trial:
     def sealed(self) -> Spent:
         """Time of the load before its first page: the bundle opened, the items' files described."""
         files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
-        return self.opened().and_(timed(lambda: [self.build.describe(each) for each in files])[0])
+        return self.opened().and_(timed(lambda: [self.build.describe(file) for file in files])[0])
 
     def encoded(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(vectors of the first chunk of users, of all items)."""
@@ -149,30 +149,36 @@ class Trial:
         users = chunk.outputs["user_tower"][chunk.answered["user_tower"]]
         return users, np.asarray(work.items.vectors)
 
-    def on_devices(self, wanted: str, shape: Shape, k: int) -> DeviceRate:
+    def on_devices(self, device_setting: str, shape: Shape, k: int) -> DeviceRate:
         """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
-        found, table = None, by_table(shape.items, shape.dims, k)
+        rate, table = None, by_table(shape.items, shape.dims, k)
         try:
-            here = devices(wanted)
+            device_names = devices(device_setting)
         except ConfigError:  # a plan is made elsewhere than the nights run
-            return replace(table, how=f"{table.how}; device {wanted!r} cannot be used on this host")
-        if here:
+            return replace(
+                table, how=f"{table.how}; device {device_setting!r} cannot be used on this host"
+            )
+        if device_names:
             users, vectors = self.encoded()
-            found = by_rehearsal(here[0], users, vectors, self.bundle.metric, k)
-        if found is None:
+            rate = by_rehearsal(device_names[0], users, vectors, self.bundle.metric, k)
+        if rate is None:
             return table
         grows = shape.items * shape.dims / vectors.size
-        how = f"{len(here)} x {found.how}" if len(here) > 1 else found.how
-        return DeviceRate(len(here) * found.users_per_s / grows, how)
+        how = f"{len(device_names)} x {rate.how}" if len(device_names) > 1 else rate.how
+        return DeviceRate(len(device_names) * rate.users_per_s / grows, how)
 
     def half_the_items(self, k: int) -> float:
         """The time that all items take over that of a random half of them, for some users."""
         users, vectors = self.encoded()
         users = users[:SEARCHED]
-        some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
+        half_ordinals = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
         spent = []
-        for each in (vectors, vectors[np.sort(some)]):
-            search = partial(Scorer.of(each, self.bundle.metric).top, users, min(k, len(some)))
+        for searched_vectors in (vectors, vectors[np.sort(half_ordinals)]):
+            search = partial(
+                Scorer.of(searched_vectors, self.bundle.metric).top,
+                users,
+                min(k, len(half_ordinals)),
+            )
             search()
             spent.append(min(timed(search)[0].cpu_s for _ in range(REPEATS)))
         return spent[0] / spent[1]
@@ -180,8 +186,8 @@ class Trial:
 
 def feature_columns(bundle: Bundle) -> list[str]:
     """Columns of the user features that the models want."""
-    models = [each for each in bundle.models if each.entity == "user"]
-    return sorted({str(each.column) for model in models for each in model.spec.features})
+    models = [model for model in bundle.models if model.entity == "user"]
+    return sorted({str(feature.column) for model in models for feature in model.spec.features})
 
 
 def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
@@ -191,9 +197,9 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    found = begin.run(trial, data_until=None, run_after=None, named=EVER)
-    build = Build.of(trial, found)
-    embedded, _ = timed(lambda: embed_items.run(trial, found))
+    begin_report = begin.run(trial, data_until=None, run_after=None, named=EVER)
+    build = Build.of(trial, begin_report)
+    embedded, _ = timed(lambda: embed_items.run(trial, begin_report))
     at_once = min(SHARDS_AT_ONCE, config.shards)
     return Trial(build, open_bundle(build), sample, folder, embedded, at_once)
 
@@ -207,8 +213,8 @@ def time_scoring(
     progress: Progress = quiet,
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
-    kept, prepared, opened = trial.kept(), trial.prepared(), trial.opened()
-    per_shard, here = -(-source_users // shape.shards), int(trial.begun["items"])
+    kept_share, prepared, opened = trial.kept(), trial.prepared(), trial.opened()
+    per_shard, trial_item_count = -(-source_users // shape.shards), int(trial.begun["items"])
     busy: list[tuple[int, Mapping[str, float]]] = []
 
     def score(count: int) -> Spent:
@@ -220,7 +226,7 @@ def time_scoring(
     score(min(PROBE, per_shard))  # the first opens what later ones find open
     users = _of_one_shard(score, per_shard, seconds, LARGEST).times(shape.shards)
     progress("time the scoring", 1, 2)
-    items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, here)
+    items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, trial_item_count)
     items = items.times(shape.shards)
     progress("time the scoring", 2, 2)
     scored, seconds_of = busy[-1]
@@ -228,43 +234,46 @@ def time_scoring(
         name: value / scored * source_users for name, value in seconds_of.items() if name != "all"
     }
     note = ""
-    grows = shape.items * shape.dims / (here * trial.bundle.dims)
-    if shape.items != here or shape.dims != trial.bundle.dims:
-        exponent, growth = _growth(trial, shape, here)
-        share = stages["topk"] / max(sum(stages.values()), 1e-9)
-        at_most = users.times(1 + share * (grows - 1)).and_(items.times(grows))
-        note = _note(shape, trial, here, exponent, at_most)
-        users = users.times(1 + share * (growth - 1))
+    grows = shape.items * shape.dims / (trial_item_count * trial.bundle.dims)
+    if shape.items != trial_item_count or shape.dims != trial.bundle.dims:
+        exponent, growth = _growth(trial, shape, trial_item_count)
+        topk_share = stages["topk"] / max(sum(stages.values()), 1e-9)
+        at_most = users.times(1 + topk_share * (grows - 1)).and_(items.times(grows))
+        note = _note(shape, trial, trial_item_count, exponent, at_most)
+        users = users.times(1 + topk_share * (growth - 1))
         items = items.times(growth)
         stages["topk"] *= growth
     return Timings(
         trial.embedded.times(grows), prepared.times(grows), opened.times(grows).beside(shape.shards, trial.at_once),
-        users, items, stages, kept, note,
+        users, items, stages, kept_share, note,
         trial.sealed().times(grows),
     )  # fmt: skip
 
 
 def _of_one_shard(run: Callable[[int], Spent], count: int, seconds: float, at_most: int) -> Spent:
-    few = min(PROBE, count, at_most)
-    small = large = Run(few, run(few))
-    rate = few / max(small.spent.wall_s, 1e-6)
-    if (more := int(min(count, at_most, rate * seconds))) > few:
+    probe_count = min(PROBE, count, at_most)
+    small = large = Run(probe_count, run(probe_count))
+    rate = probe_count / max(small.spent.wall_s, 1e-6)
+    if (more := int(min(count, at_most, rate * seconds))) > probe_count:
         large = Run(more, run(more))
     return grown(small, large, count)
 
 
-def _growth(trial: Trial, shape: Shape, here: int) -> tuple[float, float]:
+def _growth(trial: Trial, shape: Shape, trial_item_count: int) -> tuple[float, float]:
     """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
     lists = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
     measured = float(np.log2(trial.half_the_items(max(lists, default=1))))
     exponent = min(1.0, max(0.0, measured))
-    return exponent, (shape.items / here) ** exponent * shape.dims / trial.bundle.dims
+    return exponent, (shape.items / trial_item_count) ** exponent * shape.dims / trial.bundle.dims
 
 
-def _note(shape: Shape, trial: Trial, here: int, exponent: float, at_most: Spent) -> str:
+def _note(
+    shape: Shape, trial: Trial, trial_item_count: int, exponent: float, at_most: Spent
+) -> str:
     unmeasured = "; dimensions count in proportion, which was not measured"
     dims = "" if shape.dims == trial.bundle.dims else unmeasured
     return (
-        f"scoring is extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}; if "
+        f"scoring is extrapolated from {trial_item_count // 2:,} and {trial_item_count:,} items: time grows with items "
+        f"** {exponent:.2f}; if "
         f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"
     )

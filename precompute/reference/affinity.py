@@ -26,19 +26,19 @@ def affinities(
     directions = unit(vectors)
     if categories is not None:
         coded = pc.dictionary_encode(strings_of(categories))
-        names, places = np.unique(
+        names, name_indexes = np.unique(
             coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
         )
-        groups = places[np.asarray(coded.indices)]
+        groups = name_indexes[np.asarray(coded.indices)]
         blank = np.zeros((len(names), vectors.shape[1]), np.float32)
-        return _centroids(directions, groups, len(names), blank), tuple(str(each) for each in names)
-    wanted = min(CLUSTERS, len(vectors))
-    groups = spherical_clusters(directions, wanted, rng)
+        return _centroids(directions, groups, len(names), blank), tuple(str(name) for name in names)
+    cluster_count = min(CLUSTERS, len(vectors))
+    groups = spherical_clusters(directions, cluster_count, rng)
     used = np.unique(groups)
     order = np.lexsort((np.arange(len(degrees)), -degrees))
-    labels = [str(item_ids[order[groups[order] == each][0]]) for each in used]
-    blank = np.zeros((wanted, vectors.shape[1]), np.float32)
-    return _centroids(directions, groups, wanted, blank)[used], tuple(labels)
+    labels = [str(item_ids[order[groups[order] == cluster][0]]) for cluster in used]
+    blank = np.zeros((cluster_count, vectors.shape[1]), np.float32)
+    return _centroids(directions, groups, cluster_count, blank)[used], tuple(labels)
 
 
 def spherical_clusters(

@@ -60,9 +60,9 @@ def item_vectors(
     rounds: int = ROUNDS,
 ) -> NDArray[np.float32]:
     """float32 [items, dims] after some rounds, from where the usual spectral shape has the items."""
-    matrix, most = data.matrix, USERS_NUMBERS // shape.dims
-    if matrix.shape[0] > most:
-        matrix = matrix[np.sort(rng.choice(matrix.shape[0], most, replace=False))]
+    matrix, user_limit = data.matrix, USERS_NUMBERS // shape.dims
+    if matrix.shape[0] > user_limit:
+        matrix = matrix[np.sort(rng.choice(matrix.shape[0], user_limit, replace=False))]
     by_user, by_item = _Side.of(matrix, shape), _Side.of(matrix.T.tocsr(), shape)
     _, items = tables(start, data.item_degrees, SpectralShape(dims=shape.dims))
     items /= np.sqrt(np.square(items).sum(axis=1).mean())
@@ -106,10 +106,12 @@ class _Side:
 
         Both sides are turned to where V'V is diagonal, which changes no product of theirs.
         """
-        squares, turn = np.linalg.eigh(gram(theirs))
+        squares, rotation = np.linalg.eigh(gram(theirs))
         for rows in (mine, theirs):
             for start in range(0, len(rows), STRIP):
-                rows[start : start + STRIP] = rows[start : start + STRIP] @ turn.astype(np.float32)
+                rows[start : start + STRIP] = rows[start : start + STRIP] @ rotation.astype(
+                    np.float32
+                )
         diagonal = (self.others * np.maximum(squares, 0)).astype(np.float32)
         padded = np.concatenate([theirs, np.zeros((1, theirs.shape[1]), np.float32)])
         blocks, cores = self._blocks(theirs.shape[1]), usable_cores()
@@ -119,9 +121,9 @@ class _Side:
             space = np.empty(max(BLOCK, int(self.lengths.max()) * dims), np.float32)
             for rows in blocks[first::cores]:
                 longest = int(self.lengths[rows[-1]])
-                places = self.histories.padded(rows, longest, len(theirs), "int64")
-                clicked = space[: places.size * dims].reshape(*places.shape, dims)
-                np.take(padded, places, axis=0, out=clicked, mode="clip")
+                padded_indexes = self.histories.padded(rows, longest, len(theirs), "int64")
+                clicked = space[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
+                np.take(padded, padded_indexes, axis=0, out=clicked, mode="clip")
                 mine[rows] = _solved(mine[rows], clicked, diagonal + self.pulls[rows, None])
 
         with ThreadPoolExecutor(cores) as pool:
@@ -150,20 +152,20 @@ def _solved(
         along = np.einsum("nld,nd->nl", clicked, p)
         return np.asarray(np.einsum("nl,nld->nd", along, clicked) + diagonal * p)
 
-    left = np.einsum("nld->nd", clicked) - times(x)
-    p = left / diagonal
-    squared = _dot(left, p)
+    residual = np.einsum("nld->nd", clicked) - times(x)
+    p = residual / diagonal
+    squared = _dot(residual, p)
     for _ in range(STEPS):
         product = times(p)
         ahead = squared / np.maximum(_dot(p, product), TINY)
         x = x + ahead * p
-        left = left - ahead * product
-        scaled = left / diagonal
-        before, squared = squared, _dot(left, scaled)
-        p = scaled + squared / np.maximum(before, TINY) * p
+        residual = residual - ahead * product
+        scaled = residual / diagonal
+        previous_squared, squared = squared, _dot(residual, scaled)
+        p = scaled + squared / np.maximum(previous_squared, TINY) * p
     return x
 
 
-def _dot(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float32]:
+def _dot(left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Products of the rows, [n, 1]."""
-    return np.asarray(np.einsum("nd,nd->n", one, other)[:, None])
+    return np.asarray(np.einsum("nd,nd->n", left_rows, right_rows)[:, None])

@@ -62,7 +62,7 @@ class Choice:
     @property
     def recall(self) -> float | None:
         """That of the chosen shape; None without trials."""
-        return next((each.recall for each in self.trials if each.shape == self.shape), None)
+        return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
 
     @property
     def method(self) -> str:
@@ -109,64 +109,88 @@ def choose(
     if times is None:  # what is latest can be held out only once
         more = min(CUTS, -(-HELD // len(cuts[0].held.indices))) - 1
         cuts += [Cut.of(sample, items, rng) for _ in range(more)]
-    found: Recalls = {}
-    _try(found, first_tried(dims), cuts, rng, progress)
-    for others in (regularized, folded):
-        _try(found, [each for shape in _best(found) for each in others(shape)], cuts, rng, progress)
-    spectral, alternating = _best(found)
-    wins = _mean(found[alternating]) > (1 + MARGIN) * _mean(found[spectral])
+    recalls_by_shape: Recalls = {}
+    _try(recalls_by_shape, first_tried(dims), cuts, rng, progress)
+    for vary_shape in (regularized, folded):
+        _try(
+            recalls_by_shape,
+            [variant for shape in _best(recalls_by_shape) for variant in vary_shape(shape)],
+            cuts,
+            rng,
+            progress,
+        )
+    spectral, alternating = _best(recalls_by_shape)
+    wins = _mean(recalls_by_shape[alternating]) > (1 + MARGIN) * _mean(recalls_by_shape[spectral])
     training = training_of(alternating if wins else spectral)
     narrow = [replace(training, dims=dims // part) for part in PARTS_OF_DIMS if dims >= part]
-    _try(found, [each for shape in narrow for each in folded(shape)], cuts, rng, progress)
+    _try(
+        recalls_by_shape,
+        [variant for shape in narrow for variant in folded(shape)],
+        cuts,
+        rng,
+        progress,
+    )
     progress("choose", 1, 1)
-    trials = tuple(ShapeTrial(shape, _mean(each)) for shape, each in found.items())
-    like_it = [each for each in trials if training_of(each.shape) in narrow]
-    enough = (1 - FEWER_DIMS_LOSE) * max(each.recall for each in like_it)
+    trials = tuple(
+        ShapeTrial(shape, _mean(cut_recalls)) for shape, cut_recalls in recalls_by_shape.items()
+    )
+    like_it = [trial for trial in trials if training_of(trial.shape) in narrow]
+    enough = (1 - FEWER_DIMS_LOSE) * max(trial.recall for trial in like_it)
     won = min(
-        (each for each in like_it if each.recall >= enough),
-        key=lambda each: (each.shape.dims, -each.recall),
+        (trial for trial in like_it if trial.recall >= enough),
+        key=lambda trial: (trial.shape.dims, -trial.recall),
     )
     users = len(cuts[0].rows)
     return Choice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
 
 
 def _try(
-    found: Recalls,
+    recalls_by_shape: Recalls,
     shapes: Sequence[Shape],
     cuts: Sequence[Cut],
     rng: np.random.Generator,
     progress: Progress,
 ) -> None:
     """Adds the recalls of shapes that were not tried yet."""
-    fresh = [each for each in shapes if each not in found]
-    for place, cut in enumerate(cuts):
-        for done, (shape, tables) in enumerate(tables_of(cut.data, fresh, rng)):
-            progress("choose", place * len(fresh) + done, len(cuts) * len(fresh))
-            found.setdefault(shape, []).append(cut.recalls(tables))
+    fresh = [shape for shape in shapes if shape not in recalls_by_shape]
+    for cut_index, cut in enumerate(cuts):
+        for tried_count, (shape, tables) in enumerate(tables_of(cut.data, fresh, rng)):
+            progress("choose", cut_index * len(fresh) + tried_count, len(cuts) * len(fresh))
+            recalls_by_shape.setdefault(shape, []).append(cut.recalls(tables))
 
 
 def _mean(recalls: Sequence[NDArray[np.float64]]) -> float:
     return float(np.concatenate(recalls).mean())
 
 
-def _best(found: Recalls) -> list[Shape]:
+def _best(recalls_by_shape: Recalls) -> list[Shape]:
     """The first of each method, spectral before alternating."""
     return [
-        _first({shape: each for shape, each in found.items() if isinstance(shape, kind)})
+        _first(
+            {
+                shape: cut_recalls
+                for shape, cut_recalls in recalls_by_shape.items()
+                if isinstance(shape, kind)
+            }
+        )
         for kind in (SpectralShape, AlternatingShape)
     ]
 
 
-def _first(found: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
+def _first(recalls_by_shape: Mapping[Shape, Sequence[NDArray[np.float64]]]) -> Shape:
     """The best shape; one nearer to the usual is taken where it loses less than the trial can tell.
 
     That is STANDARD_ERRORS of the differences user by user.
     """
-    recalls = {shape: np.concatenate(each) for shape, each in found.items()}
-    best = max(recalls, key=lambda each: float(recalls[each].mean()))
+    recalls = {
+        shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()
+    }
+    best_shape = max(recalls, key=lambda shape: float(recalls[shape].mean()))
     tied = []
-    for shape, each in recalls.items():
-        lost = recalls[best] - each
-        if lost.mean() <= STANDARD_ERRORS * lost.std() / np.sqrt(len(lost)):
+    for shape, user_recalls in recalls.items():
+        recall_losses = recalls[best_shape] - user_recalls
+        if recall_losses.mean() <= STANDARD_ERRORS * recall_losses.std() / np.sqrt(
+            len(recall_losses)
+        ):
             tied.append(shape)
-    return min(tied, key=lambda each: (distance(each), -float(recalls[each].mean())))
+    return min(tied, key=lambda shape: (distance(shape), -float(recalls[shape].mean())))

@@ -53,17 +53,22 @@ class Cut:
         for row in rows:
             is_held[ends[row] - max(1, counts[row] // 5) : ends[row]] = True
         size = len(counts), items
-        kept = matrix_of(users[~is_held], columns[~is_held], size)
-        held = matrix_of(users[is_held], columns[is_held], size)
-        return cls(UserItemMatrix.of(kept), rows, _histories(kept[rows]), _histories(held[rows]))
+        kept_matrix = matrix_of(users[~is_held], columns[~is_held], size)
+        held_out_matrix = matrix_of(users[is_held], columns[is_held], size)
+        return cls(
+            UserItemMatrix.of(kept_matrix),
+            rows,
+            _histories(kept_matrix[rows]),
+            _histories(held_out_matrix[rows]),
+        )
 
-    def recalls(self, found: Tables) -> NDArray[np.float64]:
+    def recalls(self, tables: Tables) -> NDArray[np.float64]:
         """Recall@20 of each user by these tables."""
         ones = np.ones(len(self.kept.indices), np.float32)
         histories = sp.csr_matrix(
             (ones, self.kept.indices, self.kept.indptr), (len(self.kept), self.data.items)
         )
-        rows, vectors = found
+        rows, vectors = tables
         return held_out.recalls(histories @ rows, vectors, self.kept, self.held, "inner_product")
 
 
@@ -81,9 +86,13 @@ def sample_of(
     drawn = mixed[np.cumsum(counts[mixed]) <= SAMPLE]
     numbers = np.full(len(counts), -1, np.int64)
     numbers[drawn] = np.arange(len(drawn))
-    found = numbers[user_rows]
-    places = np.flatnonzero(found >= 0)
-    return found[places], item_rows[places], None if times is None else times[places]
+    user_numbers = numbers[user_rows]
+    sampled_rows = np.flatnonzero(user_numbers >= 0)
+    return (
+        user_numbers[sampled_rows],
+        item_rows[sampled_rows],
+        None if times is None else times[sampled_rows],
+    )
 
 
 def _histories(matrix: Any) -> Histories:

@@ -34,8 +34,8 @@ def first_tried(dims: int) -> list[Shape]:
     """Shapes that each take a training of their own, spectral ones first; alternating ones of one regularisation."""
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
-        *(SpectralShape(*each, dims=dims) for each in exponents),
-        *(AlternatingShape(each, dims=dims) for each in OTHERS),
+        *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
+        *(AlternatingShape(others_weight, dims=dims) for others_weight in OTHERS),
     ]
 
 
@@ -43,15 +43,17 @@ def regularized(shape: Shape) -> list[Shape]:
     """An alternating shape with each regularisation; of a spectral one itself."""
     if isinstance(shape, SpectralShape):
         return [shape]
-    return [replace(shape, regularization=each) for each in REGULARIZATIONS]
+    return [replace(shape, regularization=regularization) for regularization in REGULARIZATIONS]
 
 
 def folded(shape: Shape) -> list[Shape]:
     """Shapes that one training gives, this one among them."""
     if isinstance(shape, SpectralShape):
-        return [replace(shape, ridge=each) for each in SPECTRAL_RIDGES]
+        return [replace(shape, ridge=ridge) for ridge in SPECTRAL_RIDGES]
     folds = product(FOLD_RIDGES, FOLD_EXPONENTS)
-    return [replace(shape, ridge=ridge, item_exponent=each) for ridge, each in folds]
+    return [
+        replace(shape, ridge=ridge, item_exponent=item_exponent) for ridge, item_exponent in folds
+    ]
 
 
 def training_of(shape: Shape) -> Shape:
@@ -76,18 +78,18 @@ def tables_of(
 ) -> Iterator[tuple[Shape, Tables]]:
     """Tables of each shape; neighbours of one training are trained once."""
     start: Spectrum | None = None
-    for training, some in groupby(shapes, training_of):
+    for training, training_shapes in groupby(shapes, training_of):
         if isinstance(training, SpectralShape):
             spectrum = singular_vectors(data, training, rng, rounds=ROUNDS)
-            for each in some:
-                assert isinstance(each, SpectralShape)  # noqa: S101 - as its training is
-                yield each, tables(spectrum, data.item_degrees, each)
+            for shape in training_shapes:
+                assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
+                yield shape, tables(spectrum, data.item_degrees, shape)
         else:
             if start is None or start.vectors.shape[1] < training.dims:
                 start = singular_vectors(
                     data, SpectralShape(dims=training.dims), rng, rounds=ROUNDS
                 )
             vectors = item_vectors(data, start, training, rng)
-            for each in some:
-                assert isinstance(each, AlternatingShape)  # noqa: S101 - as its training is
-                yield each, (fold(vectors, data, each), vectors)
+            for shape in training_shapes:
+                assert isinstance(shape, AlternatingShape)  # noqa: S101 - as its training is
+                yield shape, (fold(vectors, data, shape), vectors)

@@ -65,9 +65,9 @@ class UserItemMatrix:
     def gram_times(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
         """float32 [items, width]: N'N basis of the normalised matrix N, which is never made."""
         right = power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
-        left = power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
+        user_weights = power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
         scaled = np.ascontiguousarray(basis * right)
-        users = len(left)
+        users = len(user_weights)
         bounds = np.linspace(0, users, min(PARTS, users) + 1).astype(np.int64)
 
         def product(bounds: tuple[int, int]) -> NDArray[np.float32]:
@@ -75,13 +75,13 @@ class UserItemMatrix:
             for start in range(*bounds, CHUNK):
                 end = min(start + CHUNK, bounds[1])
                 rows = self.matrix[start:end]
-                total += rows.T @ ((rows @ scaled) * left[start:end, None])
+                total += rows.T @ ((rows @ scaled) * user_weights[start:end, None])
             return total
 
         total = np.zeros_like(scaled)
         with ThreadPoolExecutor(usable_cores()) as pool:
-            for found in pool.map(product, pairwise(bounds)):
-                total += found
+            for partial_product in pool.map(product, pairwise(bounds)):
+                total += partial_product
         return total * right
 
 
@@ -108,8 +108,8 @@ def singular_vectors(
     basis = orthonormal(orthonormal(basis))
     # The last product also says how the subspace turns into singular vectors (Rayleigh and Ritz).
     after = data.gram_times(basis, shape)
-    squares, turn = np.linalg.eigh(basis.T.astype(np.float64) @ after.astype(np.float64))
-    vectors = basis.astype(np.float64) @ turn[:, ::-1]
+    squares, rotation = np.linalg.eigh(basis.T.astype(np.float64) @ after.astype(np.float64))
+    vectors = basis.astype(np.float64) @ rotation[:, ::-1]
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(width)] < 0, -1.0, 1.0)
     return Spectrum(vectors * signs, np.sqrt(np.maximum(squares[::-1], 0)))
@@ -131,8 +131,8 @@ def gram(rows: NDArray[np.float32]) -> NDArray[np.float64]:
     """Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
     total = np.zeros((rows.shape[1],) * 2)
     for start in range(0, len(rows), STRIP):
-        some = rows[start : start + STRIP].astype(np.float64)
-        total += some.T @ some
+        strip_rows = rows[start : start + STRIP].astype(np.float64)
+        total += strip_rows.T @ strip_rows
     return total
 
 

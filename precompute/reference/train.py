@@ -40,7 +40,7 @@ class ReferenceData:
 
 def train(
     data: ReferenceData,
-    out: Path,
+    bundle_folder: Path,
     *,
     dims: int = 256,
     seed: int = 0,
@@ -59,7 +59,7 @@ def train(
     users, items = int(data.user_rows.max()) + 1, len(data.item_ids)
     dims = min(dims, users, items)
     rng, of_choice = np.random.default_rng(seed).spawn(2)
-    chosen = (
+    choice = (
         choose(
             data.user_rows,
             data.item_rows,
@@ -73,19 +73,19 @@ def train(
         else Choice(replace(shape, dims=dims))
     )
     matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
-    counted = UserItemMatrix.of(matrix)
-    [(_, (history_rows, item_vectors))] = tables_of(counted, [chosen.shape], rng)
-    dims = chosen.shape.dims
+    user_item_matrix = UserItemMatrix.of(matrix)
+    [(_, (history_rows, item_vectors))] = tables_of(user_item_matrix, [choice.shape], rng)
+    dims = choice.shape.dims
     centroids, labels = affinities(
-        item_vectors, counted.item_degrees, data.item_ids, data.categories, rng
+        item_vectors, user_item_matrix.item_degrees, data.item_ids, data.categories, rng
     )
     history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=items)
     sharpened = centroids * np.float32(AFFINITY_SHARPNESS)
     padded = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
     carried = _programs(padded, item_vectors, sharpened) if programs else {}
     return write_bundle(
-        out,
-        name=f"reference-{chosen.method}",
+        bundle_folder,
+        name=f"reference-{choice.method}",
         version=f"1-seed{seed}",
         dims=dims,
         item_ids=data.item_ids,
@@ -114,7 +114,7 @@ def train(
             "interactions": int(matrix.nnz),
             "seed": seed,
             **({} if data.times is None else {"trained_until": _iso(int(data.times.max()))}),
-            **chosen.row(),
+            **choice.row(),
         },
     )
 

@@ -25,30 +25,37 @@ def earlier(
     What a later publish superseded was done all the same. Raises Conflict when it was undone since. A verification
     after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
     """
-    own = next(
+    own_release = next(
         (
-            each
-            for each in reversed(history)
-            if each.done and (each.action, each.attempt) == (action, attempt)
-            and generation in (None, each.generation) and percent in (None, each.percent)
+            release
+            for release in reversed(history)
+            if release.done and (release.action, release.attempt) == (action, attempt)
+            and generation in (None, release.generation) and percent in (None, release.percent)
         ),
         None,
     )  # fmt: skip
-    if own is None:
+    if own_release is None:
         return None
-    later = [each for each in history if each.epoch > own.epoch and _counts(each)]
-    if (undone := _undone(own, history, later)) is None:
-        return Pointer(own.generation, own.epoch, own.previous, attempt, own.at)
+    later = [
+        release for release in history if release.epoch > own_release.epoch and _counts(release)
+    ]
+    if (undone := _undone(own_release, history, later)) is None:
+        return Pointer(
+            own_release.generation, own_release.epoch, own_release.previous, attempt, own_release.at
+        )
     if action in ("publish", "canary") and any(
-        each.action == "verify" and each.generation == own.generation and each.epoch > undone.epoch
-        for each in later
+        release.action == "verify"
+        and release.generation == own_release.generation
+        and release.epoch > undone.epoch
+        for release in later
     ):
         return None
-    what = undone.action.replace("_", " ")
+    action_text = undone.action.replace("_", " ")
     raise Conflict(
-        f"this attempt did it at epoch {own.epoch}; since then {what} of {undone.generation} at epoch {undone.epoch}: "
+        f"this attempt did it at epoch {own_release.epoch}; since then {action_text} of {undone.generation} at epoch "
+        f"{undone.epoch}: "
         "use a new attempt",
-        epoch=own.epoch, undone=undone.epoch,
+        epoch=own_release.epoch, undone=undone.epoch,
     )  # fmt: skip
 
 
@@ -56,53 +63,75 @@ def _counts(release: Release) -> bool:
     return release.done or release.action == "verify"
 
 
-def _undone(own: Release, history: Sequence[Release], later: Sequence[Release]) -> Release | None:
+def _undone(
+    own_release: Release, history: Sequence[Release], later: Sequence[Release]
+) -> Release | None:
     """The record that took its effect away."""
-    match own.action:
+    match own_release.action:
         case "publish":
-            return _taken_back(own, history, later)
+            return _taken_back(own_release, history, later)
         case "roll_back":
-            left = fold([each for each in history if each.epoch < own.epoch]).live
-            back = (each for each in later if each.action in MOVES and each.generation == left)
-            return next(back, None) or _taken_back(own, history, later)
+            former_live_id = fold(
+                [release for release in history if release.epoch < own_release.epoch]
+            ).live
+            back = (
+                release
+                for release in later
+                if release.action in MOVES and release.generation == former_live_id
+            )
+            return next(back, None) or _taken_back(own_release, history, later)
         case "canary":
-            ends = (each for each in later if each.action in MOVES or each.action == "end_canary")
+            ends = (
+                release
+                for release in later
+                if release.action in MOVES or release.action == "end_canary"
+            )
             end = next(ends, None)
             return None if end is None or end.action == "publish" else end
-    again = (
-        each
-        for each in later
-        if each.action == "canary"
-        or (own.abandoned and each.action == "verify" and each.generation == own.generation)
+    repeat_releases = (
+        release
+        for release in later
+        if release.action == "canary"
+        or (
+            own_release.abandoned
+            and release.action == "verify"
+            and release.generation == own_release.generation
+        )
     )
     is_tried_out = fold(history).canary is not None
-    return next((each for each in again if is_tried_out or each.action == "verify"), None)
+    return next(
+        (release for release in repeat_releases if is_tried_out or release.action == "verify"), None
+    )
 
 
 def _taken_back(
-    own: Release, history: Sequence[Release], later: Sequence[Release]
+    own_release: Release, history: Sequence[Release], later: Sequence[Release]
 ) -> Release | None:
     """The last roll back since that took what was made live away, or jumped over it, unless it is back."""
 
     def state_until(epoch: int) -> State | None:
-        about = [each for each in history if each.epoch <= epoch and not _retires(each, own)]
-        return fold(about).state(own.generation)
+        about = [
+            release
+            for release in history
+            if release.epoch <= epoch and not _retires(release, own_release)
+        ]
+        return fold(about).state(own_release.generation)
 
     if not later or state_until(later[-1].epoch) in _PUBLISHED:
         return None
     return next(
         (
-            each
-            for each in reversed(later)
-            if each.action == "roll_back" and state_until(each.epoch - 1) in _PUBLISHED
-            and state_until(each.epoch) is State.ROLLED_BACK
+            release
+            for release in reversed(later)
+            if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED
+            and state_until(release.epoch) is State.ROLLED_BACK
         ),
         None,
     )  # fmt: skip
 
 
-def _retires(release: Release, own: Release) -> bool:
-    return release.action == "retire" and release.generation == own.generation
+def _retires(release: Release, own_release: Release) -> bool:
+    return release.action == "retire" and release.generation == own_release.generation
 
 
 def new_attempt() -> str:

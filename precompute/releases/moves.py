@@ -36,11 +36,12 @@ class Moves(Judgements):
         """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
         with files_of(generation):
             gates = read_manifest(self.store, generation).gates
-        failed = [str(each["rule"]) for each in gates if not each["passed"]]
+        failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
         if failed or not gates:
-            what = f"failed {', '.join(failed)}" if failed else "ran through no gate"
+            failure_text = f"failed {', '.join(failed)}" if failed else "ran through no gate"
             raise Conflict(
-                f"{generation} {what}: run `verify {generation}` first", generation=generation
+                f"{generation} {failure_text}: run `verify {generation}` first",
+                generation=generation,
             )
         if verified is not None and (baseline := verified.get("baseline")) != live:
             raise Conflict(
@@ -83,7 +84,7 @@ class Moves(Judgements):
         """Compare-and-set the pointer to what an intent says, then write down that it is done."""
         allowed = ALLOWED[action] if live else (State.LIVE,)
         # Much may have passed since the intent: what is superseded is superseded now.
-        rows = {each: replace(row, at=self.clock()) for each, row in rows.items()}
+        rows = {generation_id: replace(row, at=self.clock()) for generation_id, row in rows.items()}
         self._demand_still(to, view, action)
         moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
         if moved is None:
@@ -100,8 +101,10 @@ class Moves(Judgements):
         history = self.history()
         ledger = fold(history)
         if ledger.live_epoch != view.ledger.live_epoch:
-            newest = next(each for each in history if each.epoch == ledger.live_epoch)
-            if newest.attempt == to.attempt:
+            live_release = next(
+                release for release in history if release.epoch == ledger.live_epoch
+            )
+            if live_release.attempt == to.attempt:
                 return  # a repeat of this very move, which the pointer recognises
             raise Conflict("another publisher moved the pointer meanwhile; try again")
         if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:

@@ -29,8 +29,8 @@ class Releases(Canaries):
         With verify's report (`verified`), Conflict when something else is live than what it was compared with.
         """
         view = self.view()
-        if (done := earlier(view.history, "publish", attempt, generation)) is not None:
-            return Moved(done, changed=False)
+        if (earlier_pointer := earlier(view.history, "publish", attempt, generation)) is not None:
+            return Moved(earlier_pointer, changed=False)
         if (live := self._demand_publish(generation, view, verified)) is not None:
             return Moved(live, changed=False)
         with files_of(generation):
@@ -75,19 +75,19 @@ class Releases(Canaries):
         a second however large it is; `mend` is to be called after it.
         """
         view = self.view()
-        if (done := earlier(view.history, "roll_back", attempt, to)) is not None:
-            return Moved(done, changed=False)
+        if (earlier_pointer := earlier(view.history, "roll_back", attempt, to)) is not None:
+            return Moved(earlier_pointer, changed=False)
         target = to or view.ledger.previous
         if target is None:
             raise Conflict("there is no earlier generation to roll back to")
         if (live := self._demand_roll_back(target, view)) is not None:
             return Moved(live, changed=False)
-        bad = view.ledger.live
+        rolled_back_id = view.ledger.live
         with files_of(target):
             self.check_manifest(target, view.history)
             load_missing(self.control, self.store, target, is_urgent=True)
         view = self.view()
-        if view.ledger.live != bad:
+        if view.ledger.live != rolled_back_id:
             raise Conflict(
                 f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
             )
@@ -126,7 +126,7 @@ class Releases(Canaries):
         with files_of(generation):
             manifest = read_manifest(self.store, generation)
         after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
-        previous, now = after.previous, self.clock()
+        previous, published_at = after.previous, self.clock()
         release = self.record(
             action,
             generation,
@@ -135,7 +135,7 @@ class Releases(Canaries):
             previous=previous,
             expected=view.epoch,
         )
-        to = Pointer(generation, release.epoch, previous, attempt, published_at=now)
+        to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
         try:
             return self._commit(to, view, rows, action)
         except Conflict as error:

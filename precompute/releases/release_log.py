@@ -102,7 +102,9 @@ class ReleaseLog:
         No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
         """
         releases = self.history()
-        open_ones = [each for each in releases if not each.done and each.action in POINTED]
+        open_ones = [
+            release for release in releases if not release.done and release.action in POINTED
+        ]
         pointer = self.control.pointer() if open_ones else None
         if pointer is None:
             return releases
@@ -128,14 +130,14 @@ class ReleaseLog:
         try:
             view.demand_agreement()
         except Conflict as error:
-            way = ""
+            remedy = ""
             if view.epoch > view.ledger.live_epoch:
-                way = (
+                remedy = (
                     ". If it is, and what it says is right, run "
                     '`larder restore --adopt --reason "..."`'
                 )
             raise Conflict(
-                f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){way}",
+                f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){remedy}",
                 **error.details,
             ) from error
 
@@ -147,13 +149,13 @@ class ReleaseLog:
         self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
     ) -> tuple[Ledger, dict[str, Row]]:
         """The ledger that a move would lead to, and the rows that it changes."""
-        now, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
-        done = Release(epoch, action, generation, None, attempt, now, done=True)
-        after = without_retired(fold([*view.history, done]), view.rows)
+        moved_at, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
+        done_release = Release(epoch, action, generation, None, attempt, moved_at, done=True)
+        after = without_retired(fold([*view.history, done_release]), view.rows)
         rows = {
-            each: Row(state, now, "" if each == generation else reason)
-            for each, state in after.states.items()
-            if each == generation or state is not view.ledger.state(each)
+            generation_id: Row(state, moved_at, "" if generation_id == generation else reason)
+            for generation_id, state in after.states.items()
+            if generation_id == generation or state is not view.ledger.state(generation_id)
         }
         return after, rows
 
@@ -180,17 +182,21 @@ class ReleaseLog:
         raw = self._manifest(generation)
         digest = "" if raw is None else manifest_digest(raw)
         for _ in range(EPOCH_TRIES):
-            newest = next(reversed(self.history()), None)
-            epoch, number = (newest.epoch, newest.place) if newest is not None else (0, 0)
-            now = self.clock()
+            newest_release = next(reversed(self.history()), None)
+            epoch, number = (
+                (newest_release.epoch, newest_release.place)
+                if newest_release is not None
+                else (0, 0)
+            )
+            recorded_at = self.clock()
             release = Release(
                 number=number + 1,
-                epoch=max(epoch + 1, (expected or 0) + 1, int(now * 1000)),
+                epoch=max(epoch + 1, (expected or 0) + 1, int(recorded_at * 1000)),
                 action=action,
                 generation=generation,
                 previous=previous,
                 attempt=attempt,
-                at=now,
+                at=recorded_at,
                 reason=reason,
                 manifest_sha256=digest,
                 expires_at=expires_at,
@@ -220,13 +226,13 @@ class ReleaseLog:
         steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
             view = self.view()
-            found = view.state(generation)
-            if found is State.RETIRED:
+            current_state = view.state(generation)
+            if current_state is State.RETIRED:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation
                 )
-            rows = {generation: Row(steps.get(found, state), self.clock())}
-            if found in (State.LIVE, State.SUPERSEDED):
+            rows = {generation: Row(steps.get(current_state, state), self.clock())}
+            if current_state in (State.LIVE, State.SUPERSEDED):
                 return
             if self.control.mark(rows, expected_epoch=view.epoch, unless="live"):
                 row = self.control.rows().get(generation)
@@ -245,11 +251,11 @@ class ReleaseLog:
                 f"generation {generation} has no manifest in {self.store.url}",
                 generation=generation,
             )
-        released, found = released_manifest(history, generation), manifest_digest(raw)
+        released, stored_digest = released_manifest(history, generation), manifest_digest(raw)
         # Records of earlier versions hold the digest of the whole file.
-        if released and released not in (found, hashlib.sha256(raw).hexdigest()):
+        if released and released not in (stored_digest, hashlib.sha256(raw).hexdigest()):
             raise CorruptArtefact(
-                f"the manifest of {generation} has the digest {found}, its release record says {released}",
+                f"the manifest of {generation} has the digest {stored_digest}, its release record says {released}",
                 generation=generation,
             )
 
@@ -259,9 +265,12 @@ class ReleaseLog:
 
 def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
     """A retirement marks its row before it is written down; from then on nothing may land on it."""
-    gone = {each for each, row in rows.items() if row.state is State.RETIRED} - {ledger.live}
+    retired_ids = {
+        generation_id for generation_id, row in rows.items() if row.state is State.RETIRED
+    } - {ledger.live}
     states = {
-        each: State.RETIRED if each in gone else state for each, state in ledger.states.items()
+        generation_id: State.RETIRED if generation_id in retired_ids else state
+        for generation_id, state in ledger.states.items()
     }
     return replace(ledger, states=states)
 

@@ -33,13 +33,13 @@ def run_ids(client: "redis.Redis") -> RunIds:
 
     Verifying takes them before it reads pages back, and keeps them in its report.
     """
-    found = {}
+    run_id_by_node = {}
     for primary, server in masters(client).items():
         info: Any = server.info("server")
-        found[primary] = str(info.get("run_id", ""))
+        run_id_by_node[primary] = str(info.get("run_id", ""))
         for name, replica in _replicas(server).items():
-            found[name] = _ask(server, str(replica["ip"]), int(replica["port"]))
-    return found
+            run_id_by_node[name] = _ask(server, str(replica["ip"]), int(replica["port"]))
+    return run_id_by_node
 
 
 def confirm(
@@ -59,20 +59,22 @@ def confirm(
     if not GENERATION.fullmatch(generation):
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
     control = releases.control
-    now = run_ids(control.client)
-    before: Mapping[str, str] = (verified or {}).get("run_ids") or {}
-    changed = [name for name, run_id in now.items() if before.get(name) != run_id]
-    if changed:
+    current_run_ids = run_ids(control.client)
+    verified_run_ids: Mapping[str, str] = (verified or {}).get("run_ids") or {}
+    changed_nodes = [
+        name for name, run_id in current_run_ids.items() if verified_run_ids.get(name) != run_id
+    ]
+    if changed_nodes:
         reload(control, releases.store, generation, governor=governor)
     ends_at = time.monotonic() + timeout_s
     for server in masters(control.client).values():
         wait_for_replicas(server, timeout_s=max(0.0, ends_at - time.monotonic()))
-    if _primaries(run_ids(control.client)) != _primaries(now):
+    if _primaries(run_ids(control.client)) != _primaries(current_run_ids):
         raise Conflict(
             f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",
             generation=generation,
         )
-    return changed
+    return changed_nodes
 
 
 def _primaries(ids: RunIds) -> RunIds:
@@ -88,7 +90,9 @@ def wait_for_replicas(
         replicas = _replicas(client)
         if not replicas:
             return 0
-        late = sorted(name for name, each in replicas.items() if each.get("state") != "online")
+        late = sorted(
+            name for name, replica in replicas.items() if replica.get("state") != "online"
+        )
         left_s = ends_at - timer()
         if not late:
             wait_ms = max(1, math.ceil(1000 * min(WAIT_S, max(left_s, 0.0))))
@@ -102,9 +106,10 @@ def wait_for_replicas(
         elif left_s > 0:
             time.sleep(min(0.05, left_s))
         if left_s <= 0:
-            why = f"{', '.join(late)} not online" if late else "the others lag or do not answer"
+            reason = f"{', '.join(late)} not online" if late else "the others lag or do not answer"
             raise Conflict(
-                f"{caught_up} of {len(replicas)} Redis replicas have every page after {timeout_s:g} s ({why}), nothing "
+                f"{caught_up} of {len(replicas)} Redis replicas have every page after {timeout_s:g} s ({reason}), "
+                "nothing "
                 "was published; mend the replication or take those replicas away, then publish again",
                 replicas=len(replicas),
                 caught_up=caught_up,
@@ -115,17 +120,30 @@ def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
     """Host and port -> what the primary says of the replica."""
     info: Any = client.info("replication")
     count = info_number(info, "connected_slaves", 0)
-    found = (info.get(f"slave{number}") for number in range(count))
+    replica_infos = (info.get(f"slave{number}") for number in range(count))
     with refusing("INFO", "replicas with their ip and port"):
-        return {f"{each['ip']}:{each['port']}": each for each in found if isinstance(each, dict)}
+        return {
+            f"{replica_info['ip']}:{replica_info['port']}": replica_info
+            for replica_info in replica_infos
+            if isinstance(replica_info, dict)
+        }
 
 
 def _ask(client: "redis.Redis", host: str, port: int) -> str:
     """A replica's run id, asked with the credentials of the primary's client."""
-    kept = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "protocol")
+    option_names = (
+        "username",
+        "password",
+        "ssl_ca_certs",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "protocol",
+    )
     pool = client.connection_pool
     options = {
-        name: pool.connection_kwargs[name] for name in kept if name in pool.connection_kwargs
+        name: pool.connection_kwargs[name]
+        for name in option_names
+        if name in pool.connection_kwargs
     }
     is_ssl = issubclass(pool.connection_class, redis.SSLConnection)
     try:

@@ -56,24 +56,24 @@ def restore(
         if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
-        for each, state in fold(view.history).states.items():
+        for generation_id, state in fold(view.history).states.items():
             if state is State.RETIRED and (
-                each in view.rows or is_back(releases, each, view.history)
+                generation_id in view.rows or is_back(releases, generation_id, view.history)
             ):
-                unlink_recorded(releases, each, view.history, governor=governor)
+                unlink_recorded(releases, generation_id, view.history, governor=governor)
         loaded_bytes = sum(
             reload(
                 control,
                 releases.store,
-                each,
+                generation_id,
                 chunk_bytes=chunk_bytes,
                 progress=progress,
-                governor=None if is_urgent(each) else governor,
+                governor=None if is_urgent(generation_id) else governor,
             )
-            for each in present
+            for generation_id in present
         )
-        now = releases.view()
-        if (now.pointer, now.ledger.live_epoch, now.ledger.states) != (
+        latest_view = releases.view()
+        if (latest_view.pointer, latest_view.ledger.live_epoch, latest_view.ledger.states) != (
             view.pointer,
             ledger.live_epoch,
             ledger.states,
@@ -89,38 +89,42 @@ def restore(
     )
 
 
-def forgotten(releases: ReleaseLog, before: ReleaseView, pointer: Pointer) -> list[str]:
+def forgotten(releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
     """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
 
-    `before`: the view before the restore, `pointer`: what the restore made of it.
+    `prior_view`: the view before the restore, `pointer`: what the restore made of it.
     """
-    said = []
-    canary = before.ledger.canary
-    if canary is not None and pointer.canary is None and pointer.epoch > before.ledger.live_epoch:
-        said.append(
+    notes = []
+    canary = prior_view.ledger.canary
+    if (
+        canary is not None
+        and pointer.canary is None
+        and pointer.epoch > prior_view.ledger.live_epoch
+    ):
+        notes.append(
             f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
         )
     for generation, row in sorted(releases.control.rows().items()):
-        if generation in before.rows or row.state is not State.BEGUN:
+        if generation in prior_view.rows or row.state is not State.BEGUN:
             continue
         try:
             gates = read_manifest(releases.store, generation).gates
         except LarderError:
             continue
-        if gates and all(each["passed"] for each in gates):
-            said.append(
+        if gates and all(gate["passed"] for gate in gates):
+            notes.append(
                 f"{generation} was verified: run `load {generation}` and `verify {generation}` to publish it"
             )
-    return said
+    return notes
 
 
 def _in_doubt(view: ReleaseView) -> list[Release]:
     """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
-    known = view.ledger.live_epoch
+    live_epoch = view.ledger.live_epoch
     return [
-        each
-        for each in view.history
-        if not each.done and each.expected == known and each.epoch > known
+        release
+        for release in view.history
+        if not release.done and release.expected == live_epoch and release.epoch > live_epoch
     ]
 
 
@@ -138,20 +142,32 @@ def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict
 
     A row that says more than they prove stays: somebody may be about to write that refusal down.
     """
-    now, ledger = releases.clock(), view.ledger
+    restored_at, ledger = releases.clock(), view.ledger
     longest_s = overlays_live_s(releases, overlay_ttl_s)
     old = {
-        each.generation
-        for each in view.history
-        if each.action == "retire" and now - each.at > longest_s
+        release.generation
+        for release in view.history
+        if release.action == "retire" and restored_at - release.at > longest_s
     }
-    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
-    rows = {each: Row(State.BEGUN, now, "restored") for each in stored - set(view.rows)}
+    stored_ids = {
+        generation_id
+        for generation_id in releases.store.names("generations")
+        if GENERATION.fullmatch(generation_id)
+    }
+    rows = {
+        generation_id: Row(State.BEGUN, restored_at, "restored")
+        for generation_id in stored_ids - set(view.rows)
+    }
     return rows | {
-        each: Row(state, ledger.superseded_at.get(each, now), "restored")
-        for each, state in ledger.states.items()
-        if (each not in view.rows and not (state is State.RETIRED and each in old))
-        or (each in view.rows and view.rows[each].state is not view.state(each))
+        generation_id: Row(state, ledger.superseded_at.get(generation_id, restored_at), "restored")
+        for generation_id, state in ledger.states.items()
+        if (
+            generation_id not in view.rows and not (state is State.RETIRED and generation_id in old)
+        )
+        or (
+            generation_id in view.rows
+            and view.rows[generation_id].state is not view.state(generation_id)
+        )
     }
 
 

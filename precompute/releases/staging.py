@@ -61,8 +61,8 @@ class Readiness:
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
         """Sorts replicas into ready and waiting by what each said with its last beat."""
-        ready = tuple(each for each in replicas if generation in each.ready)
-        return cls(ready, tuple(each for each in replicas if each not in ready))
+        ready = tuple(replica for replica in replicas if generation in replica.ready)
+        return cls(ready, tuple(replica for replica in replicas if replica not in ready))
 
     def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
         """True if all live ones, at least the minimum, are ready; after the wait (`is_over`), a set minimum does."""
@@ -73,7 +73,8 @@ class Readiness:
     def told(self, generation: str) -> str:
         """Names of the replicas that are not ready, each with its reason, as text."""
         reasons = [
-            f"{each.name}: {each.failed.get(generation, 'still loading')}" for each in self.waiting
+            f"{replica.name}: {replica.failed.get(generation, 'still loading')}"
+            for replica in self.waiting
         ]
         return "; ".join(reasons) or "no other is alive"
 
@@ -86,15 +87,15 @@ class StagingNote:
 
     def set(self, generation: str, attempt: str, *, lease_s: float = LEASE_S) -> Staging | None:
         """Ask for a generation, or go on asking; the note of another publisher that is in the way, else None."""
-        now = self._control.time()
-        note = Staging(generation, attempt, now + lease_s)
+        noted_at = self._control.time()
+        note = Staging(generation, attempt, noted_at + lease_s)
         keys = self._control.keys
-        found: Any = self._control.client.eval(
+        blocking_note: Any = self._control.client.eval(
             _STAGE, 3, keys.next, keys.channel, keys.live,
-            attempt, generation, str(now), note.to_bytes(),
+            attempt, generation, str(noted_at), note.to_bytes(),
         )  # fmt: skip
-        checked("EVAL", found, TEXT_OR_NOTHING)
-        return None if found is None else Staging.from_bytes(found)
+        checked("EVAL", blocking_note, TEXT_OR_NOTHING)
+        return None if blocking_note is None else Staging.from_bytes(blocking_note)
 
     def clear(self, attempt: str, generation: str = "") -> None:
         """Take one's own note away, or whoever's about `generation`: what it asked for is done."""
@@ -124,23 +125,23 @@ def staged(
     inside, the note is taken away afterwards, or runs out by itself.
     """
     stage = StagingNote(control)
-    began, renew_at, other = time.monotonic(), 0.0, None
+    started_at, renew_at, rival_staging = time.monotonic(), 0.0, None
     try:
         while True:
-            now = control.time()
-            control.forget_dead_replicas(now, after_s=REPLICA_DEAD_S)
-            readiness = Readiness.of(generation, control.replicas(now))
+            checked_at = control.time()
+            control.forget_dead_replicas(checked_at, after_s=REPLICA_DEAD_S)
+            readiness = Readiness.of(generation, control.replicas(checked_at))
             total = len(readiness.ready) + len(readiness.waiting)
             if not total and not flip.replicas_min:
                 break
             if time.monotonic() >= renew_at:
-                other = stage.set(generation, attempt, lease_s=lease_s)
+                rival_staging = stage.set(generation, attempt, lease_s=lease_s)
                 renew_at = time.monotonic() + RENEW_S
-            is_over = time.monotonic() - began >= flip.wait_s
-            if other is None and readiness.is_enough(flip, is_over=is_over):
+            is_over = time.monotonic() - started_at >= flip.wait_s
+            if rival_staging is None and readiness.is_enough(flip, is_over=is_over):
                 break
             if is_over:
-                raise _gave_up(generation, flip, readiness, other)
+                raise _gave_up(generation, flip, readiness, rival_staging)
             progress("replicas ready", len(readiness.ready), max(total, flip.replicas_min))
             time.sleep(POLL_S)
         yield readiness
@@ -150,20 +151,22 @@ def staged(
 
 
 def _gave_up(
-    generation: str, flip: FlipConfig, readiness: Readiness, other: Staging | None
+    generation: str, flip: FlipConfig, readiness: Readiness, rival_staging: Staging | None
 ) -> Conflict:
-    if other is not None:
+    if rival_staging is not None:
         return Conflict(
-            f"{generation} was not published: {other.attempt} has been publishing {other.generation} for more than "
+            f"{generation} was not published: {rival_staging.attempt} has been publishing {rival_staging.generation} "
+            "for more than "
             f"{flip.wait_s:g} s; try again when it is done",
             generation=generation,
         )
-    most = len(readiness.ready) + len(readiness.waiting)
+    replica_count = len(readiness.ready) + len(readiness.waiting)
     return Conflict(
-        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {most} live replicas are "
+        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {replica_count} live "
+        "replicas are "
         f"ready, {flip.replicas_min or 'all'} must be ({readiness.told(generation)}); mend them or stop them, or set "
         "[flip] replicas_min to publish without them",
         generation=generation,
-        ready=[each.name for each in readiness.ready],
-        waiting=[each.name for each in readiness.waiting],
+        ready=[replica.name for replica in readiness.ready],
+        waiting=[replica.name for replica in readiness.waiting],
     )

@@ -34,31 +34,39 @@ def sweepable(
     for rollbacks, at least one. Unfinished ones go once they are older than the live one and nobody has touched them
     for `abandon_after_s`, or at once when `making`, the generation that this night makes, replaces them.
     """
-    view, now = releases.view(), releases.clock()
+    view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
     states, left_in = ledger.states, ledger.left_in
-    superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
-    superseded.sort(key=lambda each: left_in.get(each, 0), reverse=True)
+    superseded = [
+        generation_id for generation_id, state in states.items() if state is State.SUPERSEDED
+    ]
+    superseded.sort(key=lambda generation_id: left_in.get(generation_id, 0), reverse=True)
     protected = {ledger.live, ledger.previous, *superseded[: retained(keep)], *_held(releases)}
     protected.add(making)  # made once more, perhaps, after it was refused
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
         protected |= {canary.generation} if canary is not None else set()
     if view.pointer is not None:
         protected |= {view.pointer.generation, view.pointer.previous}
-    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
+    stored_ids = {
+        generation_id
+        for generation_id in releases.store.names("generations")
+        if GENERATION.fullmatch(generation_id)
+    }
     # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
-    known = {each for each, row in view.rows.items() if row.state is not State.RETIRED}
-    found = []
-    for generation in sorted(stored | known):
-        if generation in protected or ledger.is_pinned(generation, now):
+    registered_ids = {
+        generation_id for generation_id, row in view.rows.items() if row.state is not State.RETIRED
+    }
+    sweepable_ids = []
+    for generation in sorted(stored_ids | registered_ids):
+        if generation in protected or ledger.is_pinned(generation, checked_at):
             continue
         if _left_s_ago(releases, generation, view) < grace_s:
             continue
         if view.state(generation) in ALLOWED["retire"] or _is_abandoned(
             releases, view, generation, abandon_after_s, making
         ):
-            found.append(generation)
-    return found
+            sweepable_ids.append(generation)
+    return sweepable_ids
 
 
 def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> float:
@@ -73,9 +81,9 @@ def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> flo
     left_at = max(left_at, left_at if row is None else row.at)
     left_in = view.ledger.left_in.get(generation, 0)
     later = [
-        each.at
-        for each in view.history
-        if each.done and each.action in POINTED and each.epoch > left_in
+        release.at
+        for release in view.history
+        if release.done and release.action in POINTED and release.epoch > left_in
     ]
     return releases.clock() - min([left_at, *later])
 
@@ -83,7 +91,9 @@ def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> flo
 def _held(releases: ReleaseLog) -> Collection[str | None]:
     replicas = releases.control.replicas()
     return {
-        each for replica in replicas for each in (*replica.holds, *replica.ready, replica.serving)
+        generation_id
+        for replica in replicas
+        for generation_id in (*replica.holds, *replica.ready, replica.serving)
     }
 
 
@@ -195,13 +205,20 @@ def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -
         if count
         for page in (0, count - 1)
     ]
-    return bool(client.exists(keys.loaded(generation))) or any(client.strlen(each) for each in ends)
+    return bool(client.exists(keys.loaded(generation))) or any(
+        client.strlen(page_key) for page_key in ends
+    )
 
 
 def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
     """Pages of each table that the retirement of a generation wrote down."""
     return next(
-        (each.pages for each in history if each.generation == generation and each.pages), {}
+        (
+            release.pages
+            for release in history
+            if release.generation == generation and release.pages
+        ),
+        {},
     )
 
 
@@ -272,8 +289,8 @@ def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> N
 
 def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
     """Lifetime of an overlay, s: the longest that any replica gives its own, if more than configured."""
-    told = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
-    return max([overlay_ttl_s, *told])
+    replica_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
+    return max([overlay_ttl_s, *replica_ttls_s])
 
 
 def drop_old_rows(
@@ -287,21 +304,21 @@ def drop_old_rows(
 
     Not before `kept_s`: by its row alone could anybody find the pages that somebody is just bringing back.
     """
-    longest_s, now = max(kept_s, overlays_live_s(releases, overlay_ttl_s)), releases.clock()
+    longest_s, checked_at = max(kept_s, overlays_live_s(releases, overlay_ttl_s)), releases.clock()
     rows = releases.control.rows()
     old = [
-        each
-        for each, row in rows.items()
-        if row.state is State.RETIRED and now - row.at > longest_s
+        generation_id
+        for generation_id, row in rows.items()
+        if row.state is State.RETIRED and checked_at - row.at > longest_s
     ]
     history = releases.history() if old else []
-    recorded, stored = fold(history), set(releases.store.names("generations")) if old else set()
-    dropped = 0
+    recorded, stored_ids = fold(history), set(releases.store.names("generations")) if old else set()
+    dropped_count = 0
     for generation in old:
-        if recorded.state(generation) is not State.RETIRED and generation in stored:
+        if recorded.state(generation) is not State.RETIRED and generation in stored_ids:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)
         releases.control.drop_row(generation)
-        dropped += 1
-    return dropped
+        dropped_count += 1
+    return dropped_count

@@ -55,14 +55,14 @@ class Base:
         return bool(embedded["changes"]) and embedded.get("base") == self.manifest.generation
 
     @classmethod
-    def open(cls, config: NightConfig, begun: Mapping[str, Any]) -> Self | None:
+    def open(cls, config: NightConfig, begin_report: Mapping[str, Any]) -> Self | None:
         """The base that `begin` chose, by its report; None where it chose none, or what is left of it does not do."""
-        noted = begun.get("base") or {}
-        generation = noted.get("generation")
-        found = None if generation is None else _read(config, str(generation))
-        if found is None:
+        base_entry = begin_report.get("base") or {}
+        generation = base_entry.get("generation")
+        generation_parts = None if generation is None else _read(config, str(generation))
+        if generation_parts is None:
             return None
-        return cls(*found, has_lists=bool(noted["has_lists"]))
+        return cls(*generation_parts, has_lists=bool(base_entry["has_lists"]))
 
     @property
     def generation(self) -> str:
@@ -85,10 +85,10 @@ class Base:
 
     def fetch_noted(self, name: str) -> Path:
         """A file that the report of `begin` lists with its checksum; raises CorruptArtefact likewise."""
-        noted = self.begun.get("kept", {}).get(name)
-        if noted is None:
+        file_entry = self.begun.get("kept", {}).get(name)
+        if file_entry is None:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
-        return self.fetch(Artefact(name, **noted))
+        return self.fetch(Artefact(name, **file_entry))
 
     def report(self, name: str) -> Mapping[str, Any]:
         """Report of a step of it, empty if there is none; raises CorruptArtefact for one that cannot be read."""
@@ -110,10 +110,10 @@ class Base:
 
     def has_model(self, model: BundleModel) -> bool:
         """True if its bundle had this model, fed in the same way: from the same columns, as long a history."""
-        found = self.manifest.models.get(model.name)
-        if found is None or found.digest != model.digest:
+        base_model = self.manifest.models.get(model.name)
+        if base_model is None or base_model.digest != model.digest:
             return False
-        return found.spec == model.spec.to_json()
+        return base_model.spec == model.spec.to_json()
 
 
 def choose_base(
@@ -125,36 +125,40 @@ def choose_base(
     """
     if config.reuse == "off":
         return None, OFF
-    wanted, other, seen = settings_digest(config), None, False
+    config_digest, fallback_base, has_verified = settings_digest(config), None, False
     ledger, rows = releases.ledger(), releases.control.rows()
-    stored = sorted(filter(GENERATION.fullmatch, releases.store.names("generations")), reverse=True)
-    for generation in stored:
+    stored_ids = sorted(
+        filter(GENERATION.fullmatch, releases.store.names("generations")), reverse=True
+    )
+    for generation in stored_ids:
         row = rows.get(generation)
         state = ledger.state(generation) or (row and row.state)
         if generation == making or state not in VERIFIED:
             continue
-        seen = True
-        found = _read(config, generation)
-        if found is None or found[1].get("settings") != wanted:
+        has_verified = True
+        generation_parts = _read(config, generation)
+        if generation_parts is None or generation_parts[1].get("settings") != config_digest:
             continue
-        base = Base(*found, has_lists=found[1]["bundle_digest"] == bundle.digest)
+        base = Base(
+            *generation_parts, has_lists=generation_parts[1]["bundle_digest"] == bundle.digest
+        )
         if base.has_lists:
             return base, ""
-        other = other or base
-    if other is not None:
-        return other, BUNDLE
-    return None, SETTINGS if seen else NONE
+        fallback_base = fallback_base or base
+    if fallback_base is not None:
+        return fallback_base, BUNDLE
+    return None, SETTINGS if has_verified else NONE
 
 
 def _read(config: NightConfig, generation: str) -> tuple[Build, Mapping[str, Any], Manifest] | None:
     """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
     build = Build(config, config.store(), generation)
     try:
-        begun = build.read_report("begin")
+        begin_report = build.read_report("begin")
         raw = build.store.read(generation_path(generation, "manifest.json"))
-        if begun is None or raw is None:
+        if begin_report is None or raw is None:
             return None
-        return build, begun, Manifest.from_bytes(raw)
+        return build, begin_report, Manifest.from_bytes(raw)
     except StoreError:
         raise
     except (LarderError, ValueError):

@@ -21,7 +21,9 @@ def computed_by(device: str | None = None) -> str:
     Results of two nights may be put beside each other where these are the same.
     """
     names = (*_LIBRARIES, *(_ON_A_DEVICE if device else ()))
-    versions = [f"{name} {found}" for name in names if (found := _version(name))]
+    versions = [
+        f"{name} {library_version}" for name in names if (library_version := _version(name))
+    ]
     engine = kernel()
     level = "faiss" if engine is None else f"kernel {engine.level}"
     processor = f"processor {instructions()}"
@@ -31,13 +33,15 @@ def computed_by(device: str | None = None) -> str:
 @functools.cache
 def instructions() -> str:
     """Digest of the instructions that this processor has: libraries choose their code by them."""
-    said = platform.processor() or platform.machine()
+    processor_name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = next((line for line in lines if line.partition(":")[0].strip() in _FLAGS), said)
-    return blake2b(" ".join(sorted(found.split())).encode(), digest_size=4).hexdigest()
+    flags_line = next(
+        (line for line in lines if line.partition(":")[0].strip() in _FLAGS), processor_name
+    )
+    return blake2b(" ".join(sorted(flags_line.split())).encode(), digest_size=4).hexdigest()
 
 
 def _device(device: str | None) -> list[str]:

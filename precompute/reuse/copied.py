@@ -48,9 +48,9 @@ class Decisions:
 
 def paired(entities: ShardInput, digests: Digests) -> NDArray[Any]:
     """Users with their digests, PAIR [n]."""
-    found = np.empty(len(entities.ids), PAIR)
-    found["hash"], found["digest"] = entities.hashes, digests
-    return found
+    pairs = np.empty(len(entities.ids), PAIR)
+    pairs["hash"], pairs["digest"] = entities.hashes, digests
+    return pairs
 
 
 @dataclass(slots=True, eq=False)
@@ -70,55 +70,67 @@ class Copied:
     entered: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
-    def of(cls, asked: Decisions, hashes: Digests, own: NDArray[np.int64]) -> Self:
-        """Places of the `own` ones, int64, of those that are looked at, which have these `hashes`, beside the kept."""
-        both = np.concatenate([hashes[own], asked.kept_hashes])
-        order = np.argsort(both, kind="stable")
+    def of(cls, decisions: Decisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
+        """Places int64 of the `own_rows` among those looked at, which have these `hashes`, and of the kept."""
+        all_hashes = np.concatenate([hashes[own_rows], decisions.kept_hashes])
+        order = np.argsort(all_hashes, kind="stable")
         turned = np.empty(len(order), np.int64)
         turned[order] = np.arange(len(order))
-        places = np.concatenate([np.full(len(own), -1), asked.kept])[order]
-        return cls(both[order], places, turned[: len(own)], asked.same[own], asked.could_stay[own])
+        base_positions = np.concatenate([np.full(len(own_rows), -1), decisions.kept])[order]
+        return cls(
+            all_hashes[order],
+            base_positions,
+            turned[: len(own_rows)],
+            decisions.same[own_rows],
+            decisions.could_stay[own_rows],
+        )
 
-    def parts(self, most: int) -> Iterator[tuple[Self, slice]]:
+    def parts(self, users_max: int) -> Iterator[tuple[Self, slice]]:
         """Pieces of at most so many users, with the own ones of each."""
-        for start in range(0, len(self.hashes), most):
-            end = min(start + most, len(self.hashes))
-            own = slice(*np.searchsorted(self.rows, [start, end]).tolist())
+        for start in range(0, len(self.hashes), users_max):
+            end = min(start + users_max, len(self.hashes))
+            own_slice = slice(*np.searchsorted(self.rows, [start, end]).tolist())
             yield type(self)(
-                self.hashes[start:end], self.places[start:end], self.rows[own] - start,
-                self.same[own], self.could_stay[own],
-            ), own  # fmt: skip
+                self.hashes[start:end], self.places[start:end], self.rows[own_slice] - start,
+                self.same[own_slice], self.could_stay[own_slice],
+            ), own_slice  # fmt: skip
 
-    def stay(self, which: NDArray[np.bool_]) -> None:
+    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
         """Own users of a mask are copied after all; of the others that could have been, an item entered a list."""
-        self.places[self.rows[which]] = self.same[which]
-        left = ~which
-        self.entered = self.could_stay[left]
-        self.rows, self.same = self.rows[left], self.same[left]
-        self.could_stay = self.could_stay[left]
+        self.places[self.rows[stay_mask]] = self.same[stay_mask]
+        computed_mask = ~stay_mask
+        self.entered = self.could_stay[computed_mask]
+        self.rows, self.same = self.rows[computed_mask], self.same[computed_mask]
+        self.could_stay = self.could_stay[computed_mask]
 
     def reasons(self) -> NDArray[np.uint8]:
         """Reasons [m] by number."""
-        found = np.full(len(self.hashes), COPIED, np.uint8)
+        reason_numbers = np.full(len(self.hashes), COPIED, np.uint8)
         entered = self.entered if len(self.entered) else np.zeros(len(self.rows), np.bool_)
-        found[self.rows] = np.where(self.same < 0, INPUTS, np.where(entered, ENTERED, LOST))
-        return found
+        reason_numbers[self.rows] = np.where(
+            self.same < 0, INPUTS, np.where(entered, ENTERED, LOST)
+        )
+        return reason_numbers
 
     @property
     def others(self) -> NDArray[np.int64]:
         """Rows of all that are copied."""
         return np.flatnonzero(self.places >= 0)
 
-    def rows_together(self, own: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+    def rows_together(self, own_values: NDArray[Any], copied_values: NDArray[Any]) -> NDArray[Any]:
         """A value for each of all, from those of the chunk's own and of the others."""
-        found = np.empty(len(self.hashes), own.dtype)
-        found[self.rows], found[self.others] = own, others
-        return found
+        merged_values = np.empty(len(self.hashes), own_values.dtype)
+        merged_values[self.rows], merged_values[self.others] = own_values, copied_values
+        return merged_values
 
-    def together(self, own: Histories, others: Histories) -> Histories:
+    def together(self, own_histories: Histories, copied_histories: Histories) -> Histories:
         """Histories of all, from those of the chunk's own and of the others."""
-        ends = np.concatenate([own.indptr, own.indptr[-1] + others.indptr[1:]])
+        ends = np.concatenate(
+            [own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]]
+        )
         order = np.empty(len(self.hashes), np.int64)
         order[self.rows] = np.arange(len(self.rows))
         order[self.others] = len(self.rows) + np.arange(len(self.others))
-        return Histories(ends, np.concatenate([own.indices, others.indices])).take(order)
+        return Histories(
+            ends, np.concatenate([own_histories.indices, copied_histories.indices])
+        ).take(order)

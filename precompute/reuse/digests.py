@@ -30,11 +30,11 @@ _STEPS = (
 
 def mixed(numbers: Digests) -> Digests:
     """Each number spread over all 64 bits."""
-    found = numbers + _GOLDEN
+    mixed_numbers = numbers + _GOLDEN
     for shift, factor in _STEPS:
-        found = (found ^ (found >> shift)) * factor
-    found ^= found >> np.uint64(31)
-    return found
+        mixed_numbers = (mixed_numbers ^ (mixed_numbers >> shift)) * factor
+    mixed_numbers ^= mixed_numbers >> np.uint64(31)
+    return mixed_numbers
 
 
 def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
@@ -42,8 +42,8 @@ def of_rows(values: Digests, starts: NDArray[np.int64]) -> Digests:
     lengths = np.diff(starts)
     if not len(lengths):
         return np.empty(0, np.uint64)
-    places = np.arange(len(values)) - repeated(starts[:-1] - starts[0], lengths)
-    spread = mixed(values ^ mixed(places.astype(np.uint64)))
+    offsets_in_row = np.arange(len(values)) - repeated(starts[:-1] - starts[0], lengths)
+    spread = mixed(values ^ mixed(offsets_in_row.astype(np.uint64)))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(spread, dtype=np.uint64)])
     bounds = starts - starts[0]
     return mixed(sums[bounds[1:]] - sums[bounds[:-1]] + lengths.astype(np.uint64))
@@ -58,29 +58,29 @@ def of_column(column: Any) -> Digests:
         return of_column(column.dictionary_decode())
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
-        found = of_rows(of_column(column.flatten()), np.concatenate([[0], np.cumsum(lengths)]))
+        digests = of_rows(of_column(column.flatten()), np.concatenate([[0], np.cumsum(lengths)]))
     elif is_text(kind):
         filled = pc.fill_null(column, "") if column.null_count else column
-        found = mixed(text_hashes(filled.cast(pa.string()), 0))
+        digests = mixed(text_hashes(filled.cast(pa.string()), 0))
     elif pa.types.is_floating(kind):
         filled = pc.fill_null(column, 0.0) if column.null_count else column
-        found = mixed(np.ascontiguousarray(np.asarray(filled), np.float64).view(np.uint64))
+        digests = mixed(np.ascontiguousarray(np.asarray(filled), np.float64).view(np.uint64))
     else:
         numbers = column.cast(pa.int64(), safe=False)
         filled = pc.fill_null(numbers, 0) if numbers.null_count else numbers
-        found = mixed(np.asarray(filled).view(np.uint64))
+        digests = mixed(np.asarray(filled).view(np.uint64))
     if column.null_count:
-        found = np.where(np.asarray(column.is_null()), _MISSING, found)
-    return found
+        digests = np.where(np.asarray(column.is_null()), _MISSING, digests)
+    return digests
 
 
 def of_columns(columns: Mapping[str, Any], count: int) -> Digests:
     """Digests [count] of the rows of named columns, whatever their order."""
-    found = np.zeros(count, np.uint64)
+    digests = np.zeros(count, np.uint64)
     for name, column in columns.items():
         (named,) = text_hashes(pa.array([name]), 0)
-        found += mixed(of_column(column) ^ named)
-    return found
+        digests += mixed(of_column(column) ^ named)
+    return digests
 
 
 def of_users(entities: ShardInput, items: Digests) -> Digests:
@@ -88,13 +88,13 @@ def of_users(entities: ShardInput, items: Digests) -> Digests:
 
     Where it publishes the times of histories, these too: who is copied has them as whoever is computed.
     """
-    found = of_rows(items[entities.ordinals], entities.indptr)
-    found ^= mixed(text_hashes(entities.ids, FINGERPRINT_SEED))
-    found = mixed(found + of_columns(entities.features, len(found)))
+    digests = of_rows(items[entities.ordinals], entities.indptr)
+    digests ^= mixed(text_hashes(entities.ids, FINGERPRINT_SEED))
+    digests = mixed(digests + of_columns(entities.features, len(digests)))
     if entities.vectors is not None:
         bits = np.ascontiguousarray(entities.vectors).view(np.uint32).astype(np.uint64)
-        starts = np.arange(len(found) + 1) * bits.shape[1]
-        found = mixed(found ^ of_rows(bits.ravel(), starts))
+        starts = np.arange(len(digests) + 1) * bits.shape[1]
+        digests = mixed(digests ^ of_rows(bits.ravel(), starts))
     if entities.times is not None:
-        found = mixed(found + of_rows(entities.times.view(np.uint64), entities.indptr))
-    return found
+        digests = mixed(digests + of_rows(entities.times.view(np.uint64), entities.indptr))
+    return digests

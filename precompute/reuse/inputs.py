@@ -39,13 +39,13 @@ LEFT: Final = "an item is gone that events name"
 DAMAGED: Final = "a file of the base is damaged or gone"
 
 
-def partition_files(begun: Mapping[str, Any], shards: int) -> list[str]:
+def partition_files(begin_report: Mapping[str, Any], shards: int) -> list[str]:
     """Paths of the files that a partition has for those who take it over."""
     return [
         *(
             f"work/partition/{shard:04d}.{kind}"
             for shard in range(shards)
-            for kind in kinds_of(begun)
+            for kind in kinds_of(begin_report)
         ),
         POPULARITY,
         UNKNOWN,
@@ -58,7 +58,7 @@ def interaction_files(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) 
     tables = (
         sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors,
     )  # fmt: skip
-    return len(inputs) - sum(each is not None for each in tables)
+    return len(inputs) - sum(table is not None for table in tables)
 
 
 def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -70,8 +70,8 @@ def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> lis
         if getattr(sources, name) is not None
     ]
     return [
-        each["sha256"]
-        for name, each in zip(tables, inputs[first:], strict=True)
+        input_entry["sha256"]
+        for name, input_entry in zip(tables, inputs[first:], strict=True)
         if name.startswith("user_")
     ]
 
@@ -92,24 +92,27 @@ def earlier_partition(
     `events` is how many of the inputs are files of events; they stand behind the team's own. `user_values` is the
     digest of what events set for users of whatever the models take.
     """
-    begun = base.begun
-    if list(begun.get("erased", ())) != list(erased.numbers):
+    begin_report = base.begun
+    if list(begin_report.get("erased", ())) != list(erased.numbers):
         return None, ERASED
-    if begun.get("late") != 0:
+    if begin_report.get("late") != 0:
         return None, LATE
-    if not _is_later(cut, begun.get("cut")):
+    if not _is_later(cut, begin_report.get("cut")):
         return None, CUT
-    before = begun["inputs"]
-    theirs = _own_and_events(config, before, event_files_of(begun))
-    ours = _own_and_events(config, inputs, events)
-    if any(now[: len(was)] != was for was, now in zip(theirs, ours, strict=True)):
+    base_inputs = begin_report["inputs"]
+    theirs = _own_and_events(config, base_inputs, event_files_of(begin_report))
+    current_checksums = _own_and_events(config, inputs, events)
+    if any(
+        current_sha256s[: len(was)] != was
+        for was, current_sha256s in zip(theirs, current_checksums, strict=True)
+    ):
         return None, FILES
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
-    if user_tables(config, before) != user_tables(config, inputs) or (
+    if user_tables(config, base_inputs) != user_tables(config, inputs) or (
         has_table and not base.has_lists  # another bundle wants other columns of it, or none
     ):
         return None, TABLES
-    if begun.get("user_values", "") != user_values:
+    if begin_report.get("user_values", "") != user_values:
         return None, VALUES
     try:
         return _taken(base, config, items, *map(len, theirs))
@@ -117,74 +120,82 @@ def earlier_partition(
         return None, DAMAGED
 
 
-def event_files_of(begun: Mapping[str, Any]) -> int:
+def event_files_of(begin_report: Mapping[str, Any]) -> int:
     """Number of files of events that a night read, by the report of `begin`."""
-    return int((begun.get("events") or {}).get("files", 0))
+    return int((begin_report.get("events") or {}).get("files", 0))
 
 
 def _own_and_events(
     config: NightConfig, inputs: Sequence[Mapping[str, Any]], events: int
 ) -> tuple[list[Any], list[Any]]:
     """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
-    found = [each["sha256"] for each in inputs[: interaction_files(config, inputs)]]
-    own = len(found) - events
-    return found[:own], found[own:]
+    checksums = [
+        input_entry["sha256"] for input_entry in inputs[: interaction_files(config, inputs)]
+    ]
+    own_count = len(checksums) - events
+    return checksums[:own_count], checksums[own_count:]
 
 
 def _taken(
     base: Base, config: NightConfig, items: ItemTable, files: int, events: int
 ) -> tuple[Earlier | None, str]:
-    begun, before = base.begun, base.items
-    for name in partition_files(begun, config.shards):
+    begin_report, base_items = base.begun, base.items
+    for name in partition_files(begin_report, config.shards):
         base.fetch_noted(name)
-    places = places_of_items(items, before)
+    new_ordinals = places_of_items(items, base_items)
     unknown = map_file(base.build.root / UNKNOWN, "<u8")
-    is_new = turned(places, items.count) < 0
+    is_new = turned(new_ordinals, items.count) < 0
     if is_new.any() and np.isin(_hashes(items, is_new), unknown).any():
         return None, BACK
-    if events and (places < 0).any() and _named_by_events(base, config.shards, places < 0):
+    if (
+        events
+        and (new_ordinals < 0).any()
+        and _named_by_events(base, config.shards, new_ordinals < 0)
+    ):
         return None, LEFT
-    stayed = len(places) == items.count and bool((places == np.arange(len(places))).all())
+    stayed = len(new_ordinals) == items.count and bool(
+        (new_ordinals == np.arange(len(new_ordinals))).all()
+    )
     of_users = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
     return Earlier(
         folder=base.build.root / PARTITION,
-        seed=begun["user_seed"],
+        seed=begin_report["user_seed"],
         files=files,
         event_files=events,
-        places=None if stayed else places,
-        gone=_hashes(before, places < 0),
+        places=None if stayed else new_ordinals,
+        gone=_hashes(base_items, new_ordinals < 0),
         popularity=map_file(base.build.root / POPULARITY, "<i8"),
         unknown=unknown,
-        interactions=begun["interactions"],
-        unknown_items=begun["unknown_items"],
-        row_counts=RowCounts.of_report(begun["rows"]) if begun.get("rows") else None,
+        interactions=begin_report["interactions"],
+        unknown_items=begin_report["unknown_items"],
+        row_counts=RowCounts.of_report(begin_report["rows"]) if begin_report.get("rows") else None,
         unusable={
-            name: each
-            for name, each in begun["unusable"].items()
+            name: source_report
+            for name, source_report in begin_report["unusable"].items()
             if name == EVENT_ROWS or name.partition(".")[0] in of_users
         },
     ), ""
 
 
-def _named_by_events(base: Base, shards: int, which: NDArray[np.bool_]) -> bool:
+def _named_by_events(base: Base, shards: int, item_mask: NDArray[np.bool_]) -> bool:
     """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
     for shard in range(shards):
         (path,) = shard_paths(base.build.root / PARTITION, shard, ("rows",))
         for batch in read_batches(path, fields=(1, 3)):
             ordinals = np.asarray(batch.column("ordinal"))[np.asarray(batch.column(POSITION)) > 0]
-            if which[ordinals[ordinals >= 0]].any():
+            if item_mask[ordinals[ordinals >= 0]].any():
                 return True
     return False
 
 
-def _hashes(items: ItemTable, which: NDArray[np.bool_]) -> NDArray[np.uint64]:
+def _hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64]:
     """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
-    if not which.any():
+    if not item_mask.any():
         return np.empty(0, np.uint64)
-    return text_hashes(item_texts(items), UNKNOWN_SEED)[which]
+    return text_hashes(item_texts(items), UNKNOWN_SEED)[item_mask]
 
 
-def _is_later(cut: str | None, before: str | None) -> bool:
-    if cut is None or before is None:
-        return cut is None and before is None
-    return parse_time(cut) >= parse_time(before)
+def _is_later(cut: str | None, base_cut: str | None) -> bool:
+    if cut is None or base_cut is None:
+        return cut is None and base_cut is None
+    return parse_time(cut) >= parse_time(base_cut)

@@ -30,24 +30,24 @@ class ItemRecords:
     def __init__(
         self,
         records: Mapping[str, NDArray[Any]],
-        places: Mapping[str, NDArray[np.int64]],
+        base_positions_by_table: Mapping[str, NDArray[np.int64]],
         renumber: NDArray[np.int64] | None,
     ) -> None:
         self._records = records
-        self.places = places
+        self.places = base_positions_by_table
         self._renumber = renumber
 
-    def take(self, name: str, places: NDArray[np.int64], at: int) -> NDArray[Any]:
+    def take(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
         """Some records of a table as this night has them, with its cut `at` (Unix seconds)."""
-        found: NDArray[Any] = self._records[name][places]
-        found["scored_at"] = at
-        if self._renumber is not None and "items" in (found.dtype.names or ()):
-            renumbered(found, self._renumber)
-        return found
+        records: NDArray[Any] = self._records[name][base_positions]
+        records["scored_at"] = at
+        if self._renumber is not None and "items" in (records.dtype.names or ()):
+            renumbered(records, self._renumber)
+        return records
 
 
 def item_records(
-    made: Build,
+    build: Build,
     base: Base | None,
     bundle: Bundle,
     shard: int,
@@ -56,72 +56,76 @@ def item_records(
     device: str | None,
 ) -> ItemRecords | None:
     """Records of the base for one shard of items that may be copied, None if none may."""
-    embedded = made.need("embed_items")
+    embedded = build.need("embed_items")
     if base is None or not base.has_changes(embedded) or not tables:
         return None
     try:
         report = base.report(shard_report(shard))
         if report.get("computed_by") != computed_by(device):
             return None
-        changes, begun = ItemChanges.open(made), made.need("begin")
-        before = turned(changes.places, items.count)
-        bounds, theirs = begun["bounds"], base.begun["bounds"]
-        own = np.arange(bounds[shard], bounds[shard + 1])
+        changes, begin_report = ItemChanges.open(build), build.need("begin")
+        base_ordinals = turned(changes.places, items.count)
+        bounds, theirs = begin_report["bounds"], base.begun["bounds"]
+        shard_ordinals = np.arange(bounds[shard], bounds[shard + 1])
         first, end = theirs[shard], theirs[shard + 1]
-        there = before[own] - first
-        there[
-            (there < 0) | (there >= end - first)
+        base_positions = base_ordinals[shard_ordinals] - first
+        base_positions[
+            (base_positions < 0) | (base_positions >= end - first)
         ] = -1  # another seed has put it into another shard
         records: dict[str, NDArray[Any]] = {}
-        places: dict[str, NDArray[np.int64]] = {}
-        now = allowed_items(made)
-        was = base.allowed_items() if now else {}
+        base_positions_by_table: dict[str, NDArray[np.int64]] = {}
+        allowed_by_table = allowed_items(build)
+        was = base.allowed_items() if allowed_by_table else {}
         for name, table in tables.items():
-            stored = base.manifest.stored.get(name)
-            if stored is None or stored.layout != layout_of(bundle, table):
+            base_table = base.manifest.stored.get(name)
+            if base_table is None or base_table.layout != layout_of(bundle, table):
                 continue
             if table.kind == "value":
                 model = bundle.values[str(table.value)]
                 if not embedded["regrouped"].get(model.name):
                     continue
-                digests = map_file(made.fetch(digests_file(model.name)), "<u8")
-                may = same_inputs(base, model, digests, before)[own]
+                digests = map_file(build.fetch(digests_file(model.name)), "<u8")
+                may = same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
             else:
-                may = ~changes.changed[own]
-            records[name] = table_records(base, shard, stored)
-            found = np.where(may, there, -1)
-            has_any = found >= 0
-            has_any[has_any] = records[name]["flags"][found[has_any]] != ABSENT
-            found[~has_any] = -1
+                may = ~changes.changed[shard_ordinals]
+            records[name] = table_records(base, shard, base_table)
+            copy_positions = np.where(may, base_positions, -1)
+            has_any = copy_positions >= 0
+            has_any[has_any] = records[name]["flags"][copy_positions[has_any]] != ABSENT
+            copy_positions[~has_any] = -1
             if table.kind == "item_similar":
                 rule = ListRule.of(
-                    stored.layout, metric_of(bundle, table), changes, was.get(name), now.get(name)
+                    base_table.layout,
+                    metric_of(bundle, table),
+                    changes,
+                    was.get(name),
+                    allowed_by_table.get(name),
                 )
-                found = _lists(rule, records[name], found, own, items)
-            places[name] = found
+                copy_positions = _lists(rule, records[name], copy_positions, shard_ordinals, items)
+            base_positions_by_table[name] = copy_positions
     except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
         return None
-    return ItemRecords(records, places, changes.places if changes.moved else None)
+    return ItemRecords(records, base_positions_by_table, changes.places if changes.moved else None)
 
 
 def _lists(
     rule: ListRule,
     records: NDArray[Any],
-    places: NDArray[np.int64],
-    own: NDArray[np.int64],
+    base_positions: NDArray[np.int64],
+    shard_ordinals: NDArray[np.int64],
     items: ItemTable,
 ) -> NDArray[np.int64]:
     """Places of lists of similar items, -1 where one is to be computed by the rule of lists."""
-    found = np.full(len(places), -1)
+    copy_positions = np.full(len(base_positions), -1)
     if len(rule.entering) > ENTERING_MAX * items.count:
-        return found
-    rows = np.flatnonzero(places >= 0)
-    rows = rows[~holds_lost(records[places[rows]], rule.lost)]
+        return copy_positions
+    rows = np.flatnonzero(base_positions >= 0)
+    rows = rows[~holds_lost(records[base_positions[rows]], rule.lost)]
     vectors = np.asarray(items.vectors)
-    itself = Histories(np.arange(len(rows) + 1), own[rows])
+    itself = Histories(np.arange(len(rows) + 1), shard_ordinals[rows])
     enters = could_enter(
-        vectors[own[rows]], vectors[rule.entering], rule.entering,
-        floors(rule.layout, records[places[rows]]), itself, rule.metric,
+        vectors[shard_ordinals[rows]], vectors[rule.entering], rule.entering,
+        floors(rule.layout, records[base_positions[rows]]), itself, rule.metric,
     )  # fmt: skip
-    found[rows[~enters]] = places[rows[~enters]]
-    return found
+    copy_positions[rows[~enters]] = base_positions[rows[~enters]]
+    return copy_positions

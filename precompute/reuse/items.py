@@ -42,8 +42,8 @@ def write_item_digests(bundle: Bundle, items: ItemTable, root: Path) -> None:
     """Write the digest of every item's input for each model of items."""
     for model in bundle.models:
         if model.entity == "item":
-            found = _digests(model.spec, items, root)
-            write_atomically(root / digests_file(model.name), found.astype("<u8").tobytes())
+            item_digests = _digests(model.spec, items, root)
+            write_atomically(root / digests_file(model.name), item_digests.astype("<u8").tobytes())
 
 
 def _digests(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
@@ -53,41 +53,41 @@ def _digests(spec: TowerSpec, items: ItemTable, root: Path) -> Digests:
         with pa.memory_map(str(root / ITEM_FEATURES)) as source:
             table = pa.ipc.open_stream(source).read_all()
         columns = {
-            name: table.column(name) for name in {str(each.column) for each in spec.features}
+            name: table.column(name) for name in {str(feature.column) for feature in spec.features}
         }
-    found = of_columns(columns, count)
-    if any(each.bind == "item_index" for each in spec.inputs):
-        found += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
-    return found
+    item_digests = of_columns(columns, count)
+    if any(input_spec.bind == "item_index" for input_spec in spec.inputs):
+        item_digests += mixed(items.to_model(Ordinals(np.arange(count))).astype(np.uint64))
+    return item_digests
 
 
-def places_of_items(items: ItemTable, before: ItemTable) -> NDArray[np.int64]:
+def places_of_items(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
     """Ordinals that earlier items have now, -1 for one that is gone; int64 [earlier items]."""
-    return ordinals_of_texts(items, item_texts(before))
+    return ordinals_of_texts(items, item_texts(base_items))
 
 
-def turned(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def turned(new_ordinals: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """The other way round: earlier ordinals of the `count` items of now, -1 for a new one."""
-    found = np.full(count, -1)
-    kept = np.flatnonzero(places >= 0)
-    found[places[kept]] = kept
-    return found
+    base_ordinals = np.full(count, -1)
+    kept_ordinals = np.flatnonzero(new_ordinals >= 0)
+    base_ordinals[new_ordinals[kept_ordinals]] = kept_ordinals
+    return base_ordinals
 
 
 def same_inputs(
-    base: Base, model: BundleModel, digests: Digests, places: NDArray[np.int64]
+    base: Base, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Mask of the items for which a model of items is given what the base's was; none where it is another model.
 
-    `places` are their ordinals in the base, -1 for a new one. Raises CorruptArtefact for a damaged file.
+    `base_ordinals` are their ordinals in the base, -1 for a new one. Raises CorruptArtefact for a damaged file.
     """
     if not base.has_model(model):
-        return np.zeros(len(places), np.bool_)
-    before = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
-    same: NDArray[np.bool_] = places >= 0
-    rows = np.flatnonzero(same)
-    same[rows] = before[places[rows]] == digests[rows]
-    return same
+        return np.zeros(len(base_ordinals), np.bool_)
+    base_digests = map_file(base.fetch_noted(digests_file(model.name)), "<u8")
+    is_same_input: NDArray[np.bool_] = base_ordinals >= 0
+    rows = np.flatnonzero(is_same_input)
+    is_same_input[rows] = base_digests[base_ordinals[rows]] == digests[rows]
+    return is_same_input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,33 +109,33 @@ class KeptVectors:
             embedded = base.report("embed_items")
             if embedded.get("computed_by") != computed_by(device):
                 return None
-            before = base.items
-            places = turned(places_of_items(items, before), items.count)
+            base_items = base.items
+            base_ordinals = turned(places_of_items(items, base_items), items.count)
             digests = map_file(root / digests_file(model.name), "<u8")
-            places[~same_inputs(base, model, digests, places)] = -1
+            base_ordinals[~same_inputs(base, model, digests, base_ordinals)] = -1
         except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
             return None
-        return cls(places, before.vectors) if (places >= 0).any() else None
+        return cls(base_ordinals, base_items.vectors) if (base_ordinals >= 0).any() else None
 
 
-def write_changes(base: Base, made: Build, items: ItemTable) -> list[str]:
+def write_changes(base: Base, build: Build, items: ItemTable) -> list[str]:
     """Write where the base's items are now, and whose vectors it does not have; returns the files.
 
     Raises CorruptArtefact where the base's files are not as its manifest says.
     """
-    before = base.items
-    places = places_of_items(items, before)
-    changed = np.ones(items.count, np.bool_)
-    kept = np.flatnonzero(places >= 0)
-    for start in range(0, len(kept), _ROWS_AT_ONCE):
-        rows = kept[start : start + _ROWS_AT_ONCE]
-        ours, theirs = (
-            np.ascontiguousarray(each).view(np.uint32)
-            for each in (items.vectors[places[rows]], before.vectors[rows])
+    base_items = base.items
+    new_ordinals = places_of_items(items, base_items)
+    is_changed = np.ones(items.count, np.bool_)
+    kept_ordinals = np.flatnonzero(new_ordinals >= 0)
+    for start in range(0, len(kept_ordinals), _ROWS_AT_ONCE):
+        rows = kept_ordinals[start : start + _ROWS_AT_ONCE]
+        new_bits, theirs = (
+            np.ascontiguousarray(vectors).view(np.uint32)
+            for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
         )
-        changed[places[rows]] = (ours != theirs).any(axis=1)
-    write_atomically(made.path(PLACES), places.astype("<i8").tobytes())
-    write_atomically(made.path(CHANGED), changed.astype("u1").tobytes())
+        is_changed[new_ordinals[rows]] = (new_bits != theirs).any(axis=1)
+    write_atomically(build.path(PLACES), new_ordinals.astype("<i8").tobytes())
+    write_atomically(build.path(CHANGED), is_changed.astype("u1").tobytes())
     return [PLACES, CHANGED]
 
 
@@ -147,11 +147,11 @@ class ItemChanges:
     changed: NDArray[np.bool_]
 
     @classmethod
-    def open(cls, made: Build) -> Self:
+    def open(cls, build: Build) -> Self:
         """Changes as `embed_items` wrote them."""
         return cls(
-            map_file(made.fetch(PLACES), "<i8"),
-            map_file(made.fetch(CHANGED), "u1").astype(np.bool_),
+            map_file(build.fetch(PLACES), "<i8"),
+            map_file(build.fetch(CHANGED), "u1").astype(np.bool_),
         )
 
     @property
@@ -163,12 +163,12 @@ class ItemChanges:
 
     def lost(self, is_allowed: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
         """Mask [base items + 1] of those that no list may be copied with; the last one stands for a free place."""
-        found = np.zeros(len(self.places) + 1, np.bool_)
-        gone = self.places < 0
-        found[:-1] = gone | self.changed[np.where(gone, 0, self.places)]
+        is_lost = np.zeros(len(self.places) + 1, np.bool_)
+        is_gone = self.places < 0
+        is_lost[:-1] = is_gone | self.changed[np.where(is_gone, 0, self.places)]
         if is_allowed is not None:
-            found[:-1] |= ~is_allowed[np.where(gone, 0, self.places)]
-        return found
+            is_lost[:-1] |= ~is_allowed[np.where(is_gone, 0, self.places)]
+        return is_lost
 
     def entering(
         self, was_allowed: NDArray[np.bool_] | None, is_allowed: NDArray[np.bool_] | None
@@ -176,8 +176,8 @@ class ItemChanges:
         """Ordinals of the items that were in no list of the base as they are now: new, changed, or newly allowed."""
         could = self.changed.copy()
         if is_allowed is not None and was_allowed is not None:
-            before = np.zeros(len(self.changed), np.bool_)
-            kept = np.flatnonzero(self.places >= 0)
-            before[self.places[kept]] = was_allowed[kept]
-            could = (could | ~before) & is_allowed
+            is_formerly_allowed = np.zeros(len(self.changed), np.bool_)
+            kept_ordinals = np.flatnonzero(self.places >= 0)
+            is_formerly_allowed[self.places[kept_ordinals]] = was_allowed[kept_ordinals]
+            could = (could | ~is_formerly_allowed) & is_allowed
         return np.flatnonzero(could)

@@ -71,23 +71,23 @@ class KeptShard:
         has_record = (
             directory[at] == pairs["hash"] if len(directory) else np.zeros(len(pairs), np.bool_)
         )
-        whole = np.ones(len(directory), np.bool_)
-        for each in records.values():
-            whole &= each["flags"] != ABSENT
-        return cls(pairs, np.where(has_record, at, -1), records, whole, **published)
+        is_complete = np.ones(len(directory), np.bool_)
+        for stored_records in records.values():
+            is_complete &= stored_records["flags"] != ABSENT
+        return cls(pairs, np.where(has_record, at, -1), records, is_complete, **published)
 
     def between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""
-        ours = self.pairs["hash"]
-        return slice(_first(ours, hashes.start), _first(ours, hashes.stop))
+        user_hashes = self.pairs["hash"]
+        return slice(_first(user_hashes, hashes.start), _first(user_hashes, hashes.stop))
 
     def find(self, hashes: Digests) -> NDArray[np.int64]:
         """int64 [n]: which of the users has each hash, -1 for none."""
-        ours = self.pairs["hash"]
-        if not len(ours):
+        user_hashes = self.pairs["hash"]
+        if not len(user_hashes):
             return np.full(len(hashes), -1)
-        at = np.minimum(ours.searchsorted(hashes), len(ours) - 1)
-        return np.where(ours[at] == hashes, at, -1)
+        at = np.minimum(user_hashes.searchsorted(hashes), len(user_hashes) - 1)
+        return np.where(user_hashes[at] == hashes, at, -1)
 
 
 def _first(hashes: Digests, bound: int) -> int:
@@ -107,14 +107,18 @@ def _published(base: Base, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Fields of what the base published of the users with records; None for what it did not."""
     if not files:
         return {}
-    part = SeenPart.of(Artefact(**each) for each in files)
+    part = SeenPart.of(Artefact(**file_entry) for file_entry in files)
 
     def mapped(file: Artefact | None, kind: str) -> NDArray[Any] | None:
         return None if file is None else map_file(base.fetch(file), kind)
 
     def rows(ends: Artefact | None, values: Artefact | None, kind: str) -> Histories | None:
-        found, where = mapped(values, kind), mapped(ends, "<u8")
-        return None if found is None or where is None else Histories(_starting(where), found)
+        mapped_values, where = mapped(values, kind), mapped(ends, "<u8")
+        return (
+            None
+            if mapped_values is None or where is None
+            else Histories(_starting(where), mapped_values)
+        )
 
     return {
         "seen": rows(part.ends, part.items, "<u4"), "times": rows(part.ends, part.times, "<i8"),

@@ -28,22 +28,22 @@ _PLAIN: Final = (1e-15, 1e18)
 """Lengths of vectors between which no square, and no sum of products in any order, vanishes or overflows in float32."""
 
 
-def holds_lost(records: NDArray[Any], lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Mask [n] of the lists with one of the `lost` [items + 1], whose last entry stands for free places."""
-    found = np.zeros(len(records), np.bool_)
-    if not lost.any():
-        return found
+def holds_lost(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Mask [n] of the lists with one of the `is_lost` [items + 1], whose last entry stands for free places."""
+    has_lost_item = np.zeros(len(records), np.bool_)
+    if not is_lost.any():
+        return has_lost_item
     for start in range(0, len(records), _LISTS_AT_ONCE):
         part = slice(start, start + _LISTS_AT_ONCE)
-        items = np.minimum(records["items"][part], np.uint32(len(lost) - 1))
-        found[part] = lost[items].any(axis=1)
-    return found
+        items = np.minimum(records["items"][part], np.uint32(len(is_lost) - 1))
+        has_lost_item[part] = is_lost[items].any(axis=1)
+    return has_lost_item
 
 
-def renumbered(records: NDArray[Any], places: NDArray[np.int64]) -> None:
-    """Numbers the items of lists, none of which is gone, by their `places` int64 [base items] in this night."""
-    names = np.append(places, -1).astype(np.uint32)  # -1 is NO_ITEM
-    records["items"] = names[np.minimum(records["items"], np.uint32(len(places)))]
+def renumbered(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
+    """Numbers the items of lists, none of which is gone, by their `new_ordinals` int64 [base items] in this night."""
+    names = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
+    records["items"] = names[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
 
 
 def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
@@ -51,10 +51,10 @@ def floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
     last = records["numbers"][:, -1]
     if layout.precision == "f2":
         below = np.nextafter(last, np.float16(-np.inf)).astype(np.float64)
-        found = np.ldexp(below, records["exponent"].astype(np.int32))
+        lower_bounds = np.ldexp(below, records["exponent"].astype(np.int32))
     else:
-        found = last.astype(np.float64)
-    return np.where(records["count"] == layout.width, found, -np.inf)
+        lower_bounds = last.astype(np.float64)
+    return np.where(records["count"] == layout.width, lower_bounds, -np.inf)
 
 
 def could_enter(
@@ -62,44 +62,49 @@ def could_enter(
     entering: NDArray[np.float32],
     ordinals: NDArray[np.int64],
     floor: NDArray[np.float64],
-    seen: Histories,
+    exclusions: Histories,
     metric: Metric,
 ) -> NDArray[np.bool_]:
     """Mask [n] of the users for whom one of these items may reach the list's `floor` [n].
 
-    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; what a user has `seen`
-    cannot enter. Certain in one direction: where it says no, the item's own score is below the floor.
+    `vectors` float32 [n, dims] are the users', `entering` those of items with these `ordinals`; what a user has
+    `exclusions` cannot enter. Certain in one direction: where it says no, the item's own score is below the floor.
     """
-    found = np.zeros(len(vectors), np.bool_)
+    can_enter = np.zeros(len(vectors), np.bool_)
     if not len(vectors) or not len(ordinals):
-        return found
+        return can_enter
     dims = vectors.shape[1]
     lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
-    owners = np.repeat(np.arange(len(seen)), np.diff(seen.indptr))
+    owners = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
     for start in range(0, len(ordinals), _ITEMS_AT_ONCE):
-        some, numbers = (
+        chunk_vectors, numbers = (
             entering[start : start + _ITEMS_AT_ONCE],
             ordinals[start : start + _ITEMS_AT_ONCE],
         )
-        sizes = np.sqrt(np.einsum("nd,nd->n", some, some, dtype=np.float64))
-        scores = (vectors @ some.T).astype(np.float64)
-        both = lengths[:, None] * sizes
-        margins = (_SUMS[metric] * dims + _MORE_STEPS) * _ROUNDING * both
+        sizes = np.sqrt(np.einsum("nd,nd->n", chunk_vectors, chunk_vectors, dtype=np.float64))
+        scores = (vectors @ chunk_vectors.T).astype(np.float64)
+        length_products = lengths[:, None] * sizes
+        margins = (_SUMS[metric] * dims + _MORE_STEPS) * _ROUNDING * length_products
         if metric == "cosine":
             scores, margins = (
-                np.divide(each, both, out=np.zeros_like(each), where=both > 0)
-                for each in (scores, margins)
+                np.divide(
+                    score_matrix,
+                    length_products,
+                    out=np.zeros_like(score_matrix),
+                    where=length_products > 0,
+                )
+                for score_matrix in (scores, margins)
             )
-        is_bounded = _are_plain(lengths)[:, None] & _are_plain(sizes) | (both == 0)
+        is_bounded = _are_plain(lengths)[:, None] & _are_plain(sizes) | (length_products == 0)
         rows, columns = np.nonzero(~(is_bounded & (scores + margins < floor[:, None])))
         if len(rows):
             pairs = rows * np.int64(1 << 32) + numbers[columns]
-            known = np.isin(seen.indices, numbers)
-            has = owners[known] * np.int64(1 << 32) + seen.indices[known]
-            found[rows[~np.isin(pairs, has)]] = True
-    return found
+            is_in_chunk = np.isin(exclusions.indices, numbers)
+            has = owners[is_in_chunk] * np.int64(1 << 32) + exclusions.indices[is_in_chunk]
+            can_enter[rows[~np.isin(pairs, has)]] = True
+    return can_enter
 
 
 def _are_plain(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (lengths > _PLAIN[0]) & (lengths < _PLAIN[1])
-    return found
+    is_in_range: NDArray[np.bool_] = (lengths > _PLAIN[0]) & (lengths < _PLAIN[1])
+    return is_in_range

@@ -16,7 +16,7 @@ _SEED = 0
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
     """True if the first rows have the same bits together, in another order, and in groups of several sizes."""
     count = min(ROWS, rows_of(inputs))
-    together = run(rows_taken(inputs, np.arange(count)))
+    batch_outputs = run(rows_taken(inputs, np.arange(count)))
     order = np.random.default_rng(_SEED).permutation(count)
     shuffled, start = [], 0
     for size in (*_GROUPS, count):
@@ -24,5 +24,7 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
         if len(rows):
             shuffled.append(run(rows_taken(inputs, rows)))
         start += size
-    found = np.concatenate([np.empty((0, *together.shape[1:]), np.float32), *shuffled])
-    return found.tobytes() == together[order].tobytes()
+    regrouped_outputs = np.concatenate(
+        [np.empty((0, *batch_outputs.shape[1:]), np.float32), *shuffled]
+    )
+    return regrouped_outputs.tobytes() == batch_outputs[order].tobytes()

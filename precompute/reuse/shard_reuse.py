@@ -69,7 +69,7 @@ class ShardReuse:
     @classmethod
     def open(
         cls,
-        made: Build,
+        build: Build,
         base: Base,
         bundle: Bundle,
         shard: int,
@@ -79,32 +79,34 @@ class ShardReuse:
         device: str | None,
     ) -> Self | None:
         """The base's shard of users beside this night's, None if nothing of it can be copied."""
-        if base.begun["user_seed"] != made.need("begin")["user_seed"]:
+        if base.begun["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
-        if base.begun.get(FEATURED_USERS, False) != made.need("begin").get(FEATURED_USERS, False):
+        if base.begun.get(FEATURED_USERS, False) != build.need("begin").get(FEATURED_USERS, False):
             return None  # who had no record there may have one now, of the same inputs
-        fitting = _fitting(made, base, bundle, tables)
-        stored = {
+        fitting = _fitting(build, base, bundle, tables)
+        base_table_by_name = {
             name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored
         }
-        if not stored:
+        if not base_table_by_name:
             return None
-        kept = KeptShard.open(base, shard, stored, computed_by(device))
-        if kept is None:
+        kept_shard = KeptShard.open(base, shard, base_table_by_name, computed_by(device))
+        if kept_shard is None:
             return None
         tower = bundle.user_tower
-        publishes_features = made.config.events.enabled and bool(tower.spec.features)
+        publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
             return None  # those that the base published are of another one
-        lists = {name: each for name, each in tables.items() if each.kind == "user_topk"}
-        changes = ItemChanges.open(made) if base.has_changes(made.need("embed_items")) else None
-        if changes is None and (kept.seen is not None or lists.keys() & stored.keys()):
+        lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
+        changes = ItemChanges.open(build) if base.has_changes(build.need("embed_items")) else None
+        if changes is None and (
+            kept_shard.seen is not None or lists.keys() & base_table_by_name.keys()
+        ):
             return None
-        broken, rules = ~kept.whole, dict[str, ListRule]()
-        if changes is not None and lists.keys() <= stored.keys():
-            now = allowed_items(made)
+        broken, rules = ~kept_shard.whole, dict[str, ListRule]()
+        if changes is not None and lists.keys() <= base_table_by_name.keys():
+            allowed_by_table = allowed_items(build)
             try:
-                before = base.allowed_items() if now else {}
+                base_allowed_by_table = base.allowed_items() if allowed_by_table else {}
             except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
                 return None
             for name, table in lists.items():
@@ -112,19 +114,23 @@ class ShardReuse:
                     layouts[name],
                     metric_of(bundle, table),
                     changes,
-                    before.get(name),
-                    now.get(name),
+                    base_allowed_by_table.get(name),
+                    allowed_by_table.get(name),
                 )
-                broken |= holds_lost(kept.tables[name], rules[name].lost)
-        most = ENTERING_MAX * items.count
-        enter_most = max((len(each.entering) for each in rules.values()), default=0) > most
-        if rules.keys() != lists.keys() or stored.keys() != tables.keys() or enter_most:
+                broken |= holds_lost(kept_shard.tables[name], rules[name].lost)
+        entering_limit = ENTERING_MAX * items.count
+        enter_most = (
+            max((len(rule.entering) for rule in rules.values()), default=0) > entering_limit
+        )
+        if rules.keys() != lists.keys() or base_table_by_name.keys() != tables.keys() or enter_most:
             broken[:] = True
-        hashes = np.ascontiguousarray(kept.pairs["hash"][kept.places >= 0])
-        touched = None if _enters(rules) else _touched(made, shard, hashes[broken])
-        if touched is not None and 2 * len(touched) > len(kept.pairs):
+        hashes = np.ascontiguousarray(kept_shard.pairs["hash"][kept_shard.places >= 0])
+        touched = None if _enters(rules) else _touched(build, shard, hashes[broken])
+        if touched is not None and 2 * len(touched) > len(kept_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
-        return cls(kept, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched)
+        return cls(
+            kept_shard, changes, rules, broken, np.asarray(items.vectors), base.has_lists, touched
+        )
 
     @property
     def needs_vectors(self) -> bool:
@@ -134,102 +140,117 @@ class ShardReuse:
     def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Decisions:
         """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
         window = self.kept.between(hashes)
-        pairs, places = self.kept.pairs[window], self.kept.places[window]
+        pairs, base_positions = self.kept.pairs[window], self.kept.places[window]
         at = self.kept.find(entities.hashes)
         is_equal = at >= 0
         is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
-        same = np.full(len(at), -1)
-        same[is_equal] = self.kept.places[at[is_equal]]
-        had_none = is_equal & (same < 0) & self.is_same_bundle  # and so has none now
-        stays = same >= 0
-        stays[stays] = ~self.broken[same[stays]]
-        same[same >= 0] = np.where(self.kept.whole[same[same >= 0]], same[same >= 0], -1)
+        matched_positions = np.full(len(at), -1)
+        matched_positions[is_equal] = self.kept.places[at[is_equal]]
+        had_none = is_equal & (matched_positions < 0) & self.is_same_bundle  # and so has none now
+        stays = matched_positions >= 0
+        stays[stays] = ~self.broken[matched_positions[stays]]
+        matched_positions[matched_positions >= 0] = np.where(
+            self.kept.whole[matched_positions[matched_positions >= 0]],
+            matched_positions[matched_positions >= 0],
+            -1,
+        )
         is_asked = ~had_none if self.needs_vectors else ~had_none & ~stays
-        rows, left = np.flatnonzero(is_asked), stays & ~is_asked
-        kept, kept_hashes, ours = same[left], entities.hashes[left], paired(entities, digests)
+        rows, is_copied = np.flatnonzero(is_asked), stays & ~is_asked
+        copied_positions, kept_hashes, all_pairs = (
+            matched_positions[is_copied],
+            entities.hashes[is_copied],
+            paired(entities, digests),
+        )
         if self.touched is not None:  # the others were not even read
-            others = ~np.isin(pairs["hash"], entities.hashes)
-            ours = np.sort(np.concatenate([ours, pairs[others]]), order="hash")
-            others &= places >= 0
-            kept = np.concatenate([kept, places[others]])
-            kept_hashes = np.concatenate([kept_hashes, pairs["hash"][others]])
+            is_unread = ~np.isin(pairs["hash"], entities.hashes)
+            all_pairs = np.sort(np.concatenate([all_pairs, pairs[is_unread]]), order="hash")
+            is_unread &= base_positions >= 0
+            copied_positions = np.concatenate([copied_positions, base_positions[is_unread]])
+            kept_hashes = np.concatenate([kept_hashes, pairs["hash"][is_unread]])
         return Decisions(
-            rows, same[rows], stays[rows], kept, kept_hashes, ours,
-            int(entities.has_vector[left].sum()),
+            rows, matched_positions[rows], stays[rows], copied_positions, kept_hashes, all_pairs,
+            int(entities.has_vector[is_copied].sum()),
         )  # fmt: skip
 
     def enters(
-        self, name: str, places: NDArray[np.int64], vectors: NDArray[np.float32], seen: Histories
+        self,
+        name: str,
+        base_positions: NDArray[np.int64],
+        vectors: NDArray[np.float32],
+        exclusions: Histories,
     ) -> NDArray[np.bool_]:
-        """Mask of the base's lists at `places` that a new or changed item may enter, by the users' vectors."""
+        """Mask of the base's lists at `base_positions` that a new or changed item may enter, by the users' vectors."""
         rule = self.lists[name]
         return could_enter(
             vectors, self.item_vectors[rule.entering], rule.entering,
-            floors(rule.layout, self.kept.tables[name][places]), seen, rule.metric,
+            floors(rule.layout, self.kept.tables[name][base_positions]), exclusions, rule.metric,
         )  # fmt: skip
 
-    def records(self, name: str, places: NDArray[np.int64], at: int) -> NDArray[Any]:
+    def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
         """Records of the base as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
-        found: NDArray[Any] = self.kept.tables[name][places]
-        found["scored_at"] = at  # a copy: an index of numbers makes one
+        copied_records: NDArray[Any] = self.kept.tables[name][base_positions]
+        copied_records["scored_at"] = at  # a copy: an index of numbers makes one
         if name in self.lists and self.changes is not None and self.changes.moved:
-            renumbered(found, self.changes.places)
-        return found
+            renumbered(copied_records, self.changes.places)
+        return copied_records
 
-    def seen(self, places: NDArray[np.int64]) -> Histories:
+    def seen(self, base_positions: NDArray[np.int64]) -> Histories:
         """Items that users of the base had, by this night's numbers of items."""
         assert self.kept.seen is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
-        found = self.kept.seen.take(places)
-        return Histories(found.indptr, self.changes.places[found.indices.astype(np.int64)])
+        base_histories = self.kept.seen.take(base_positions)
+        return Histories(
+            base_histories.indptr, self.changes.places[base_histories.indices.astype(np.int64)]
+        )
 
-    def times(self, places: NDArray[np.int64]) -> Histories:
+    def times(self, base_positions: NDArray[np.int64]) -> Histories:
         """Times of these items, when each happened last."""
         assert self.kept.times is not None  # noqa: S101 - or nobody asks
-        return self.kept.times.take(places)
+        return self.kept.times.take(base_positions)
 
-    def given(self, places: NDArray[np.int64]) -> Histories:
+    def given(self, base_positions: NDArray[np.int64]) -> Histories:
         """JSON of what the user tower was given of users of the base besides."""
         assert self.kept.given is not None  # noqa: S101 - or nobody asks
-        return self.kept.given.take(places)
+        return self.kept.given.take(base_positions)
 
-    def brought(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def brought(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Users of the base who brought a vector along."""
         assert self.kept.brought is not None  # noqa: S101 - or nobody asks
-        found: NDArray[np.bool_] = self.kept.brought[places] > 0
-        return found
+        has_vector: NDArray[np.bool_] = self.kept.brought[base_positions] > 0
+        return has_vector
 
 
 def _enters(rules: Mapping[str, ListRule]) -> bool:
-    return any(len(each.entering) for each in rules.values())
+    return any(len(rule.entering) for rule in rules.values())
 
 
 def _fitting(
-    made: Build, base: Base, bundle: Bundle, tables: Mapping[str, TableConfig]
+    build: Build, base: Base, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Tables whose records may be copied: lists of the same bundle, all others of the same model."""
-    embedded = made.need("embed_items")
+    embedded = build.need("embed_items")
     alike = embedded["regrouped"]
     same_words = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
     fits = {
-        each.name: alike.get(each.name, False) and (each.spec.history is None or same_words)
-        for each in bundle.models
+        bundle_model.name: alike.get(bundle_model.name, False)
+        and (bundle_model.spec.history is None or same_words)
+        for bundle_model in bundle.models
     }
-    found = []
+    fitting_tables = []
     for name, table in tables.items():
         model = str(table.value) if table.kind == "value" else bundle.user_tower.name
         is_list = table.kind == "user_topk"
         if fits[model] and (not is_list or (base.has_lists and base.has_changes(embedded))):
-            found.append(name)
-    return found
+            fitting_tables.append(name)
+    return fitting_tables
 
 
-def _touched(made: Build, shard: int, broken: Digests) -> Digests | None:
-    begun = made.need("begin")
-    if not begun["base"]["took_over"] or begun.get("user_vectors"):
+def _touched(build: Build, shard: int, broken: Digests) -> Digests | None:
+    begin_report = build.need("begin")
+    if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):
         return None
     try:
-        path = made.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
+        path = build.fetch(f"work/partition/{shard:04d}.{TOUCHED}")
     except (CorruptArtefact, UnknownGeneration):
         return None
     return np.union1d(np.asarray(read_stream(path).column(HASH)), broken)

@@ -14,17 +14,23 @@ def users_in_words(users: Mapping[str, int]) -> str:
     """Users by reason, such as "360 copied, 40 computed (30 for their inputs, 10 for one that may enter)"."""
     copied = users.get("copied", 0)
     computed = sum(users.values()) - copied
-    why = ", ".join(f"{users[name]:,} {text}" for name, text in _REASONS.items() if users.get(name))
-    told = f"{copied:,} copied, {computed:,} computed"
-    return f"{told} ({why})" if why else told
+    reason_text = ", ".join(
+        f"{users[name]:,} {text}" for name, text in _REASONS.items() if users.get(name)
+    )
+    summary = f"{copied:,} copied, {computed:,} computed"
+    return f"{summary} ({reason_text})" if reason_text else summary
 
 
-def base_in_words(noted: Mapping[str, Any]) -> str:
+def base_in_words(base_entry: Mapping[str, Any]) -> str:
     """Base of a night as the report of `begin` has it, or why there is none, or why all files were read."""
-    base, why = noted.get("generation"), noted.get("why", "")
+    base, reason = base_entry.get("generation"), base_entry.get("why", "")
     if base is None:
-        return f"no copies: {why}" if why else "no copies"
-    told = f"no lists copied, items and values from {base}: {why}" if why else f"copies from {base}"
-    if noted.get("read_because"):
-        told += f"; all files read: {noted['read_because']}"
-    return told
+        return f"no copies: {reason}" if reason else "no copies"
+    summary = (
+        f"no lists copied, items and values from {base}: {reason}"
+        if reason
+        else f"copies from {base}"
+    )
+    if base_entry.get("read_because"):
+        summary += f"; all files read: {base_entry['read_because']}"
+    return summary

@@ -66,8 +66,10 @@ def favourites_of(
 
 def shares(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
     """Share of each item in all interactions, float32 [items], which is its score in the defaults."""
-    found: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(np.float32)
-    return found
+    item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(
+        np.float32
+    )
+    return item_shares
 
 
 def mean_scores(
@@ -78,11 +80,11 @@ def mean_scores(
     compared = np.asarray(items.vectors)
     if metric == "cosine":
         compared = unit(compared)
-    query, found = mean.astype(np.float32)[None], np.empty(items.count, np.float32)
+    query, item_scores = mean.astype(np.float32)[None], np.empty(items.count, np.float32)
     for start in range(0, items.count, _AT_ONCE):
-        some = np.arange(start, min(start + _AT_ONCE, items.count))
-        found[some] = score(query, compared, some[None])[0]
-    return found
+        ordinals = np.arange(start, min(start + _AT_ONCE, items.count))
+        item_scores[ordinals] = score(query, compared, ordinals[None])[0]
+    return item_scores
 
 
 def write_facets(
@@ -97,10 +99,12 @@ def write_facets(
     if not facets:
         return {}
     columns = ItemAttributes.of_files(build.root, attributes, items.count).columns
-    place = np.empty(items.count, np.int64)
-    place[np.lexsort((np.arange(items.count), -scores))] = np.arange(items.count)
+    score_ranks = np.empty(items.count, np.int64)
+    score_ranks[np.lexsort((np.arange(items.count), -scores))] = np.arange(items.count)
     return {"facets": {
-        name: _write_facet(build, name, facet.k, AttributeValues.of(name, columns[facet.attribute], place), scores)
+        name: _write_facet(
+            build, name, facet.k, AttributeValues.of(name, columns[facet.attribute], score_ranks), scores
+        )
         for name, facet in facets.items()
     }}  # fmt: skip
 
@@ -114,8 +118,8 @@ class AttributeValues:
     owners: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, name: str, column: AttributeColumn, place: NDArray[np.int64]) -> Self:
-        """All values of a column of texts; `place` is that of each item in the order by score."""
+    def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
+        """All values of a column of texts; `score_ranks` is that of each item in the order by score."""
         names = column.names
         assert names is not None  # noqa: S101 - facets of other kinds were refused
         if len(names) > VALUES_MAX:
@@ -128,9 +132,9 @@ class AttributeValues:
             codes = column.values[owners]
         else:
             counts = (column.offsets[1:] - column.offsets[:-1]).astype(np.int64)
-            owners = np.repeat(np.arange(len(place)), counts)
+            owners = np.repeat(np.arange(len(score_ranks)), counts)
             codes = column.values[: len(owners)]
-        order = np.lexsort((place[owners], codes))
+        order = np.lexsort((score_ranks[owners], codes))
         codes, owners = codes[order], owners[order]
         first = np.ones(len(codes), np.bool_)  # an item may name a value twice
         first[1:] = (codes[1:] != codes[:-1]) | (owners[1:] != owners[:-1])
@@ -141,9 +145,9 @@ class AttributeValues:
 
     def lists(self, rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
         """Ordinals uint32 [rows, k] of the best with each value, NO_ITEM where there are fewer."""
-        places = self.starts[rows][:, None] + np.arange(k)
-        is_one = places < self.starts[rows + 1][:, None]
-        return np.where(is_one, self.owners[np.where(is_one, places, 0)], NO_ITEM)
+        owner_indexes = self.starts[rows][:, None] + np.arange(k)
+        is_one = owner_indexes < self.starts[rows + 1][:, None]
+        return np.where(is_one, self.owners[np.where(is_one, owner_indexes, 0)], NO_ITEM)
 
 
 def _write_facet(
@@ -163,13 +167,15 @@ def _write_facet(
     ):
         hashes_file.write(hashes[order].astype("<u8").tobytes())
         for start in range(0, len(order), _AT_ONCE):
-            some = order[start : start + _AT_ONCE]
-            found = values.lists(rows[some], k)
+            batch_indexes = order[start : start + _AT_ONCE]
+            list_ordinals = values.lists(rows[batch_indexes], k)
             numbers = np.where(
-                found == NO_ITEM, np.float32(0), scores[np.where(found == NO_ITEM, 0, found)]
+                list_ordinals == NO_ITEM,
+                np.float32(0),
+                scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
-            marks = fingerprints([raws[row] for row in some.tolist()])
-            file.append(encode_topk(layout, marks, found, numbers, at))
+            value_fingerprints = fingerprints([raws[row] for row in batch_indexes.tolist()])
+            file.append(encode_topk(layout, value_fingerprints, list_ordinals, numbers, at))
     table = described(build, file)
     build.finish(directory, *(table[kind]["path"] for kind in ("file", "sums")))
     return {"seed": seed, "directory": asdict(build.describe(directory)), "table": table}

@@ -23,21 +23,21 @@ def with_drawn_histories(
     numbers than it was made for.
     """
     with_vector = np.flatnonzero(entities.has_vector)
-    places = np.linspace(0, len(with_vector) - 1, min(USERS_MAX, len(with_vector)))
-    rows = with_vector[np.unique(places.astype(np.int64))]
-    given = entities.vectors
-    assert given is not None  # noqa: S101 - else none had one
+    sample_points = np.linspace(0, len(with_vector) - 1, min(USERS_MAX, len(with_vector)))
+    rows = with_vector[np.unique(sample_points.astype(np.int64))]
+    user_vectors = entities.vectors
+    assert user_vectors is not None  # noqa: S101 - else none had one
     rng = np.random.default_rng(seed)
     histories = [
-        rng.permutation(best)[: rng.integers(1, LONGEST, endpoint=True)]
-        for best in exact_neighbours(np.asarray(items.vectors), given[rows], metric)
+        rng.permutation(best_ordinals)[: rng.integers(1, LONGEST, endpoint=True)]
+        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[rows], metric)
     ]
     return ShardInput(
         ids=entities.ids.take(pa.array(rows)),
         hashes=entities.hashes[rows],
         indptr=np.cumsum([0, *map(len, histories)]),
         ordinals=np.concatenate(histories),
-        features={name: each.take(pa.array(rows)) for name, each in entities.features.items()},
+        features={name: column.take(pa.array(rows)) for name, column in entities.features.items()},
         history_limit=entities.history_limit,
-        vectors=given[rows],
+        vectors=user_vectors[rows],
     )

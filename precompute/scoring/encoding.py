@@ -19,7 +19,7 @@ AT_ONCE = 2048
 
 def encode(
     layout: Layout,
-    marks: NDArray[np.uint64],
+    fingerprints: NDArray[np.uint64],
     answers: Answers,
     has_answer: NDArray[np.bool_],
     at: int,
@@ -31,17 +31,19 @@ def encode(
     """
     if has_answer.all():
         try:
-            return _encode(layout, marks, answers, at, flags), np.zeros(len(marks), np.bool_)
+            return _encode(layout, fingerprints, answers, at, flags), np.zeros(
+                len(fingerprints), np.bool_
+            )
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
-    bad = unfit(layout, numbers) & has_answer
-    rows = np.flatnonzero(has_answer & ~bad)
-    some = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
-    records = absent(layout, marks, at)
+    is_unfit = unfit(layout, numbers) & has_answer
+    rows = np.flatnonzero(has_answer & ~is_unfit)
+    row_answers = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
+    records = absent(layout, fingerprints, at)
     some_flags = flags if isinstance(flags, int) else flags[rows]
-    records[rows] = _encode(layout, marks[rows], some, at, some_flags)
-    return records, bad
+    records[rows] = _encode(layout, fingerprints[rows], row_answers, at, some_flags)
+    return records, is_unfit
 
 
 def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -54,25 +56,27 @@ def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def _encode(
-    layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
+    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
 ) -> NDArray[Any]:
     """Records of rows that all have answers, AT_ONCE at a time: what is between stays in a core's caches."""
-    if len(marks) <= AT_ONCE:
-        return _encode_some(layout, marks, answers, at, flags)
-    records = np.empty(len(marks), layout.dtype)
-    for start in range(0, len(marks), AT_ONCE):
+    if len(fingerprints) <= AT_ONCE:
+        return _encode_some(layout, fingerprints, answers, at, flags)
+    records = np.empty(len(fingerprints), layout.dtype)
+    for start in range(0, len(fingerprints), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
-        some = (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
+        row_answers = (
+            (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
+        )
         some_flags = flags if isinstance(flags, int) else flags[rows]
-        found = _encode_some(layout, marks[rows], some, at, some_flags)
+        row_records = _encode_some(layout, fingerprints[rows], row_answers, at, some_flags)
         # As bytes: numpy copies records field by field.
-        records[rows].view(np.uint8)[:] = found.view(np.uint8)
+        records[rows].view(np.uint8)[:] = row_records.view(np.uint8)
     return records
 
 
 def _encode_some(
-    layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
+    layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
 ) -> NDArray[Any]:
     if isinstance(answers, tuple):
-        return encode_topk(layout, marks, *answers, at, flags=flags)
-    return encode_numbers(layout, marks, answers, at, flags=flags)
+        return encode_topk(layout, fingerprints, *answers, at, flags=flags)
+    return encode_numbers(layout, fingerprints, answers, at, flags=flags)

@@ -79,10 +79,10 @@ def values_of_night(
     (Unix seconds).
     """
     inputs: dict[Kind, set[str]] = {
-        kind: {str(each.column) for each in feature_inputs(bundle, kind)} for kind in ("user", "item")
+        kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, kind)} for kind in ("user", "item")
     }  # fmt: skip
     behind = counted_behind(config.events.keep_values_days, cut_s)
-    found = EventValues.read(
+    event_values = EventValues.read(
         files, {"user": erased.users, "item": erased.items},
         {**inputs, "item": inputs["item"] | {*config.sources.item_attributes}}, behind,
     )  # fmt: skip
@@ -91,17 +91,17 @@ def values_of_night(
         _note_left_out(
             bundle, {raw: vectors[raw] for raw in vectors.keys() - erased.items}, unusable
         )
-    users = _usable(config, bundle, "user", found.users, unusable)
-    items = _usable(config, bundle, "item", found.items, unusable)
+    users = _usable(config, bundle, "user", event_values.users, unusable)
+    items = _usable(config, bundle, "item", event_values.items, unusable)
     return NightValues(
-        users, items, found.items, found.brought, _unlisted(config, found.brought),
+        users, items, event_values.items, event_values.brought, _unlisted(config, event_values.brought),
         digest_of(users, inputs["user"]),
     )  # fmt: skip
 
 
-def unlisted_in_words(begun: Mapping[str, Any], config: NightConfig) -> str:
+def unlisted_in_words(begin_report: Mapping[str, Any], config: NightConfig) -> str:
     """Line on items that are in no table, by the report of `begin`; empty where there is none."""
-    if not (items := begun.get("unlisted_items", 0)):
+    if not (items := begin_report.get("unlisted_items", 0)):
         return ""
     return (
         f"\nitems by events that are in no table: {items:,}; each is gone {config.events.keep_values_days:g} days "
@@ -109,12 +109,12 @@ def unlisted_in_words(begun: Mapping[str, Any], config: NightConfig) -> str:
     )
 
 
-def _unlisted(config: NightConfig, brought: Collection[bytes]) -> frozenset[bytes]:
+def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:
     """Those of some items that have no row in the table that says which items there are."""
     sources = config.sources
-    if not brought or (table := sources.item_vectors or sources.item_features) is None:
+    if not event_item_ids or (table := sources.item_vectors or sources.item_features) is None:
         return frozenset()
-    raws = sorted(brought)
+    raws = sorted(event_item_ids)
     named = pa.array([raw.decode() for raw in raws], pa.string())
     is_listed = np.zeros(len(raws), np.bool_)
     for ids, _ in read_features(source_file(table, config.path(".")), sources.item_column, ()):
@@ -132,8 +132,8 @@ def _note_left_out(
     is_out = bundle.vocabulary.places(pa.array([raw.decode() for raw in raws], pa.string())) < 0
     is_wide = np.array([len(vectors[raw]) != bundle.dims for raw in raws])
     unusable.looked_at(VECTORS, len(raws))
-    bad: Bad = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
-    unusable.note_rows(VECTORS, bad, lambda row: {"item": raws[row].decode()})
+    bad_mask_by_reason: Bad = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
+    unusable.note_rows(VECTORS, bad_mask_by_reason, lambda row: {"item": raws[row].decode()})
 
 
 def _usable(
@@ -143,16 +143,20 @@ def _usable(
         if not values or model.entity != kind or not model.spec.features:
             continue
         trial = _Trial.of(config, bundle, model)
-        found: dict[bytes, Mapping[str, Any]] = dict(values)
+        values_by_id: dict[bytes, Mapping[str, Any]] = dict(values)
         concerned = trial.concerned(values)
         for start in range(0, len(concerned), AT_ONCE):
-            some = {raw: values[raw] for raw in concerned[start : start + AT_ONCE]}
-            unusable.looked_at(trial.source, len(some))
-            for raw in trial.left_out(some, unusable):
-                found[raw] = {
+            batch_values_by_id = {raw: values[raw] for raw in concerned[start : start + AT_ONCE]}
+            unusable.looked_at(trial.source, len(batch_values_by_id))
+            for raw in trial.left_out(batch_values_by_id, unusable):
+                values_by_id[raw] = {
                     name: value for name, value in values[raw].items() if name not in trial.columns
                 }
-        values = {raw: each for raw, each in found.items() if each}
+        values = {
+            raw: value_by_attribute
+            for raw, value_by_attribute in values_by_id.items()
+            if value_by_attribute
+        }
     return values
 
 
@@ -173,23 +177,25 @@ class _Trial:
 
     @classmethod
     def of(cls, config: NightConfig, bundle: Bundle, model: BundleModel) -> Self:
-        columns = tuple(sorted({str(each.column) for each in model.spec.features}))
+        columns = tuple(sorted({str(feature.column) for feature in model.spec.features}))
         tower = Tower.open(model.path, model.spec, threads=config.threads or usable_cores())
         tables = scored_tables(config, bundle, model.entity).values()
         layouts = [
             layout
-            for each in tables
-            if producer_of(bundle, each).model == model.name
-            and (layout := layout_of(bundle, each)).kind != "topk"
+            for table_config in tables
+            if producer_of(bundle, table_config).model == model.name
+            and (layout := layout_of(bundle, table_config)).kind != "topk"
             # Lists are made of a user's vector, fit for its table or not, as answers during the day are.
-            and each.kind != "user_vector"
+            and table_config.kind != "user_vector"
         ]
         blank = cls(model, tower, layouts, columns, None, np.inf)
         for table in _pieces(config, model, columns):
             rows, outputs, raised = blank.outputs(table)
             good = np.flatnonzero(~raised & np.isfinite(outputs).all(axis=1))
             if len(good):
-                row = {name: each.take(pa.array(rows[good[:1]])) for name, each in table.items()}
+                row = {
+                    name: column.take(pa.array(rows[good[:1]])) for name, column in table.items()
+                }
                 is_bounded = model is bundle.item_tower and _largest(outputs[good]) <= OUTPUT_MAX
                 return replace(blank, row=row, most=OUTPUT_MAX if is_bounded else np.inf)
         return blank
@@ -204,7 +210,9 @@ class _Trial:
         if self.row is None:
             return []
         return sorted(
-            raw for raw, each in values.items() if not each.keys().isdisjoint(self.columns)
+            raw
+            for raw, value_by_attribute in values.items()
+            if not value_by_attribute.keys().isdisjoint(self.columns)
         )
 
     def outputs(
@@ -212,12 +220,17 @@ class _Trial:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
         """(rows of a table with every input, outputs for these, on which of them the model raises)."""
         spec = self.model.spec
-        read = {each.name: read_values(table[str(each.column)], each) for each in spec.features}
-        rows = np.flatnonzero(np.logical_and.reduce([each.usable for each in read.values()]))
+        read = {
+            feature.name: read_values(table[str(feature.column)], feature)
+            for feature in spec.features
+        }
+        rows = np.flatnonzero(
+            np.logical_and.reduce([feature_values.usable for feature_values in read.values()])
+        )
         first = np.zeros(len(rows), np.int64)
         inputs = bind(
             spec, histories=Histories(np.arange(len(rows) + 1), first), index=first,
-            features={name: each.numbers[rows] for name, each in read.items()},
+            features={name: feature_values.numbers[rows] for name, feature_values in read.items()},
         )  # fmt: skip
         return rows, *run_apart(self.tower, inputs)
 
@@ -225,26 +238,33 @@ class _Trial:
         """Ids of those with a value that the model cannot use, which are noted."""
         raws = sorted(values)
         ids = Ids.of(pa.array([raw.decode() for raw in raws], pa.string()))
-        again = pa.array(np.zeros(len(raws), np.int64))
-        plain = {name: each.take(again) for name, each in (self.row or {}).items()}
+        zero_rows = pa.array(np.zeros(len(raws), np.int64))
+        repeated_columns = {
+            name: column.take(zero_rows) for name, column in (self.row or {}).items()
+        }
         # What is of another kind is noted where the columns are made.
         ((_, table),) = with_event_values(
-            [(ids, plain)], values, kind=self.model.entity, unusable=Unusable(), inputs=self.model.spec.features
+            [(ids, repeated_columns)], values, kind=self.model.entity, unusable=Unusable(),
+            inputs=self.model.spec.features,
         )  # fmt: skip
         rows, outputs, raised = self.outputs(table)
         if not len(rows):
             return
         finite = np.asarray(np.isfinite(outputs).all(axis=1))
-        kept = np.where(finite[:, None], outputs, 0)
-        bad: Bad = {RAISES: raised, NOT_FINITE: ~finite}
-        bad[BEYOND] = np.asarray(np.abs(kept).max(axis=1) > self.most)
+        finite_outputs = np.where(finite[:, None], outputs, 0)
+        bad_mask_by_reason: Bad = {RAISES: raised, NOT_FINITE: ~finite}
+        bad_mask_by_reason[BEYOND] = np.asarray(np.abs(finite_outputs).max(axis=1) > self.most)
         for layout in self.layouts:
-            bad[UNFIT] = bad.get(UNFIT, raised) | unfit(layout, outputs)
+            bad_mask_by_reason[UNFIT] = bad_mask_by_reason.get(UNFIT, raised) | unfit(
+                layout, outputs
+            )
 
         def named(row: int) -> Case:
             return {self.model.entity: raws[rows[row]].decode()}
 
-        for row in np.flatnonzero(unusable.note_rows(self.source, bad, named)).tolist():
+        for row in np.flatnonzero(
+            unusable.note_rows(self.source, bad_mask_by_reason, named)
+        ).tolist():
             yield raws[rows[row]]
 
 
@@ -255,9 +275,11 @@ def _pieces(
     sources = config.sources
     path = feature_file(config, model.entity, columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
-    for ids, found in read_features(path, id_column, columns):
+    for ids, column_by_name in read_features(path, id_column, columns):
         for start in range(0, len(ids), _TABLE_ROWS):
-            yield {name: each.slice(start, _TABLE_ROWS) for name, each in found.items()}
+            yield {
+                name: column.slice(start, _TABLE_ROWS) for name, column in column_by_name.items()
+            }
 
 
 def _largest(outputs: NDArray[np.float32]) -> float:

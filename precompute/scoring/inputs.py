@@ -29,31 +29,31 @@ def bind(
 ) -> Inputs:
     """A tower's inputs by name; `features` are by input name already."""
     bound: dict[str, Histories | NDArray[Any]] = {}
-    for each in spec.inputs:
-        if each.bind == "history":
+    for input_spec in spec.inputs:
+        if input_spec.bind == "history":
             if histories is None:
                 raise ConfigError(
-                    f"input {each.name!r} wants a history, which this entity does not have"
+                    f"input {input_spec.name!r} wants a history, which this entity does not have"
                 )
-            bound[each.name] = histories
-        elif each.bind == "item_index":
+            bound[input_spec.name] = histories
+        elif input_spec.bind == "item_index":
             if index is None:
                 raise ConfigError(
-                    f"input {each.name!r} wants an item index, which this entity does not have"
+                    f"input {input_spec.name!r} wants an item index, which this entity does not have"
                 )
-            bound[each.name] = index
+            bound[input_spec.name] = index
         else:
-            bound[each.name] = (features or {})[each.name]
+            bound[input_spec.name] = (features or {})[input_spec.name]
     return bound
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
     """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
     for model in bundle.models:
-        for each in model.spec.features:
-            path = feature_file(config, model.entity, str(each.column))
-            kind = feature_schema(path, (str(each.column),)).field(str(each.column)).type
-            demand_type(kind, each, f"{path}, for {model.name}")
+        for feature in model.spec.features:
+            path = feature_file(config, model.entity, str(feature.column))
+            kind = feature_schema(path, (str(feature.column),)).field(str(feature.column)).type
+            demand_type(kind, feature, f"{path}, for {model.name}")
 
 
 def computes_featured(build: Build) -> bool:
@@ -73,19 +73,19 @@ def inputs_of(
     Feature values of rows that are not usable mean nothing.
     """
     indices = items.to_model(Ordinals(entities.ordinals))
-    known = (indices >= 0) & _recent(entities)
-    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(known)])
-    histories = Histories(kept[entities.indptr], indices[known])
+    is_usable_item = (indices >= 0) & _recent(entities)
+    running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
+    histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
     usable: dict[str, NDArray[np.bool_]] = {}
     features: Features = {name: {} for name in specs}
     for model, spec in specs.items():
         usable[model] = np.ones(len(entities.ids), np.bool_)
         if spec.history is not None and not (entities.answers_without_history and spec.features):
             usable[model] &= np.diff(histories.indptr) > 0
-        for each in spec.features:
-            values = read_values(entities.features[str(each.column)], each)
+        for feature in spec.features:
+            values = read_values(entities.features[str(feature.column)], feature)
             usable[model] &= values.usable
-            features[model][each.name] = values.numbers
+            features[model][feature.name] = values.numbers
     return usable, histories, features
 
 

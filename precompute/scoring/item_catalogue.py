@@ -33,39 +33,53 @@ def lay_out_items(
     unusable: Unusable,
     base: Base | None = None,
     values: EntityValues = NO_VALUES,
-    brought: Collection[bytes] = (),
+    event_item_ids: Collection[bytes] = (),
 ) -> tuple[dict[str, Any], str | None]:
     """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
 
-    Features have the `values` that events set, also those of items that these `brought`. Vectors that `base` has are
-    known to be finite. An item whose vector is not is left out, and noted as an output of the item tower; raises
+    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors that `base` has
+    are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower; raises
     SourceError where that is every item.
     """
     laid = catalogue.write_catalogue(
-        config, bundle, root, erased=erased, values=values, brought=brought, unusable=unusable
+        config,
+        bundle,
+        root,
+        erased=erased,
+        values=values,
+        event_item_ids=event_item_ids,
+        unusable=unusable,
     )
     items = catalogue.open_items(root, laid)
     columns = write_item_features(
-        config, bundle, items, root, values=values, brought=brought, unusable=unusable
+        config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
     )
     write_item_digests(bundle, items, root)
-    bad = _not_finite(config, bundle, items, root, base)
+    is_nonfinite = _not_finite(config, bundle, items, root, base)
     source = f"outputs of {bundle.item_tower.name}"
     unusable.looked_at(source, items.count)
-    if bad.any():
+    if is_nonfinite.any():
         of_events = np.zeros(items.count, np.bool_)
-        places = items.ordinals_of(list(values))
-        of_events[places[places >= 0]] = True
+        ordinals = items.ordinals_of(list(values))
+        of_events[ordinals[ordinals >= 0]] = True
         unusable.note_rows(
-            source, {NOT_FINITE: bad}, lambda row: {"item": items.id_of(row)}, of_events
+            source, {NOT_FINITE: is_nonfinite}, lambda row: {"item": items.id_of(row)}, of_events
         )
         unusable.demand_some(source, f"the {source}")
-        left_out = catalogue.item_texts(items).filter(pa.array(bad))
+        left_out = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
         laid = catalogue.write_catalogue(
-            config, bundle, root, erased=erased, left_out=left_out, values=values, brought=brought
+            config,
+            bundle,
+            root,
+            erased=erased,
+            left_out=left_out,
+            values=values,
+            event_item_ids=event_item_ids,
         )
         items = catalogue.open_items(root, laid)
-        columns = write_item_features(config, bundle, items, root, values=values, brought=brought)
+        columns = write_item_features(
+            config, bundle, items, root, values=values, event_item_ids=event_item_ids
+        )
         write_item_digests(bundle, items, root)
     return laid, columns
 
@@ -74,8 +88,10 @@ def _not_finite(
     config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: Base | None
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
-    kept = KeptVectors.of(base, bundle, items, root, device_of(config.device, 0))
+    kept_vectors = KeptVectors.of(base, bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
-    found = [~finite_rows(each) for each in embed_catalogue(tower, items, features, kept)]
-    return np.concatenate(found)
+    nonfinite_masks = [
+        ~finite_rows(vectors) for vectors in embed_catalogue(tower, items, features, kept_vectors)
+    ]
+    return np.concatenate(nonfinite_masks)

@@ -54,15 +54,15 @@ class ItemWork:
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
         build.fetch(VECTORS)
         items = open_items(build.root, build.need("begin"), dims=bundle.dims)
-        tables, place = scored_tables(build.config, bundle, "item"), scorers.at(shard)
+        tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
             name: bundle.values[str(table.value)]
             for name, table in tables.items()
             if table.kind == "value"
         }
         return cls(
-            build, bundle, place, items, tables, allowed_items(build), models,
-            {name: place.tower(build, model) for name, model in models.items()},
+            build, bundle, scoring_device, items, tables, allowed_items(build), models,
+            {name: scoring_device.tower(build, model) for name, model in models.items()},
             {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
             Unusable(),
         )  # fmt: skip
@@ -74,7 +74,7 @@ class ItemWork:
         if not len(rows):
             return np.empty(0, layout.dtype)
         ids = [items.raw_id(row) for row in rows.tolist()]
-        marks, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
+        item_fingerprints, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
         vectors = np.asarray(items.vectors[rows])
         answers: Answers = vectors
         if table.kind == "item_similar":
@@ -89,45 +89,49 @@ class ItemWork:
             answers, usable = item_outputs(self.towers[name], items, self.features[name], rows)
             is_finite = finite_rows(answers)
             has_answer = usable & is_finite
-            self._note(f"outputs of {model.name}", NOT_FINITE, ids, marks, usable & ~is_finite)
+            self._note(
+                f"outputs of {model.name}", NOT_FINITE, ids, item_fingerprints, usable & ~is_finite
+            )
         at = cut_of(self.build.generation)
-        records, bad = encode(layout, marks, answers, has_answer, at)
-        self._note(f"records of {name}", UNFIT, ids, marks, bad)
+        records, is_unfit = encode(layout, item_fingerprints, answers, has_answer, at)
+        self._note(f"records of {name}", UNFIT, ids, item_fingerprints, is_unfit)
         return records
 
     def with_copies(
-        self, name: str, rows: NDArray[np.int64], kept: ItemRecords | None, first: int
+        self, name: str, rows: NDArray[np.int64], base_records: ItemRecords | None, first: int
     ) -> tuple[NDArray[Any], int]:
         """(records of these items, how many were copied); `first` is the first item of the shard."""
-        places = None if kept is None else kept.places.get(name)
-        if kept is None or places is None:
+        base_positions = None if base_records is None else base_records.places.get(name)
+        if base_records is None or base_positions is None:
             return self.records(name, rows), 0
-        places = places[rows - first]
-        is_kept = places >= 0
-        found = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
-        found[~is_kept] = self.records(name, rows[~is_kept])
-        found[is_kept] = kept.take(name, places[is_kept], cut_of(self.build.generation))
+        base_positions = base_positions[rows - first]
+        is_kept = base_positions >= 0
+        records = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
+        records[~is_kept] = self.records(name, rows[~is_kept])
+        records[is_kept] = base_records.take(
+            name, base_positions[is_kept], cut_of(self.build.generation)
+        )
         copied = int(is_kept.sum())
         self.unusable.looked_at(f"records of {name}", copied)
         if name in self.models:
             self.unusable.looked_at(f"outputs of {self.models[name].name}", copied)
-        return found, copied
+        return records, copied
 
     def _note(
         self,
-        what: str,
-        why: str,
+        source: str,
+        reason: str,
         ids: list[bytes],
-        marks: NDArray[np.uint64],
-        bad: NDArray[np.bool_],
+        item_fingerprints: NDArray[np.uint64],
+        is_unusable: NDArray[np.bool_],
     ) -> None:
-        self.unusable.looked_at(what, len(ids))
-        if bad.any():
+        self.unusable.looked_at(source, len(ids))
+        if is_unusable.any():
             of_events = None
             if self.build.config.events.enabled:
-                of_events = are_marked(self.build.fetch(marks_file("item")), marks)
+                of_events = are_marked(self.build.fetch(marks_file("item")), item_fingerprints)
             self.unusable.note_rows(
-                what, {why: bad}, lambda row: {"item": ids[row].decode()}, of_events
+                source, {reason: is_unusable}, lambda row: {"item": ids[row].decode()}, of_events
             )
 
 
@@ -145,25 +149,27 @@ def score_items(
 
     Records of `base` are copied where nothing changed.
     """
-    started, begun = time.perf_counter(), build.need("begin")
-    start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
+    started, begin_report = time.perf_counter(), build.need("begin")
+    start, end = begin_report["bounds"][shard], begin_report["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)
-    kept = item_records(build, base, bundle, shard, work.tables, work.items, work.place.device)
-    found, copied = {}, 0
+    base_records = item_records(
+        build, base, bundle, shard, work.tables, work.items, work.place.device
+    )
+    entry_by_table, copied = {}, 0
     for name, table in work.tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
         with PageFile(build.path(file), layout, build.config.page_bytes) as pages:
             for rows in item_chunks(np.arange(start, end)):
-                records, taken = work.with_copies(name, rows, kept, start)
-                copied += taken
+                records, copied_count = work.with_copies(name, rows, base_records, start)
+                copied += copied_count
                 pages.append(records)
                 progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
-        found[name] = described(build, pages)
+        entry_by_table[name] = described(build, pages)
     return {
         "scored": end - start,
         "copied": copied,
         "seconds": {"all": time.perf_counter() - started},
-        "tables": found,
+        "tables": entry_by_table,
         "unusable": work.unusable.to_json(),
     }

@@ -43,18 +43,20 @@ def quantize_models(
 
     `sample_for` gives a user model entities of which some have its inputs.
     """
-    found = {}
+    live_model_by_name = {}
     for model in bundle.models:
         if model.entity == "user":
-            inputs, seen = _user_inputs(model, items, sample_for(model))
+            inputs, exclusions = _user_inputs(model, items, sample_for(model))
         else:
-            inputs, seen = _item_inputs(model, items, item_features[model.name]), None
+            inputs, exclusions = _item_inputs(model, items, item_features[model.name]), None
         fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
-        inputs, seen = _with_answers(Tower.open(fp32, model.spec), inputs, seen)
+        inputs, exclusions = _with_answers(Tower.open(fp32, model.spec), inputs, exclusions)
         try:
             quantize_tower(fp32, model.spec, inputs, int8)
         except BundleError as error:
-            found[model.name] = LiveModel(False, {"precision": "fp32", "why": error.message})
+            live_model_by_name[model.name] = LiveModel(
+                False, {"precision": "fp32", "why": error.message}
+            )
             continue
         ranks_items = model.name == bundle.user_tower.name
         facts = agreement(
@@ -63,9 +65,9 @@ def quantize_models(
             inputs,
             np.asarray(items.vectors) if ranks_items else None,
             metric=bundle.metric,
-            excluded=seen if ranks_items else None,
+            excluded=exclusions if ranks_items else None,
         )
-        found[model.name] = LiveModel(
+        live_model_by_name[model.name] = LiveModel(
             True,
             {
                 "precision": "int8",
@@ -74,17 +76,17 @@ def quantize_models(
                 "int8_bytes": int8.stat().st_size,
             },
         )
-    return found
+    return live_model_by_name
 
 
-def sample_user_vectors(made: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
+def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
     """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
     tower = bundle.user_tower
-    if lacks_histories(made, tower):
-        return given_vectors(made)
-    fetch_model(made, tower)
-    inputs, _ = _user_inputs(tower, items, sample_inputs(made, items, tower))
-    vectors = Tower.open(made.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
+    if lacks_histories(build, tower):
+        return given_vectors(build)
+    fetch_model(build, tower)
+    inputs, _ = _user_inputs(tower, items, sample_inputs(build, items, tower))
+    vectors = Tower.open(build.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
     return vectors[np.isfinite(vectors).all(axis=1)]
 
 
@@ -107,23 +109,23 @@ def _user_inputs(
 
 def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """At most SAMPLE of the rows, spread evenly."""
-    places = np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)))
-    return rows[np.unique(places.astype(np.int64))]
+    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)))
+    return rows[np.unique(sample_points.astype(np.int64))]
 
 
 def _with_answers(
-    tower: Tower, inputs: Inputs, seen: Histories | None
+    tower: Tower, inputs: Inputs, exclusions: Histories | None
 ) -> tuple[Inputs, Histories | None]:
     """Inputs without the rows whose output is not finite: they have no record, and calibrate nothing."""
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if len(rows) == rows_of(inputs):
-        return inputs, seen
-    return take(inputs, rows), None if seen is None else seen.take(rows)
+        return inputs, exclusions
+    return take(inputs, rows), None if exclusions is None else exclusions.take(rows)
 
 
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
-    known = np.flatnonzero(features.usable())
-    if not len(known):
+    usable_ordinals = np.flatnonzero(features.usable())
+    if not len(usable_ordinals):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
-    rows = _spread(known)
+    rows = _spread(usable_ordinals)
     return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))

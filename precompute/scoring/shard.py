@@ -29,18 +29,21 @@ CHUNK = 16_384
 
 
 def embed_catalogue(
-    tower: AnyTower, items: ItemTable, features: ItemFeatures, kept: KeptVectors | None = None
+    tower: AnyTower,
+    items: ItemTable,
+    features: ItemFeatures,
+    kept_vectors: KeptVectors | None = None,
 ) -> Iterator[NDArray[np.float32]]:
-    """Vectors of all items in ordinal order, float32 [some, dims] at a time; those that are `kept` are copied."""
+    """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
     for rows in item_chunks(np.arange(items.count)):
-        if kept is None:
+        if kept_vectors is None:
             yield item_outputs(tower, items, features, rows)[0]
             continue
-        places = kept.places[rows]
-        found = np.asarray(kept.vectors[places])
-        if len(others := np.flatnonzero(places < 0)):
-            found[others] = item_outputs(tower, items, features, rows[others])[0]
-        yield found
+        base_ordinals = kept_vectors.places[rows]
+        vectors = np.asarray(kept_vectors.vectors[base_ordinals])
+        if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
+            vectors[uncopied_rows] = item_outputs(tower, items, features, rows[uncopied_rows])[0]
+        yield vectors
 
 
 def item_outputs(
@@ -91,8 +94,8 @@ class Place:
         if self.device is not None:
             from precompute.device.scorer import DeviceScorer
 
-            if (found := DeviceScorer.of(items.vectors, metric, self.device)) is not None:
-                return found
+            if (device_scorer := DeviceScorer.of(items.vectors, metric, self.device)) is not None:
+                return device_scorer
         return Scorer.of(items.vectors, metric)
 
 
@@ -127,9 +130,13 @@ class Scorers:
         """The place of one shard, always the same: at first the one with the fewest that are not done."""
         with self._opening:
             if shard not in self._at:
-                busy = [device for each, device in self._at.items() if each not in self._done]
-                found: tuple[str | None, ...] = devices(self._device) or (None,)
-                self._at[shard] = min(found, key=busy.count)
+                busy = [
+                    device
+                    for assigned_shard, device in self._at.items()
+                    if assigned_shard not in self._done
+                ]
+                device_names: tuple[str | None, ...] = devices(self._device) or (None,)
+                self._at[shard] = min(device_names, key=busy.count)
             device = self._at[shard]
             if device not in self._places:
                 self._places[device] = Place(device, self._tasks)

@@ -44,23 +44,25 @@ def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | s
         demand_sha256(model.program, model.program_sha256)
         from precompute.bundles.program import Program
 
-        return Program.open(model.program, [each.name for each in model.spec.inputs], device)
+        return Program.open(
+            model.program, [input_spec.name for input_spec in model.spec.inputs], device
+        )
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return f"its bundle has no program, and {device} is no GPU"
     accelerator = Accelerator("cuda", int(number))
-    if (why := accelerator.missing()) is not None:
-        return f"its bundle has no program, and {why}"
+    if (reason := accelerator.missing()) is not None:
+        return f"its bundle has no program, and {reason}"
     # Each such model has an arena of its own, and torch is one more.
-    arenas = 1 + sum(each.program is None for each in open_bundle(build).models)
+    arenas = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
     limit_bytes = share_memory(device, build.config.device_tasks * arenas)
     accelerator = replace(accelerator, limit_bytes=limit_bytes)
-    there = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
-    if there.provider != accelerator.provider:
+    gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
+    if gpu_tower.provider != accelerator.provider:
         return (
             f"its bundle has no program, and ONNX Runtime could not load its provider for {device}"
         )
-    return OnnxOnGpu(there)
+    return OnnxOnGpu(gpu_tower)
 
 
 def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> NDArray[np.float32]:
@@ -81,12 +83,14 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
             raise  # it was not of a row: no memory, say
         row = int(rows[0])
         values = {
-            str(each.column): np.asarray(inputs[each.name])[row] for each in tower.spec.features
+            str(feature.column): np.asarray(inputs[feature.name])[row]
+            for feature in tower.spec.features
         }
-        told = ", ".join(f"{column} {shown(value)}" for column, value in values.items())
-        why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        inputs_text = ", ".join(f"{column} {shown(value)}" for column, value in values.items())
+        error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise SourceError(
-            f"{name(row)}: the model cannot be run on {told or 'its input'} ({shown(why[0])}); correct the table, or "
+            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} ({shown(error_lines[0])}); correct "
+            "the table, or "
             "leave the value out of it",
             columns=sorted(values),
         ) from error

@@ -58,9 +58,9 @@ class Ids:
 
         Raises pa.ArrowInvalid for what is not UTF-8.
         """
-        if pa.types.is_string(column.type) and (found := _sorted(column)) is not None:
-            found[0].validate(full=True)
-            return cls(*found)
+        if pa.types.is_string(column.type) and (names_and_codes := _sorted(column)) is not None:
+            names_and_codes[0].validate(full=True)
+            return cls(*names_and_codes)
         coded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
         coded.validate(full=True)
         names, codes = _used(coded.dictionary, np.asarray(coded.indices.cast(pa.int32())))
@@ -95,14 +95,14 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
     Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
     """
-    hashes, marks = (hashes_of_texts(texts, seed) for seed in (0, FINGERPRINT_SEED))
-    if hashes is None or marks is None:
+    hashes, fingerprints = (hashes_of_texts(texts, seed) for seed in (0, FINGERPRINT_SEED))
+    if hashes is None or fingerprints is None:
         return None
     order = np.argsort(hashes)
     placed = hashes[order]
     is_first = np.ones(len(order), np.bool_)
     is_first[1:] = placed[1:] != placed[:-1]
-    placed = marks[order]
+    placed = fingerprints[order]
     if (placed[1:] != placed[:-1])[~is_first[1:]].any():
         return None
     codes = np.empty(len(order), np.int32)
@@ -116,20 +116,20 @@ def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     if cuts is None or data is None:
         return None
     ends = np.frombuffer(cuts, np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    found = loader.kernels.text_hashes(data, ends, seed)
-    return None if found is None else np.frombuffer(found, np.uint64)
+    raw_hashes = loader.kernels.text_hashes(data, ends, seed)
+    return None if raw_hashes is None else np.frombuffer(raw_hashes, np.uint64)
 
 
 def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
     """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.format.ids.hash_ids` has them."""
     chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
-    found = [np.empty(0, np.uint64)]
+    hash_parts = [np.empty(0, np.uint64)]
     for chunk in chunks:
         for start in range(0, len(chunk), _HASHED_AT_ONCE):
             part = chunk.slice(start, _HASHED_AT_ONCE)
             hashes = hashes_of_texts(part, seed)
-            found.append(hash_ids(raws_of(part), seed) if hashes is None else hashes)
-    return np.concatenate(found)
+            hash_parts.append(hash_ids(raws_of(part), seed) if hashes is None else hashes)
+    return np.concatenate(hash_parts)
 
 
 def strings_of(texts: Sequence[str] | pa.Array) -> Any:
@@ -149,22 +149,24 @@ def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]
     used[codes] = True
     if used.all():
         return names, codes
-    places = np.cumsum(used, dtype=np.int32) - 1
-    return names.filter(pa.array(used)), places[codes]
+    new_codes = np.cumsum(used, dtype=np.int32) - 1
+    return names.filter(pa.array(used)), new_codes[codes]
 
 
-def demand_columns(known: Sequence[str], wanted: Sequence[str], path: SourceFile) -> None:
+def demand_columns(
+    column_names: Sequence[str], required_names: Sequence[str], path: SourceFile
+) -> None:
     """Raises SourceError naming the first that is not there."""
-    for name in wanted:
-        if name not in known:
+    for name in required_names:
+        if name not in column_names:
             raise SourceError(
-                f"{path} has no column {name!r}; it has {', '.join(known)}", column=name
+                f"{path} has no column {name!r}; it has {', '.join(column_names)}", column=name
             )
 
 
-def demand_once(known: Sequence[str], name: str, path: SourceFile) -> None:
+def demand_once(column_names: Sequence[str], name: str, path: SourceFile) -> None:
     """Raises SourceError for a name that more than one column has."""
-    if (count := list(known).count(name)) > 1:
+    if (count := list(column_names).count(name)) > 1:
         raise SourceError(
             f"{path} has {count} columns {name!r}: which of them is meant? Leave one, or give the others another name",
             column=name,
@@ -183,8 +185,8 @@ def plain(column: Any) -> Any:
         if values.type == kind.value_type:
             return column
         return pa.DictionaryArray.from_arrays(column.indices, values)
-    wanted = plain_type(kind)
-    return column if wanted == kind else column.cast(wanted)
+    target_type = plain_type(kind)
+    return column if target_type == kind else column.cast(target_type)
 
 
 def plain_batch(batch: Any) -> Any:
@@ -269,11 +271,11 @@ def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> Non
     if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_BESIDE_WHOLE:
         return  # a look at all of them takes as long as the rest of reading
     is_float = as_rows(pc.match_substring_regex(names, _FLOAT))
-    share = is_float.mean()
-    is_mixed = share >= _SHARE_BESIDE_WHOLE and bool(
+    float_share = is_float.mean()
+    is_mixed = float_share >= _SHARE_BESIDE_WHOLE and bool(
         (is_float | as_rows(pc.match_substring_regex(names, _WHOLE))).all()
     )
-    if share >= _SHARE_OF_FLOATS or is_mixed:
+    if float_share >= _SHARE_OF_FLOATS or is_mixed:
         example = names[int(is_float.argmax())].as_py()
         raise SourceError(
             f"{path}: column {name!r} holds ids such as {example!r}: a program took whole numbers for fractions, as "
@@ -297,19 +299,21 @@ def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]
         column = column.cast(pa.string())
     raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
     lengths = pc.fill_null(pc.binary_length(raw), 1)
-    bad = {
+    bad_mask_by_reason = {
         f"{name}: {unusable.NO_ID}": as_rows(pc.or_(raw.is_null(), _says_nothing(raw))),
         f"{name}: {unusable.LENGTH}": as_rows(
             pc.or_(pc.less(lengths, 1), pc.greater(lengths, ID_BYTES_MAX))
         ),
         f"{name}: {unusable.NOT_UTF_8}": ~is_utf_8(raw),
     }
-    usable = ~np.logical_or.reduce(list(bad.values()))
+    usable = ~np.logical_or.reduce(list(bad_mask_by_reason.values()))
     _demand_no_floats(
         raw.filter(pa.array(usable)).cast(pa.string()).unique(), pa.string(), path, name
     )
     texts = pc.if_else(pa.array(usable), raw, pa.scalar(b"-", raw.type)).cast(pa.string())
-    return Ids.of(texts), {reason: rows for reason, rows in bad.items() if rows.any()}
+    return Ids.of(texts), {
+        reason: rows for reason, rows in bad_mask_by_reason.items() if rows.any()
+    }
 
 
 def _says_nothing(texts: Any) -> Any:

@@ -59,10 +59,10 @@ class Dialect:
 
     def with_nulls(self, text: bytes) -> bytes:
         r"""Text in which a field that is `\N`, which an escape would make `N`, is empty."""
-        if not self.escape or (nothing := self.escape + b"N") not in text:
+        if not self.escape or (null_text := self.escape + b"N") not in text:
             return text
         around = re.escape(self.separator) + rb"\r\n"
-        return re.sub(rb"(?<![^%s])%s(?![^%s])" % (around, re.escape(nothing), around), b"", text)
+        return re.sub(rb"(?<![^%s])%s(?![^%s])" % (around, re.escape(null_text), around), b"", text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,25 +78,25 @@ class Quoting:
         """Quotes as RFC 4180 has them: one opens a value only at a field's start, two within a value are one."""
         if not dialect.quote:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
-        places = np.flatnonzero(data == dialect.quote[0])
+        quote_offsets = np.flatnonzero(data == dialect.quote[0])
         if len(escaped):
-            places = places[~np.isin(places, escaped)]
-        can_open = _one_of(dialect.separator + b"\r\n", data[np.maximum(places - 1, 0)])
-        can_open |= places == 0
-        is_second = np.zeros(len(places), np.bool_)
-        is_second[1:] = places[1:] - places[:-1] == 1
+            quote_offsets = quote_offsets[~np.isin(quote_offsets, escaped)]
+        can_open = _one_of(dialect.separator + b"\r\n", data[np.maximum(quote_offsets - 1, 0)])
+        can_open |= quote_offsets == 0
+        is_second = np.zeros(len(quote_offsets), np.bool_)
+        is_second[1:] = quote_offsets[1:] - quote_offsets[:-1] == 1
         # Where no quote stands within an unquoted value, every other one opens a value or is the second of two.
         if (can_open | is_second)[::2].all():
             is_inside = np.append(is_second[1:], False)
             is_inside[::2] = True
-            return cls(places, is_inside)
-        return cls(places, _states(can_open, is_second) != _OUTSIDE)
+            return cls(quote_offsets, is_inside)
+        return cls(quote_offsets, _states(can_open, is_second) != _OUTSIDE)
 
-    def inside(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def inside(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mask of the places that are within a quoted value."""
         if not len(self.places):
-            return np.zeros(len(places), np.bool_)
-        count = np.searchsorted(self.places, places)
+            return np.zeros(len(offsets), np.bool_)
+        count = np.searchsorted(self.places, offsets)
         return np.asarray((count > 0) & self.is_inside[count - 1])
 
     @property
@@ -143,8 +143,8 @@ def _scanned(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     for number in range(1, _SCANNED_AT_ONCE):
         columns[number] = _THEN[columns[number - 1], columns[number]]
     if rows > 1:
-        before = _scanned(columns[-1, :-1])
-        columns[:, 1:] = _THEN[before, columns[:, 1:]]
+        prefix_codes = _scanned(columns[-1, :-1])
+        columns[:, 1:] = _THEN[prefix_codes, columns[:, 1:]]
     return columns.T.reshape(-1)[: len(codes)]
 
 
@@ -160,9 +160,9 @@ class Piece:
     line_break: bytes
     row_ends: NDArray[np.int64] | None
 
-    def line_of(self, place: int) -> int:
+    def line_of(self, offset: int) -> int:
         """Number of the line with a place of the text."""
-        return self.line + self.text.count(self.line_break, 0, place)
+        return self.line + self.text.count(self.line_break, 0, offset)
 
     def lines_of_rows(self) -> NDArray[np.int64]:
         """int64[rows]: number of each row's first line; empty lines between rows are none."""
@@ -176,8 +176,8 @@ class Piece:
     def behind_first_row(self) -> tuple[bytes, Self]:
         """(the first row, the rows behind it)."""
         if self.row_ends is None:
-            row, found, _ = self.text.partition(self.line_break)
-            end = len(row) + len(found)
+            row, row_break, _ = self.text.partition(self.line_break)
+            end = len(row) + len(row_break)
             row_ends = None
         else:
             end = int(self.row_ends[0]) if len(self.row_ends) else len(self.text)
@@ -193,8 +193,8 @@ class Piece:
         if self.row_ends is None:
             return 0, []
         line_ends = _line_ends(self.text, self.line_break)
-        places = np.flatnonzero(np.frombuffer(self.text, np.uint8) == separator[0])
-        counts = np.diff(np.searchsorted(places, line_ends), prepend=0)
+        separator_offsets = np.flatnonzero(np.frombuffer(self.text, np.uint8) == separator[0])
+        counts = np.diff(np.searchsorted(separator_offsets, line_ends), prepend=0)
         last_lines = np.searchsorted(line_ends, self.row_ends)
         first_lines = np.concatenate([np.zeros(1, np.int64), last_lines[:-1] + 1])
         lengths = last_lines - first_lines + 1
@@ -202,8 +202,8 @@ class Piece:
         is_alike = alike[last_lines + 1] - alike[first_lines] == lengths
         several = lengths > 1
         suspects = np.flatnonzero(several & is_alike)
-        found = [(self.line + int(first_lines[row]), int(lengths[row])) for row in suspects]
-        return int(several.sum()), found
+        suspect_spans = [(self.line + int(first_lines[row]), int(lengths[row])) for row in suspects]
+        return int(several.sum()), suspect_spans
 
 
 class CsvFile:
@@ -223,34 +223,36 @@ class CsvFile:
     def opened(cls, path: SourceFile, sources: Sources) -> Iterator[Self]:
         """The file with its header read; raises SourceError for one without."""
         dialect = Dialect.of(sources)
-        with readable(path) as given:
-            if not isinstance(given, Path):
-                yield cls(given, path, dialect)
+        with readable(path) as path_or_stream:
+            if not isinstance(path_or_stream, Path):
+                yield cls(path_or_stream, path, dialect)
                 return
             # Arrow knows a compression by the small letters of its ending.
-            compression = "gzip" if given.suffix.lower() == ".gz" else "detect"
-            with pa.input_stream(str(given), compression=compression) as raw:
+            compression = "gzip" if path_or_stream.suffix.lower() == ".gz" else "detect"
+            with pa.input_stream(str(path_or_stream), compression=compression) as raw:
                 yield cls(raw, path, dialect)
 
-    def batches(self, wanted: Sequence[str], skip_line: Callable[[int], None]) -> Iterator[Any]:
+    def batches(
+        self, column_names: Sequence[str], skip_line: Callable[[int], None]
+    ) -> Iterator[Any]:
         """Record batches of the wanted columns, as strings without blanks around them that may not be UTF-8.
 
         `skip_line` is called with the line of each row of more or fewer fields than the header. Raises SourceError
         naming the line of a quote that swallows rows.
         """
-        places = [self.names.index(name) for name in wanted]
+        column_indexes = [self.names.index(name) for name in column_names]
         values, suspects, first_suspect = 0, 0, 0
         for piece in self._pieces():
             self.has_long_values |= piece.row_ends is not None
-            several, found = piece.suspect_values(self._dialect.separator, len(self.names))
-            values, suspects = values + several, suspects + len(found)
-            first_suspect = first_suspect or (found[0][0] if found else 0)
-            for line, lines in found:
+            several, suspect_spans = piece.suspect_values(self._dialect.separator, len(self.names))
+            values, suspects = values + several, suspects + len(suspect_spans)
+            first_suspect = first_suspect or (suspect_spans[0][0] if suspect_spans else 0)
+            for line, lines in suspect_spans:
                 if lines >= LINES_SUSPECT:
                     raise self._swallows(line, lines)
-            columns = self._columns(piece, places, skip_line)
+            columns = self._columns(piece, column_indexes, skip_line)
             if len(columns[0]):
-                yield pa.record_batch(columns, list(wanted))
+                yield pa.record_batch(columns, list(column_names))
         if 2 * suspects > values:
             raise self._swallows(first_suspect, 2)
 
@@ -262,7 +264,7 @@ class CsvFile:
         )
 
     def _columns(
-        self, piece: Piece, places: Sequence[int], skip_line: Callable[[int], None]
+        self, piece: Piece, column_indexes: Sequence[int], skip_line: Callable[[int], None]
     ) -> list[Any]:
         lines: list[NDArray[np.int64]] = []
 
@@ -274,7 +276,7 @@ class CsvFile:
 
         text = self._dialect.with_nulls(piece.text)
         titles = [str(number) for number in range(len(self.names))]
-        read = [titles[place] for place in places]
+        read = [titles[column_index] for column_index in column_indexes]
         is_quoted = self._dialect.quote in text if self._dialect.quote else False
         table = pa.csv.read_csv(
             pa.py_buffer(text),
@@ -430,9 +432,9 @@ def _escaped(data: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
     """Places of the signs that an escape stands before; of several in a row, every other one is escaped itself."""
     if not escape:
         return np.empty(0, np.int64)
-    places = np.flatnonzero(data == escape[0])
-    if not len(places):
-        return places
-    is_start = np.concatenate([np.ones(1, np.bool_), np.diff(places) != 1])
+    escape_offsets = np.flatnonzero(data == escape[0])
+    if not len(escape_offsets):
+        return escape_offsets
+    is_start = np.concatenate([np.ones(1, np.bool_), np.diff(escape_offsets) != 1])
     starts = np.flatnonzero(is_start)[np.cumsum(is_start) - 1]
-    return np.asarray(places[(np.arange(len(places)) - starts) % 2 == 0] + 1)
+    return np.asarray(escape_offsets[(np.arange(len(escape_offsets)) - starts) % 2 == 0] + 1)

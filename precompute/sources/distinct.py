@@ -25,7 +25,7 @@ class Distinct:
     @property
     def count(self) -> int:
         """Estimated number of different hashes."""
-        found = len(self.smallest)
-        if found < self._keep:
-            return found
-        return round((found - 1) / (float(self.smallest[-1]) / 2.0**64))
+        hash_count = len(self.smallest)
+        if hash_count < self._keep:
+            return hash_count
+        return round((hash_count - 1) / (float(self.smallest[-1]) / 2.0**64))

@@ -48,26 +48,30 @@ class EventValues(NamedTuple):
         cls,
         files: Sequence[SourceFile],
         without: Mapping[Kind, Iterable[bytes]],
-        wanted: Mapping[Kind, Collection[str]],
+        attributes_by_kind: Mapping[Kind, Collection[str]],
         behind: int = 0,
     ) -> Self:
         """Reads files of events, in the order of their positions, but for who was erased.
 
-        Values count that were set `behind` a position's number. Of the attributes those that are `wanted`: whatever
-        else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be read,
-        CorruptArtefact for what is no event.
+        Values count that were set `behind` a position's number. Of the attributes those that are `attributes_by_kind`:
+        whatever else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be
+        read, CorruptArtefact for what is no event.
         """
-        found, brought = AttributeEvents(), set()
+        attribute_events, event_item_ids = AttributeEvents(), set()
         for position, event in _read_events(files):
             if event.item is not None and position.number > behind and brings_item(event):
-                brought.add(event.item)
+                event_item_ids.add(event.item)
             if position.number > behind:  # older ones count for nothing, so they take no memory
-                found.add(position, _only(event, wanted))
+                attribute_events.add(position, _only(event, attributes_by_kind))
         for kind, raws in without.items():
             for raw in raws:
-                found.forget(kind, raw)
-        there = frozenset(brought.difference(without.get("item", ())))
-        return cls(found.all_values("user", behind), found.all_values("item", behind), there)
+                attribute_events.forget(kind, raw)
+        present_item_ids = frozenset(event_item_ids.difference(without.get("item", ())))
+        return cls(
+            attribute_events.all_values("user", behind),
+            attribute_events.all_values("item", behind),
+            present_item_ids,
+        )
 
 
 def counted_behind(keep_values_days: float, cut_s: float) -> int:
@@ -80,12 +84,12 @@ def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes,
 
     Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
     """
-    found = {
+    vector_by_item = {
         event.item: event.vector
         for position, event in _read_events(files)
         if event.item is not None and event.vector is not None and position.number > behind
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(vector_by_item.items()))
 
 
 def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
@@ -93,31 +97,39 @@ def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]
     for path in files:
         with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
-                some = batch.filter(batch.column("event").is_valid())
-                numbers, texts = (some.column(name).to_pylist() for name in ("position", "event"))
+                event_batch = batch.filter(batch.column("event").is_valid())
+                numbers, texts = (
+                    event_batch.column(name).to_pylist() for name in ("position", "event")
+                )
                 for number, text in zip(numbers, texts, strict=True):
                     yield Position.of_number(number), Event.from_bytes(text.encode())
 
 
-def _only(event: Event, wanted: Mapping[Kind, Collection[str]]) -> Event:
+def _only(event: Event, attributes_by_kind: Mapping[Kind, Collection[str]]) -> Event:
     """The event with these values alone, features as attributes."""
     kind = event.kind
     if kind == "interaction" or not (values := event.values):
         return event
-    kept = {name: value for name, value in values.items() if name in wanted[kind]}
-    return replace(event, attributes=kept, features=None)
+    value_by_attribute = {
+        name: value for name, value in values.items() if name in attributes_by_kind[kind]
+    }
+    return replace(event, attributes=value_by_attribute, features=None)
 
 
 def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
     """Digest of the values of some attributes; empty where none was set."""
-    wanted = set(columns)
-    kept = {
+    attribute_names = set(columns)
+    values_by_id = {
         raw.decode(): of_entity
-        for raw, each in values.items()
-        if (of_entity := {name: value for name, value in each.items() if name in wanted})
+        for raw, value_by_attribute in values.items()
+        if (
+            of_entity := {
+                name: value for name, value in value_by_attribute.items() if name in attribute_names
+            }
+        )
     }
-    told = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(told).hexdigest() if kept else ""
+    canonical_json = orjson.dumps(values_by_id, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(canonical_json).hexdigest() if values_by_id else ""
 
 
 def with_event_values(
@@ -134,22 +146,28 @@ def with_event_values(
     A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
     there is none, as for one that was cleared. Of ids that no row has it `adds` a row for these.
     """
-    rest = iter(batches)
-    first = next(rest, None) if values else None
+    remaining_batches = iter(batches)
+    first = next(remaining_batches, None) if values else None
     if first is None:
-        yield from rest
+        yield from remaining_batches
         return
-    types = {name: each.type for name, each in first[1].items()}
+    types = {name: column.type for name, column in first[1].items()}
     columns = read_set_values(types, values, kind, list(inputs), unusable)
     raws = sorted(set().union(*columns.values()))
     names = pa.array([raw.decode() for raw in raws], pa.string())
-    seen = np.zeros(len(raws), np.bool_)
-    for ids, found in chain([first], rest):
+    has_row = np.zeros(len(raws), np.bool_)
+    for ids, column_by_name in chain([first], remaining_batches):
         codes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=names), -1))
-        seen[codes[codes >= 0]] = True
+        has_row[codes[codes >= 0]] = True
         rows = codes[ids.codes]
-        yield ids, {name: _set(each, rows, raws, columns[name]) for name, each in found.items()}
-    if adds and (more := [raw for raw in _rows_of_new(raws, seen, columns) if raw in adds]):
+        yield (
+            ids,
+            {
+                name: _set(column, rows, raws, columns[name])
+                for name, column in column_by_name.items()
+            },
+        )
+    if adds and (more := [raw for raw in _rows_of_new(raws, has_row, columns) if raw in adds]):
         ids = Ids.of(pa.array([raw.decode() for raw in more], pa.string()))
         yield (
             ids,
@@ -161,13 +179,14 @@ def with_event_values(
 
 
 def _rows_of_new(
-    raws: Sequence[bytes], seen: Any, columns: Mapping[str, Mapping[bytes, Any]]
+    raws: Sequence[bytes], has_row: Any, columns: Mapping[str, Mapping[bytes, Any]]
 ) -> list[bytes]:
     """Ids that no row had, and that have a value."""
     return [
         raw
-        for raw, is_there in zip(raws, seen.tolist(), strict=True)
-        if not is_there and any(each.get(raw) is not None for each in columns.values())
+        for raw, is_there in zip(raws, has_row.tolist(), strict=True)
+        if not is_there
+        and any(value_by_id.get(raw) is not None for value_by_id in columns.values())
     ]
 
 
@@ -180,37 +199,41 @@ def read_set_values(
 ) -> dict[str, dict[bytes, Any]]:
     """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
     columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
-    bad: dict[str, dict[bytes, str]] = {name: {} for name in types}
-    for raw, each in values.items():
-        for name in each.keys() & types.keys():
-            fits = _fitting(each[name], types[name])
+    reasons_by_column: dict[str, dict[bytes, str]] = {name: {} for name in types}
+    for raw, value_by_attribute in values.items():
+        for name in value_by_attribute.keys() & types.keys():
+            fits = _fitting(value_by_attribute[name], types[name])
             columns[name][raw] = fits[0] if fits else None
             if not fits:
-                bad[name][raw] = f"{name}: no {types[name]}"
+                reasons_by_column[name][raw] = f"{name}: no {types[name]}"
     for spec in inputs:
-        if found := columns.get(str(spec.column)):
-            unfit = read_values(_array(list(found.values()), types[str(spec.column)]), spec).bad
-            for why, rows in unfit.items():
+        if value_by_id := columns.get(str(spec.column)):
+            unfit = read_values(
+                _array(list(value_by_id.values()), types[str(spec.column)]), spec
+            ).bad
+            for reason, rows in unfit.items():
                 for row in np.flatnonzero(rows).tolist():
-                    bad[str(spec.column)].setdefault(list(found)[row], why)
-    for name, found in columns.items():
-        if found:
-            unusable.looked_at(f"{EVENTS}.{name}", len(found))
-        for raw, why in bad[name].items():
-            found[raw] = None
-            unusable.note(f"{EVENTS}.{name}", why, 1, [{kind: raw.decode()}])
+                    reasons_by_column[str(spec.column)].setdefault(list(value_by_id)[row], reason)
+    for name, value_by_id in columns.items():
+        if value_by_id:
+            unusable.looked_at(f"{EVENTS}.{name}", len(value_by_id))
+        for raw, reason in reasons_by_column[name].items():
+            value_by_id[raw] = None
+            unusable.note(f"{EVENTS}.{name}", reason, 1, [{kind: raw.decode()}])
     return columns
 
 
-def _set(column: Any, rows: Any, raws: Sequence[bytes], found: Mapping[bytes, Any]) -> Any:
+def _set(column: Any, rows: Any, raws: Sequence[bytes], value_by_id: Mapping[bytes, Any]) -> Any:
     """The column with the values of these ids; `rows` has the place of each row's id among them, -1 for another."""
-    changed = [row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in found]
-    if not changed:
+    changed_rows = [
+        row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in value_by_id
+    ]
+    if not changed_rows:
         return column
-    given = _array([found[raws[rows[row]]] for row in changed], column.type)
-    places = np.arange(len(column))
-    places[changed] = len(column) + np.arange(len(changed))
-    return pa.concat_arrays([column, given]).take(pa.array(places))
+    new_values = _array([value_by_id[raws[rows[row]]] for row in changed_rows], column.type)
+    take_indexes = np.arange(len(column))
+    take_indexes[changed_rows] = len(column) + np.arange(len(changed_rows))
+    return pa.concat_arrays([column, new_values]).take(pa.array(take_indexes))
 
 
 def _array(values: list[Any], kind: Any) -> Any:
@@ -225,23 +248,27 @@ def _fitting(value: Any, kind: Any) -> tuple[Any] | None:
         return (None,)
     if pa.types.is_dictionary(kind):
         return _fitting(value, kind.value_type)
-    given: Any
+    fitted_value: Any
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         if not isinstance(value, list):
             return None
-        parts = [_fitting(each, kind.value_type) for each in value]
-        given = None if None in parts else [each[0] for each in parts if each]
+        parts = [_fitting(element, kind.value_type) for element in value]
+        fitted_value = (
+            None
+            if None in parts
+            else [fitted_element[0] for fitted_element in parts if fitted_element]
+        )
     elif is_text(kind):
-        given = value if isinstance(value, str) else None
+        fitted_value = value if isinstance(value, str) else None
     else:
-        given = _number(value, kind)
-    if given is None:
+        fitted_value = _number(value, kind)
+    if fitted_value is None:
         return None
     try:
-        pa.scalar(given, kind)
+        pa.scalar(fitted_value, kind)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return None
-    return (given,)
+    return (fitted_value,)
 
 
 def _number(value: Any, kind: Any) -> int | float | None:

@@ -26,8 +26,8 @@ class Values:
     @property
     def usable(self) -> NDArray[np.bool_]:
         """Mask of the rows that are neither missing nor bad, bool [n]."""
-        found: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.bad.values()])
-        return found
+        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.bad.values()])
+        return is_usable
 
 
 def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
@@ -70,9 +70,9 @@ def without_long_texts(column: Any, text_bytes: int) -> tuple[Any, NDArray[np.bo
     if not is_long.any():
         return column, np.zeros(len(column), np.bool_)
     rows = np.asarray(pc.list_parent_indices(column))[is_long] if is_list else is_long
-    found = np.zeros(len(column), np.bool_)
-    found[rows] = True
-    return pc.if_else(pa.array(found), pa.scalar(None, column.type), column), found
+    has_long_text = np.zeros(len(column), np.bool_)
+    has_long_text[rows] = True
+    return pc.if_else(pa.array(has_long_text), pa.scalar(None, column.type), column), has_long_text
 
 
 def _is_list(kind: Any) -> bool:
@@ -89,42 +89,47 @@ def read_values(column: Any, spec: InputSpec) -> Values:
         return replace(alone, numbers=alone.numbers.reshape(-1, 1))
     missing, widths = as_rows(column.is_null()), pc.list_value_length(column)
     is_wide = as_rows(pc.fill_null(pc.equal(widths, spec.width), False))
-    whole = column if is_wide.all() else column.filter(pa.array(is_wide))
-    inner = _scalars(whole.flatten(), replace(spec, width=None))
+    fitting_lists = column if is_wide.all() else column.filter(pa.array(is_wide))
+    inner = _scalars(fitting_lists.flatten(), replace(spec, width=None))
     numbers = inner.numbers.reshape(-1, spec.width)
     rows: Bad = {
-        why: np.asarray(each.reshape(-1, spec.width).any(axis=1))
-        for why, each in {f"{spec.column}: a null in a list": inner.missing, **inner.bad}.items()
+        reason: np.asarray(element_mask.reshape(-1, spec.width).any(axis=1))
+        for reason, element_mask in {
+            f"{spec.column}: a null in a list": inner.missing,
+            **inner.bad,
+        }.items()
     }
     if not is_wide.all():
-        nothing = "" if spec.dtype == "string" else 0
-        spread = np.full((len(column), spec.width), nothing, numbers.dtype)
+        filler = "" if spec.dtype == "string" else 0
+        spread = np.full((len(column), spec.width), filler, numbers.dtype)
         spread[is_wide] = numbers
         numbers = spread
-        rows = {why: _spread(each, is_wide) for why, each in rows.items()}
+        rows = {reason: _spread(row_mask, is_wide) for reason, row_mask in rows.items()}
     rows[f"{spec.column}: not of width {spec.width}"] = ~is_wide & ~missing
-    return Values(numbers, missing, {why: each for why, each in rows.items() if each.any()})
+    return Values(
+        numbers, missing, {reason: row_mask for reason, row_mask in rows.items() if row_mask.any()}
+    )
 
 
-def _spread(some: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    found = np.zeros(len(where), np.bool_)
-    found[where] = some
-    return found
+def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    full_mask = np.zeros(len(where), np.bool_)
+    full_mask[where] = partial_mask
+    return full_mask
 
 
 def _scalars(column: Any, spec: InputSpec) -> Values:
     missing = as_rows(column.is_null())
     if spec.dtype == "string":
         is_read = is_utf_8(column.cast(pa.large_binary()))
-        kept = pa.array(is_read & ~missing)
-        texts = pc.if_else(kept, column, pa.scalar("", column.type))
-        bad = {} if is_read.all() else {f"{spec.column}: not UTF-8": ~is_read}
-        return Values(np.array(texts.to_pylist(), object), missing, bad)
-    given = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
+        is_kept = pa.array(is_read & ~missing)
+        texts = pc.if_else(is_kept, column, pa.scalar("", column.type))
+        bad_mask_by_reason = {} if is_read.all() else {f"{spec.column}: not UTF-8": ~is_read}
+        return Values(np.array(texts.to_pylist(), object), missing, bad_mask_by_reason)
+    source_numbers = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
     with np.errstate(over="ignore", invalid="ignore"):
-        numbers = given.astype(spec.dtype)
+        numbers = source_numbers.astype(spec.dtype)
     if spec.dtype == "float32":
-        why, fits = "not finite as float32", np.isfinite(numbers)
+        reason, fits = "not finite as float32", np.isfinite(numbers)
     else:
-        why, fits = f"too large for {spec.dtype}", np.asarray(numbers == given)
-    return Values(numbers, missing, {} if fits.all() else {f"{spec.column}: {why}": ~fits})
+        reason, fits = f"too large for {spec.dtype}", np.asarray(numbers == source_numbers)
+    return Values(numbers, missing, {} if fits.all() else {f"{spec.column}: {reason}": ~fits})

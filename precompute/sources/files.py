@@ -75,8 +75,8 @@ def readable(file: SourceFile) -> Iterator[Any]:
         yield file
         return
     with file.open() as raw:
-        plain = pa.PythonFile(raw, mode="r")
-        yield pa.CompressedInputStream(plain, "gzip") if file.suffix == ".gz" else plain
+        arrow_file = pa.PythonFile(raw, mode="r")
+        yield pa.CompressedInputStream(arrow_file, "gzip") if file.suffix == ".gz" else arrow_file
 
 
 def source_file(name: str, base: Path) -> SourceFile:
@@ -103,7 +103,7 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
     `folders.select` says which files of a folder are data, and which tables are refused. Raises SourceError for a
     pattern without a file.
     """
-    found: dict[str, SourceFile] = {}
+    file_by_identity: dict[str, SourceFile] = {}
     plain_folders: set[str] = set()
     for pattern in patterns:
         is_remote = "://" in pattern
@@ -111,8 +111,8 @@ def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:
             _remote(pattern, plain_folders) if is_remote else _local(pattern, base, plain_folders)
         )
         for identity, file in named:
-            found.setdefault(identity, file)
-    return list(found.values())
+            file_by_identity.setdefault(identity, file)
+    return list(file_by_identity.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,33 +153,34 @@ def all_files(config: NightConfig, events: Sequence[SourceFile] = ()) -> list[So
 
 def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
     """Digest over contents of all input files, and the list of them for the manifest."""
-    listed: list[dict[str, object]] = []
+    file_entries: list[dict[str, object]] = []
     for path in files:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             size_bytes = file.seek(0, os.SEEK_END)
-        listed.append({"name": path.name, "size_bytes": size_bytes, "sha256": digest})
-    return digest_of(listed), listed
+        file_entries.append({"name": path.name, "size_bytes": size_bytes, "sha256": digest})
+    return digest_of(file_entries), file_entries
 
 
-def digest_of(listed: Sequence[Mapping[str, object]]) -> str:
+def digest_of(file_entries: Sequence[Mapping[str, object]]) -> str:
     """Digest over contents of input files, from the list that `pin` made of them."""
-    whole = hashlib.sha256()
-    for each in listed:
-        whole.update(bytes.fromhex(str(each["sha256"])))
-    return whole.hexdigest()
+    hasher = hashlib.sha256()
+    for file_entry in file_entries:
+        hasher.update(bytes.fromhex(str(file_entry["sha256"])))
+    return hasher.hexdigest()
 
 
-def copies_in_words(listed: Sequence[Mapping[str, object]]) -> list[str]:
+def copies_in_words(file_entries: Sequence[Mapping[str, object]]) -> list[str]:
     """Remarks on files with the same bytes, of a list that `pin` made; headers alone may well be alike."""
     names: dict[object, list[str]] = {}
-    for each in listed:
-        if int(str(each["size_bytes"])) >= COPY_BYTES_LEAST:
-            names.setdefault(each["sha256"], []).append(str(each["name"]))
+    for file_entry in file_entries:
+        if int(str(file_entry["size_bytes"])) >= COPY_BYTES_LEAST:
+            names.setdefault(file_entry["sha256"], []).append(str(file_entry["name"]))
     return [
-        f"{' and '.join(same[:3])} hold the same bytes, so their rows count {len(same)} times: leave one of them"
-        for same in names.values()
-        if len(same) > 1
+        f"{' and '.join(copy_names[:3])} hold the same bytes, so their rows count {len(copy_names)} times: leave one "
+        "of them"
+        for copy_names in names.values()
+        if len(copy_names) > 1
     ]
 
 
@@ -207,15 +208,15 @@ def _local(pattern: str, base: Path, plain_folders: set[str]) -> Iterator[tuple[
     """Files of this host that a pattern names, each behind what tells it from others, whatever it is called by."""
     storage, full = LocalStorage(), base / pattern
     if full.is_file():
-        found = [full]
+        paths = [full]
     else:
         root = Path(full.anchor) if Path(pattern).is_absolute() else base
         selected = select(storage, str(root), str(full.relative_to(root)))
-        found = [Path(selected.folder, path) for path in selected.paths]
+        paths = [Path(selected.folder, path) for path in selected.paths]
         _demand_some(selected, str(full))
-    for path in found:
+    for path in paths:
         # Not `resolve`: a table's log lies beside the link that is read, too.
-        demand_plain_folder(storage, os.path.abspath(path.parent), known=plain_folders)  # noqa: PTH100
+        demand_plain_folder(storage, os.path.abspath(path.parent), checked_folders=plain_folders)  # noqa: PTH100
         yield os.path.realpath(path), path
 
 
@@ -236,17 +237,21 @@ def _remote(url: str, plain_folders: set[str]) -> Iterator[tuple[str, SourceFile
             folder = selected.folder
             names = [f"{folder.rstrip('/')}/{below}" for below in selected.paths]
         if "://" not in path:
-            demand_plain_folder(RemoteStorage(fs), folder, known=plain_folders)
+            demand_plain_folder(RemoteStorage(fs), folder, checked_folders=plain_folders)
         for name in names:
             yield name, RemoteFile(url if name == path else fs.unstrip_protocol(name), fs)
 
 
-def _demand_some(selected: Selection, shown: str) -> None:
+def _demand_some(selected: Selection, pattern_text: str) -> None:
     if selected.paths:
         return
-    some = ", ".join(selected.notes[:3])
-    notes = f": what matches are notes of other programs by their names ({some})" if some else ""
-    raise SourceError(f"no source file matches {shown}{notes}", pattern=shown)
+    examples = ", ".join(selected.notes[:3])
+    notes = (
+        f": what matches are notes of other programs by their names ({examples})"
+        if examples
+        else ""
+    )
+    raise SourceError(f"no source file matches {pattern_text}{notes}", pattern=pattern_text)
 
 
 class RemoteStorage:
@@ -258,19 +263,19 @@ class RemoteStorage:
     def children(self, folder: str) -> Iterator[Entry]:
         """Files and folders right in a folder; none where there is no such folder."""
         try:
-            listed = self.fs.ls(folder, detail=True)
+            entries = self.fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return
-        for entry in listed:
+        for entry in entries:
             name = entry["name"].rstrip("/")
             if name != folder.rstrip("/"):
                 yield Entry(PurePosixPath(name).name, entry["type"] == "directory")
 
     def descendants(self, folder: str) -> Iterator[Entry]:
         """Files and folders at any depth, by one listing."""
-        listed = self.fs.find(folder, withdirs=True, detail=True)
+        entry_by_path = self.fs.find(folder, withdirs=True, detail=True)
         above = folder.strip("/")
-        for name, entry in listed.items():
+        for name, entry in entry_by_path.items():
             if path := name.strip("/").removeprefix(above).strip("/"):
                 yield Entry(path, entry["type"] == "directory")
 
@@ -287,8 +292,8 @@ def _driver_errors(url: str) -> Iterator[None]:
     except (LarderError, OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException):
         raise
     except Exception as error:
-        why = without_secrets(f"{type(error).__name__}: {error}")
-        raise StoreError(f"cannot read {without_secrets(url)}: {why}") from None
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        raise StoreError(f"cannot read {without_secrets(url)}: {reason}") from None
 
 
 def _file_system(url: str) -> tuple[Any, str]:

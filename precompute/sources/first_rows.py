@@ -13,11 +13,11 @@ from precompute.sources.unusable import HEADER, Unusable, remedy
 
 
 def first_rows_in_words(
-    sources: Sources, base: Path, said: Collection[str] = (HEADER,)
+    sources: Sources, base: Path, reported_reasons: Collection[str] = (HEADER,)
 ) -> list[str]:
     """Sentences on what a night makes of the first rows: that it refuses them, which it leaves out, how it reads them.
 
-    Empty where it reads them all as they are. Reasons that were `said` already are left out.
+    Empty where it reads them all as they are. Reasons that were `reported_reasons` already are left out.
     """
     unusable, odd = Unusable(), list[str]()
     try:
@@ -30,8 +30,8 @@ def first_rows_in_words(
     report = unusable.to_json().get(INTERACTIONS, {})
     reasons = report.get("reasons", {})
     left_out = [
-        f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {why}{remedy(why)}"
-        for why, reason in reasons.items()
-        if why not in said
+        f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {reason_text}{remedy(reason_text)}"
+        for reason_text, reason in reasons.items()
+        if reason_text not in reported_reasons
     ]
     return [*left_out, *unusable.remarks(INTERACTIONS), *odd]

@@ -85,7 +85,7 @@ def select(storage: Storage, folder: str, pattern: str) -> Selection:
     folder, parts = _without_fixed(storage, folder, parts)
     tables: dict[str, str] = {}
     literal = frozenset(part for part in parts if not _WILDCARD.search(part))
-    found: set[str] = set()
+    data_paths: set[str] = set()
     notes: set[str] = set()
     for entry in _walk(storage, folder, "", parts):
         if (marked := _marked_table(entry)) is not None:
@@ -96,30 +96,30 @@ def select(storage: Storage, folder: str, pattern: str) -> Selection:
         holds_data = (name in literal or is_data(name)) and all(
             part in literal or is_data(part, is_folder=True) for part in folders
         )
-        (found if holds_data else notes).add(entry.path)
+        (data_paths if holds_data else notes).add(entry.path)
     for table, kind in tables.items():
-        if any(_is_within(path, table) for path in found):
+        if any(_is_within(path, table) for path in data_paths):
             raise refused_table(f"{folder}/{table}".rstrip("/"), kind)
-    by_parts = sorted(found, key=lambda path: path.split("/"))
+    by_parts = sorted(data_paths, key=lambda path: path.split("/"))
     return Selection(folder, tuple(by_parts), tuple(sorted(notes)))
 
 
-def demand_plain_folder(storage: Storage, folder: str, *, known: set[str]) -> None:
+def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
     """Raises SourceError if a folder, or one above it, is a table whose log says which of its files count.
 
-    Folders that are `known` are not looked at again, and those looked at become so.
+    Folders that are `checked_folders` are not looked at again, and those looked at become so.
     """
     path = PurePosixPath(folder)
-    for place in (path, *path.parents):
-        if str(place) in known:
+    for folder_path in (path, *path.parents):
+        if str(folder_path) in checked_folders:
             return
-        known.add(str(place))
+        checked_folders.add(str(folder_path))
         try:
-            kind = _kind_of_table(storage, str(place))
+            kind = _kind_of_table(storage, str(folder_path))
         except Exception:  # who may read the files may not be allowed to look at folders above them
             return
         if kind is not None:
-            raise refused_table(str(place), kind)
+            raise refused_table(str(folder_path), kind)
 
 
 def refused_table(folder: str, kind: str) -> SourceError:
@@ -138,14 +138,14 @@ def tables_among(entries: Iterable[Entry]) -> dict[str, str]:
 
 def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
     """(folder that a pattern's first parts name, parts behind them); a name with brackets may be that of a folder."""
-    rest = list(parts)
-    while rest:
-        part = rest[0]
+    remaining_parts = list(parts)
+    while remaining_parts:
+        part = remaining_parts[0]
         joined = part if not folder else f"{folder.rstrip('/')}/{part}"
         if _WILDCARD.search(part) and ("*" in part or not storage.exists(joined)):
             break
-        folder, rest = joined, rest[1:]
-    return folder, rest or [_RECURSIVE]
+        folder, remaining_parts = joined, remaining_parts[1:]
+    return folder, remaining_parts or [_RECURSIVE]
 
 
 def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
@@ -159,17 +159,17 @@ def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
 
 def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[Entry]:
     """What may be named by the rest of a pattern, and beside it what tells a table by its log."""
-    place = f"{root.rstrip('/')}/{below}".rstrip("/") or root
+    folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
     prefix = f"{below}/" if below else ""
     if not parts or parts[0] == _RECURSIVE:
-        for entry in storage.descendants(place):
+        for entry in storage.descendants(folder):
             yield Entry(prefix + entry.path, entry.is_folder)
         return
-    for entry in storage.children(place):
+    for entry in storage.children(folder):
         yield Entry(prefix + entry.path, entry.is_folder)
         if entry.is_folder and entry.path == "metadata":
-            for each in storage.children(f"{place}/metadata"):
-                yield Entry(f"{prefix}metadata/{each.path}", each.is_folder)
+            for metadata_entry in storage.children(f"{folder}/metadata"):
+                yield Entry(f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder)
         if entry.is_folder and fnmatchcase(entry.path, parts[0]):
             yield from _walk(storage, root, prefix + entry.path, parts[1:])
 
@@ -202,7 +202,7 @@ class LocalStorage:
 
     def children(self, folder: str) -> Iterator[Entry]:
         """Files and folders right in a folder."""
-        yield from (Entry(found.name, found.is_dir()) for found in _scan(folder))
+        yield from (Entry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
 
     def descendants(self, folder: str) -> Iterator[Entry]:
         """Files and folders at any depth; what lies in notes of other programs is left out."""
@@ -213,15 +213,15 @@ class LocalStorage:
         return Path(path).exists()
 
     def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[Entry]:
-        for found in sorted(_scan(folder), key=lambda each: each.name):
-            path, is_folder = prefix + found.name, found.is_dir()
-            if not is_folder and not found.is_file():
+        for dir_entry in sorted(_scan(folder), key=lambda dir_entry: dir_entry.name):
+            path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
+            if not is_folder and not dir_entry.is_file():
                 continue
             yield Entry(path, is_folder)
-            if is_folder and is_data(found.name, is_folder=True):
-                real = os.path.realpath(found.path)
+            if is_folder and is_data(dir_entry.name, is_folder=True):
+                real = os.path.realpath(dir_entry.path)
                 if real not in above:  # a link to a folder above it
-                    yield from self._below(found.path, f"{path}/", above | {real})
+                    yield from self._below(dir_entry.path, f"{path}/", above | {real})
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

@@ -61,18 +61,18 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
 
     def batch() -> Any:
         # Not looked at here: a line that is not UTF-8 costs its own rows.
-        columns = (pa.array(each, pa.binary()).view(pa.string()) for each in (users, items))
+        columns = (pa.array(ids, pa.binary()).view(pa.string()) for ids in (users, items))
         return pa.record_batch(list(columns), [sources.user_column, sources.item_column])
 
     if sources.format != "lines":
         demand_lines(path)
     with path.open("rb") as raw:
         for line in _lines_of(path, raw):
-            if not (words := line.split()):
+            if not (fields := line.split()):
                 continue
-            user, *rest = words
-            users += [user] * len(rest)
-            items += rest
+            user, *line_items = fields
+            users += [user] * len(line_items)
+            items += line_items
             if len(users) >= BATCH_ROWS:
                 yield batch()
                 users, items = [], []
@@ -124,7 +124,7 @@ def unlike_lines(lines: Sequence[bytes]) -> str | None:
     width = len(fields[0])
     if len(lines) < 2 or width not in TABLE_FIELDS or any(len(row) != width for row in fields):
         return None
-    if all(_NUMBER_OR_TIME.match(word) for row in fields[1:] for word in row[2:]):
+    if all(_NUMBER_OR_TIME.match(field) for row in fields[1:] for field in row[2:]):
         return f"has {width} fields in each line, from the third on numbers or times: it looks like a table"
     return None
 
@@ -137,7 +137,7 @@ def named_columns(sources: Sources) -> list[str]:
     return [name for name in named if name not in unnamed]
 
 
-def demand_named(known: Sequence[str], sources: Sources, path: SourceFile) -> None:
+def demand_named(file_columns: Sequence[str], sources: Sources, path: SourceFile) -> None:
     """Raises SourceError, naming the setting, for a column that has to be there, or is there twice."""
     needed = [sources.user_column, sources.item_column, *named_columns(sources)]
     settings = ("user_column", "item_column", "timestamp_column", "weight_column")
@@ -145,14 +145,17 @@ def demand_named(known: Sequence[str], sources: Sources, path: SourceFile) -> No
     for setting in settings:
         name = getattr(sources, setting)
         title = name.strip(BLANKS) if is_csv else name
-        if name in needed and title not in known:
-            listed = (
-                ", ".join(map(repr, known)) if any(map(_is_padded, known)) else ", ".join(known)
+        if name in needed and title not in file_columns:
+            columns_text = (
+                ", ".join(map(repr, file_columns))
+                if any(map(_is_padded, file_columns))
+                else ", ".join(file_columns)
             )
             raise SourceError(
-                f"{path} has no column {name!r}; it has {listed}: name it by {setting}", column=name
+                f"{path} has no column {name!r}; it has {columns_text}: name it by {setting}",
+                column=name,
             )
-        demand_once(known, title, path)
+        demand_once(file_columns, title, path)
 
 
 def _is_padded(name: str) -> bool:
@@ -204,9 +207,9 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
     """Batches of the columns of a Parquet file that settings name."""
     with readable(path) as raw:
         metadata = pa.parquet.read_metadata(raw)
-    known = metadata.schema.to_arrow_schema().names
-    demand_named(known, sources, path)
-    names = [name for name in _column_names(sources) if name in known]
+    file_columns = metadata.schema.to_arrow_schema().names
+    demand_named(file_columns, sources, path)
+    names = [name for name in _column_names(sources) if name in file_columns]
     encoded = [name for name in names[:2] if name in _encoded(metadata)]
     opened = partial(
         pa.parquet.ParquetFile,
@@ -233,18 +236,20 @@ class SameColumns:
         self._names = [*filter(None, (sources.timestamp_column, sources.weight_column))]
         self._first: tuple[SourceFile, frozenset[str]] | None = None
 
-    def add(self, path: SourceFile, known: Sequence[str]) -> None:
+    def add(self, path: SourceFile, file_columns: Sequence[str]) -> None:
         """Raises SourceError where the next file has not what the first one has, or the other way round."""
         columns = frozenset(
-            name for name in self._names if name.strip(BLANKS) in known or name in known
+            name
+            for name in self._names
+            if name.strip(BLANKS) in file_columns or name in file_columns
         )
         if self._first is None:
             self._first = path, columns
-        first, others = self._first
+        first, first_columns = self._first
         for name in self._names:
-            if (name in columns) == (name in others):
+            if (name in columns) == (name in first_columns):
                 continue
-            lacking, having = (path, first) if name in others else (first, path)
+            lacking, having = (path, first) if name in first_columns else (first, path)
             setting = "timestamp_column" if name == self._names[0] else "weight_column"
             raise SourceError(
                 f"{lacking} has no column {name!r}, {having} has one: its rows would count as the oldest, or as "
@@ -265,17 +270,17 @@ def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
         return list(pa.parquet.read_schema(raw).names)
 
 
-def _encoded(found: Any) -> set[str]:
+def _encoded(metadata: Any) -> set[str]:
     """Columns of a Parquet file that are numbers into a dictionary and can be taken as such.
 
     Where the dictionary grew too large for its page, texts follow: to find those again in it costs more than to sort.
     """
-    if not found.num_row_groups:
+    if not metadata.num_row_groups:
         return set()
-    group = found.row_group(0)
+    group = metadata.row_group(0)
     columns = (group.column(number) for number in range(group.num_columns))
     return {
-        each.path_in_schema
-        for each in columns
-        if each.total_uncompressed_size < TEXT_BYTES * each.num_values
+        column.path_in_schema
+        for column in columns
+        if column.total_uncompressed_size < TEXT_BYTES * column.num_values
     }

@@ -26,10 +26,12 @@ class Numbered:
         first = np.empty(len(ids.names), np.int64)
         first[ids.codes[::-1]] = np.arange(len(ids))[::-1]
         order = np.argsort(first)
-        place = np.empty(len(order), np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
+        rank_by_code = np.empty(len(order), np.int32)
+        rank_by_code[order] = np.arange(len(order), dtype=np.int32)
         names = ids.names.take(pa.array(order)).cast(pa.large_string())
-        self._waiting.append(pa.DictionaryArray.from_arrays(pa.array(place[ids.codes]), names))
+        self._waiting.append(
+            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), names)
+        )
         if len(self._waiting) >= MERGED_AT_ONCE:
             self._merge()
 
@@ -39,11 +41,11 @@ class Numbered:
         return np.concatenate([np.empty(0, np.int64), *self._codes])
 
     def _merge(self) -> None:
-        nothing = pa.array([], pa.int32())
-        known = pa.DictionaryArray.from_arrays(nothing, self.names)
-        chunks = pa.chunked_array([known, *self._waiting]).unify_dictionaries().chunks
+        no_codes = pa.array([], pa.int32())
+        names_chunk = pa.DictionaryArray.from_arrays(no_codes, self.names)
+        chunks = pa.chunked_array([names_chunk, *self._waiting]).unify_dictionaries().chunks
         self.names = chunks[-1].dictionary
-        self._codes += [np.asarray(each.indices) for each in chunks[1:]]
+        self._codes += [np.asarray(chunk.indices) for chunk in chunks[1:]]
         self._waiting = []
 
 
@@ -61,7 +63,10 @@ class Counted:
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
         """(int64[rows]: a number of each row's id, from 0; how many ids there are)."""
-        distinct, places = np.unique(np.concatenate(self._hashes), return_inverse=True)
+        distinct, distinct_positions = np.unique(np.concatenate(self._hashes), return_inverse=True)
         ends = np.cumsum([0, *map(len, self._hashes)])
-        rows = [places[start:][codes] for start, codes in zip(ends, self._codes, strict=False)]
+        rows = [
+            distinct_positions[start:][codes]
+            for start, codes in zip(ends, self._codes, strict=False)
+        ]
         return np.concatenate(rows).astype(np.int64, copy=False), len(distinct)

@@ -54,8 +54,11 @@ class _Digits:
         is_whole = (numbers >= 1900 * 10_000 * self.per_day) & (
             numbers < 2200 * 10_000 * self.per_day
         )
-        whole = np.where(is_whole, numbers, 19700101 * self.per_day).astype(np.int64)
-        day, clock = whole // self.per_day, whole % self.per_day * 10 ** (6 - self.clock_digits)
+        moment_digits = np.where(is_whole, numbers, 19700101 * self.per_day).astype(np.int64)
+        day, clock = (
+            moment_digits // self.per_day,
+            moment_digits % self.per_day * 10 ** (6 - self.clock_digits),
+        )
         months = (day // 10_000 - 1970) * 12 + day // 100 % 100 - 1
         days = months.astype("M8[M]").astype("M8[D]") + (day % 100 - 1)
         is_date = (day // 100 % 100 >= 1) & (day // 100 % 100 <= 12) & (day % 100 >= 1)
@@ -115,30 +118,34 @@ class Clock:
         return np.where(is_read, seconds, 0) * MICROSECONDS, is_read
 
     def _decide(self, numbers: NDArray[Any]) -> None:
-        given = np.asarray(numbers, np.float64)
-        given = given[np.isfinite(given) & (given != 0)]
-        if not len(given):
+        nonzero_numbers = np.asarray(numbers, np.float64)
+        nonzero_numbers = nonzero_numbers[np.isfinite(nonzero_numbers) & (nonzero_numbers != 0)]
+        if not len(nonzero_numbers):
             return
         self._is_decided = True
         for digits in _DIGITS:
-            _, is_read = digits.read(given)
+            _, is_read = digits.read(nonzero_numbers)
             if is_read.mean() > _SHARE_OF_DIGITS:
                 self._digits = digits
                 self._remark(
                     f"column {self._name!r} holds dates as {digits.form}: they are read so, as UTC"
                 )
                 return
-        if form := _day_form(given):
+        if form := _day_form(nonzero_numbers):
             raise SourceError(
-                f"{self._path}: column {self._name!r} holds numbers such as {given[0]:,.0f}, which look like dates as "
+                f"{self._path}: column {self._name!r} holds numbers such as {nonzero_numbers[0]:,.0f}, which look like "
+                "dates as "
                 f"{form} and not like seconds since 1970: write dates, such as 2023-11-14",
                 column=self._name,
             )
-        for least, most, unit in _NO_SECONDS:
-            if ((given >= least) & (given <= most)).mean() >= _SHARE_OF_NO_SECONDS:
+        for lower_bound, upper_bound, unit in _NO_SECONDS:
+            if (
+                (nonzero_numbers >= lower_bound) & (nonzero_numbers <= upper_bound)
+            ).mean() >= _SHARE_OF_NO_SECONDS:
                 raise SourceError(
-                    f"{self._path}: column {self._name!r} holds numbers from {given.min():,.0f} to "
-                    f"{given.max():,.0f}, which look like {unit} and not like seconds since 1970: write dates, "
+                    f"{self._path}: column {self._name!r} holds numbers from {nonzero_numbers.min():,.0f} to "
+                    f"{nonzero_numbers.max():,.0f}, which look like {unit} and not like seconds since 1970: write "
+                    "dates, "
                     "such as 2023-11-14, or multiply numbers of days since 1970 by 86,400",
                     column=self._name,
                 )
@@ -149,19 +156,23 @@ def _day_form(numbers: NDArray[np.float64]) -> str | None:
     distinct = np.unique(numbers)
     if len(distinct) < _JUDGED_DISTINCT or not (distinct == np.floor(distinct)).all():
         return None
-    whole = distinct[(distinct > 0) & (distinct < 100_000_000)].astype(np.int64)
-    if len(whole) < _SHARE_OF_NO_SECONDS * len(distinct):
+    whole_numbers = distinct[(distinct > 0) & (distinct < 100_000_000)].astype(np.int64)
+    if len(whole_numbers) < _SHARE_OF_NO_SECONDS * len(distinct):
         return None
-    for form, *places in _DAYS_IN_DIGITS:
-        year, month, day = (whole // divisor % count for divisor, count in places)
+    for form, *digit_fields in _DAYS_IN_DIGITS:
+        year, month, day = (whole_numbers // divisor % count for divisor, count in digit_fields)
         is_day = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
         if form == "yymmdd":
-            is_day &= (whole >= 10_101) & (whole < 1_000_000) & ((year >= 80) | (year < 50))
+            is_day &= (
+                (whole_numbers >= 10_101)
+                & (whole_numbers < 1_000_000)
+                & ((year >= 80) | (year < 50))
+            )
         else:
             is_day &= (year >= 1980) & (year < 2200)
         if is_day.mean() >= _SHARE_OF_NO_SECONDS:
             return form
-    years, days = whole // 1_000, whole % 1_000
+    years, days = whole_numbers // 1_000, whole_numbers % 1_000
     if (
         (years >= 1980) & (years < 2200) & (days >= 1) & (days <= 366)
     ).mean() >= _SHARE_OF_NO_SECONDS:
@@ -206,14 +217,14 @@ def microseconds(
     kind = times.type
     missing = as_rows(times.is_null())
     if pa.types.is_null(kind):
-        found, readable = np.zeros(len(times), np.int64), ~missing
+        times_us, readable = np.zeros(len(times), np.int64), ~missing
     elif is_text(kind):
-        found, readable, missing = times_of_texts(times, clock)
+        times_us, readable, missing = times_of_texts(times, clock)
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        found, readable = _of_timestamps(times)
+        times_us, readable = _of_timestamps(times)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         times = times.cast(pa.float64()) if pa.types.is_decimal(kind) else times
-        found, readable = clock.microseconds(np.asarray(pc.fill_null(times, 0)))
+        times_us, readable = clock.microseconds(np.asarray(pc.fill_null(times, 0)))
     else:
         raise SourceError(
             f"{path}: column {name!r}: timestamps are {kind}; expected a time (in CSV: ISO 8601), or seconds since "
@@ -222,12 +233,12 @@ def microseconds(
         )
     unread = ~readable & ~missing
     is_beyond = _are_beyond(times, unread) if is_text(kind) else unread
-    bad = {
+    bad_mask_by_reason = {
         f"{name}: {unusable.NO_TIME}": missing,
         f"{name}: {unusable.BEYOND}": is_beyond,
         f"{name}: {unusable.NOT_A_TIME}": unread & ~is_beyond,
     }
-    return found, {reason: rows for reason, rows in bad.items() if rows.any()}
+    return times_us, {reason: rows for reason, rows in bad_mask_by_reason.items() if rows.any()}
 
 
 def _are_beyond(texts: Any, unread: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -257,10 +268,10 @@ def _of_seconds(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bo
     if seconds.dtype.kind not in "iuf":
         seconds = seconds.astype(np.float64)
     readable = (seconds >= 0) & (seconds < YEAR_2200_S)
-    kept = np.where(readable, seconds, 0)
+    readable_seconds = np.where(readable, seconds, 0)
     if seconds.dtype.kind == "f":
-        return (kept.astype(np.float64) * MICROSECONDS).astype(np.int64), readable
-    return kept.astype(np.int64) * MICROSECONDS, readable
+        return (readable_seconds.astype(np.float64) * MICROSECONDS).astype(np.int64), readable
+    return readable_seconds.astype(np.int64) * MICROSECONDS, readable
 
 
 def times_of_texts(
@@ -272,11 +283,13 @@ def times_of_texts(
     texts = pc.if_else(pa.array(missing), "0", texts)
     numbers, is_number = _numbers_of(texts)
     values = np.asarray(pc.fill_null(numbers, 0))
-    found, readable = _of_seconds(values) if clock is None else clock.microseconds(values)
+    times_us, readable = _of_seconds(values) if clock is None else clock.microseconds(values)
     if not is_number.all():
-        others = np.flatnonzero(~is_number)
-        found[others], readable[others] = _of_iso(texts.take(pa.array(others)))
-    return found, readable & ~missing, missing
+        non_number_rows = np.flatnonzero(~is_number)
+        times_us[non_number_rows], readable[non_number_rows] = _of_iso(
+            texts.take(pa.array(non_number_rows))
+        )
+    return times_us, readable & ~missing, missing
 
 
 def _readable(texts: Any) -> Any:
@@ -288,10 +301,13 @@ def _readable(texts: Any) -> Any:
 def _numbers_of(texts: Any) -> tuple[Any, NDArray[np.bool_]]:
     """(float64, null where there is none; which rows hold a finite number or nothing) of texts."""
     texts = pc.utf8_trim_whitespace(_readable(texts))
-    nothing, looks = pc.is_in(texts, value_set=_NOTHING), pc.match_substring_regex(texts, _NUMBER)
-    numbers = pc.if_else(looks, texts, pa.scalar(None, pa.string())).cast(pa.float64())
+    is_missing, is_numeric = (
+        pc.is_in(texts, value_set=_NOTHING),
+        pc.match_substring_regex(texts, _NUMBER),
+    )
+    numbers = pc.if_else(is_numeric, texts, pa.scalar(None, pa.string())).cast(pa.float64())
     is_finite = pc.fill_null(pc.is_finite(numbers), False)
-    return numbers, as_rows(pc.or_(is_finite, nothing))
+    return numbers, as_rows(pc.or_(is_finite, is_missing))
 
 
 def _of_iso(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -302,9 +318,9 @@ def _of_iso(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
             continue
     fields = pc.extract_regex(texts, _ISO)
     numbers = {
-        name: np.asarray(pc.if_else(pc.equal(each, ""), "0", each).cast(pa.int64()))
+        name: np.asarray(pc.if_else(pc.equal(field_texts, ""), "0", field_texts).cast(pa.int64()))
         for name in _ISO_NUMBERS
-        for each in (pc.fill_null(pc.struct_field(fields, name), "0"),)
+        for field_texts in (pc.fill_null(pc.struct_field(fields, name), "0"),)
     }
     months = (numbers["year"] - 1970) * 12 + numbers["month"] - 1
     days = months.astype("M8[M]").astype("M8[D]") + (numbers["day"] - 1)
@@ -314,10 +330,10 @@ def _of_iso(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         & (days.astype("M8[M]") == months.astype("M8[M]"))
     )
     is_clock = (numbers["hour"] < 24) & (numbers["minute"] < 60) & (numbers["second"] < 60)
-    away = numbers["zone_hour"] * 3600 + numbers["zone_minute"] * 60
+    zone_offset_s = numbers["zone_hour"] * 3600 + numbers["zone_minute"] * 60
     east = pc.fill_null(pc.equal(pc.struct_field(fields, "sign"), "-"), False)
     seconds = days.astype(np.int64) * 86_400 + numbers["hour"] * 3600 + numbers["minute"] * 60
-    seconds += numbers["second"] + np.where(as_rows(east), away, -away)
+    seconds += numbers["second"] + np.where(as_rows(east), zone_offset_s, -zone_offset_s)
     fraction = pc.fill_null(pc.struct_field(fields, "fraction"), "")
     micros = np.asarray(
         pc.utf8_slice_codeunits(pc.utf8_rpad(fraction, 6, "0"), 0, 6).cast(pa.int64())

@@ -107,43 +107,50 @@ class Shape:
 
 def remarks(shape: Shape) -> list[str]:
     """What looks odd about interactions, in words that name the figure and what to do."""
-    few = few_in_words(shape.users, shape.items)
-    return [few, *odd_in_words(shape)] if few else odd_in_words(shape)
+    few_ids_remark = few_in_words(shape.users, shape.items)
+    return [few_ids_remark, *odd_in_words(shape)] if few_ids_remark else odd_in_words(shape)
 
 
 def odd_in_words(shape: Shape) -> list[str]:
     """Remarks without that on few users or items."""
-    found: list[str] = []
+    odd_remarks: list[str] = []
     if shape.rows < JUDGED_ROWS:
-        return found
-    for kind, count, most, name in (
+        return odd_remarks
+    for kind, count, top_row_count, name in (
         ("user", shape.users, shape.most_of_user, shape.user),
         ("item", shape.items, shape.most_of_item, shape.item),
     ):
         # With few ids a fifth of the rows is no more than a share.
-        if most >= ONE_ID_SHARE * shape.rows and count >= 5 / ONE_ID_SHARE:
-            which = f"the {kind} {name!r}" if name is not None else f"one {kind}"
-            found.append(
-                f"{which} has {most / shape.rows:.0%} of all rows: if that id stands for nobody in particular, or for "
+        if top_row_count >= ONE_ID_SHARE * shape.rows and count >= 5 / ONE_ID_SHARE:
+            subject = f"the {kind} {name!r}" if name is not None else f"one {kind}"
+            odd_remarks.append(
+                f"{subject} has {top_row_count / shape.rows:.0%} of all rows: if that id stands for nobody in "
+                "particular, or for "
                 "a missing one, leave its rows out"
             )
     if shape.items >= ONCE_SHARE * shape.rows or shape.holds_lists:
         several = ", and most hold several words" if shape.holds_lists else ""
-        found.append(
+        odd_remarks.append(
             f"{shape.items:,} items in {shape.rows:,} rows: nearly each comes once{several}, so nothing can be "
             "learnt of them. Is the right column named, and does a row hold one item of one user?"
         )
     if shape.untimed < shape.rows and shape.newest_us < OLDEST_US:
-        newest = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=shape.newest_us)
-        found.append(
-            f"the newest time is {newest:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
+        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=shape.newest_us)
+        odd_remarks.append(
+            f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
             "another unit?"
         )
     if 0 < shape.untimed < shape.rows:
-        share = shape.untimed / shape.rows
-        rows = f"{share:.0%} of the" if share >= 0.01 else f"{shape.untimed:,} of {shape.rows:,}"
-        found.append(f"{rows} rows have no time, and count as the oldest of all: fill the times in")
-    return found
+        untimed_share = shape.untimed / shape.rows
+        rows = (
+            f"{untimed_share:.0%} of the"
+            if untimed_share >= 0.01
+            else f"{shape.untimed:,} of {shape.rows:,}"
+        )
+        odd_remarks.append(
+            f"{rows} rows have no time, and count as the oldest of all: fill the times in"
+        )
+    return odd_remarks
 
 
 def few_in_words(users: int, items: int) -> str | None:

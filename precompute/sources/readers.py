@@ -83,20 +83,20 @@ def read_interactions(
     sources: Sources,
     base: Path,
     *,
-    before: datetime | None = None,
+    cutoff_at: datetime | None = None,
     late: Callable[[Interactions], None] = lambda _late: None,
     unusable: Unusable | None = None,
     skip: int = 0,
     files: Sequence[SourceFile] | None = None,
 ) -> Iterator[Interactions]:
-    """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
+    """Batches of all interaction files; with `cutoff_at`, only what is strictly older (rows without a time stay).
 
     The `files` are those that `sources` name, unless they are listed here; the first `skip`, or all, are left out.
     `late` is handed what is not older. Rows of weight 0 or less are not
     interactions and are left out; so are, noted in `unusable`, rows that say nothing. Raises SourceError naming file
     and column, or where no row can be used.
     """
-    cut = None if before is None else int(before.timestamp() * MICROSECONDS)
+    cut = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
     unusable = Unusable() if unusable is None else unusable
     named = source_files(sources.interactions, base) if files is None else files
     paths, alike = named[skip:], SameColumns(sources)
@@ -114,9 +114,9 @@ def read_interactions(
                 if is_first and len(batch.times):
                     _remark_on_blanks(batch, sources, remark)
                     is_first = False
-                if cut is not None and (newer := batch.times >= cut).any():
-                    late(batch.only(newer))
-                    yield batch.only(~newer)
+                if cut is not None and (is_late := batch.times >= cut).any():
+                    late(batch.only(is_late))
+                    yield batch.only(~is_late)
                 else:
                     yield batch
     if not skip:
@@ -154,31 +154,43 @@ def _usable(
     names = batch.schema.names
     users, items, weight = sources.user_column, sources.item_column, sources.weight_column
     demand_columns(names, (users, items), path)
-    bad: Bad = {}
+    bad_mask_by_reason: Bad = {}
     unusable.looked_at(INTERACTIONS, len(batch))
     if weight in names:
-        positive, bad = are_positive(batch.column(weight), path, sources)
-        kept = positive | np.logical_or.reduce(list(bad.values())) if bad else positive
-        if not kept.all():
-            batch, bad = (
-                batch.filter(pa.array(kept)),
-                {why: rows[kept] for why, rows in bad.items()},
+        positive, bad_mask_by_reason = are_positive(batch.column(weight), path, sources)
+        keep_mask = (
+            positive | np.logical_or.reduce(list(bad_mask_by_reason.values()))
+            if bad_mask_by_reason
+            else positive
+        )
+        if not keep_mask.all():
+            batch, bad_mask_by_reason = (
+                batch.filter(pa.array(keep_mask)),
+                {reason: rows[keep_mask] for reason, rows in bad_mask_by_reason.items()},
             )
     times, no_time = np.zeros(len(batch), np.int64), Bad()
     if (name := sources.timestamp_column) in names:
         times, no_time = microseconds(batch.column(name), path, name, clock)
     user_ids, bad_users = read_ids(batch.column(users), path, users)
     item_ids, bad_items = read_ids(batch.column(items), path, items)
-    found = Interactions(user_ids, item_ids, times)
-    again = _header_again(user_ids, users, item_ids, items)
-    if not (bad := {**again, **bad_users, **bad_items, **no_time, **bad}):
-        return found
+    interactions = Interactions(user_ids, item_ids, times)
+    header_mask_by_reason = _header_again(user_ids, users, item_ids, items)
+    if not (
+        bad_mask_by_reason := {
+            **header_mask_by_reason,
+            **bad_users,
+            **bad_items,
+            **no_time,
+            **bad_mask_by_reason,
+        }
+    ):
+        return interactions
 
     def case(row: int) -> Case:
-        ids = (shown(_value(batch.column(each), row)) for each in (users, items))
+        ids = (shown(_value(batch.column(column), row)) for column in (users, items))
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
-    return found.only(~unusable.note_rows(INTERACTIONS, bad, case))
+    return interactions.only(~unusable.note_rows(INTERACTIONS, bad_mask_by_reason, case))
 
 
 def _header_again(users: Ids, user_column: str, items: Ids, item_column: str) -> Bad:
@@ -227,12 +239,15 @@ def read_features(
         for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
             batch = plain_batch(batch)
             unusable.looked_at(source, len(batch))
-            given = batch.column(id_column)
-            ids, bad = read_ids(given, path, id_column)
-            if bad:
-                case = lambda row, given=given: {"id": shown(_value(given, row)), "file": path.name}  # noqa: E731
-                kept = ~unusable.note_rows(source, bad, case)
-                ids, batch = ids.only(kept), batch.filter(pa.array(kept))
+            id_values = batch.column(id_column)
+            ids, bad_mask_by_reason = read_ids(id_values, path, id_column)
+            if bad_mask_by_reason:
+
+                def case(row: int, id_values: Any = id_values) -> dict[str, str | None]:
+                    return {"id": shown(_value(id_values, row)), "file": path.name}
+
+                is_usable = ~unusable.note_rows(source, bad_mask_by_reason, case)
+                ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
             yield ids, {name: without_codes(batch.column(name)) for name in columns}
     unusable.demand_some(source, path.name)
 
@@ -240,23 +255,23 @@ def read_features(
 def _rows_at_once(metadata: Any) -> int:
     """Rows of a batch: fewer where they are wide, so that a batch takes BATCH_BYTES at most, whatever the features."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    row_bytes: int = sum(each.total_byte_size for each in groups) // max(1, metadata.num_rows)
+    row_bytes: int = sum(group.total_byte_size for group in groups) // max(1, metadata.num_rows)
     return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
 def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
     """Arrow schema of a Parquet feature table, of the types in which it is read; a missing column is named."""
     with reading(path), readable(path) as raw:
-        found = pa.parquet.read_schema(raw)
-    _demand_features(found.names, columns, path)
-    return pa.schema([field.with_type(plain_type(_value_type(field.type))) for field in found])
+        schema = pa.parquet.read_schema(raw)
+    _demand_features(schema.names, columns, path)
+    return pa.schema([field.with_type(plain_type(_value_type(field.type))) for field in schema])
 
 
-def _demand_features(known: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:
+def _demand_features(file_columns: Sequence[str], columns: Sequence[str], path: SourceFile) -> None:
     """Raises SourceError for a column that is not there, or is there twice."""
-    demand_columns(known, columns, path)
+    demand_columns(file_columns, columns, path)
     for name in columns:
-        demand_once(known, name, path)
+        demand_once(file_columns, name, path)
 
 
 def _value_type(kind: Any) -> Any:

@@ -52,17 +52,19 @@ def is_gzip(path: Path) -> bool:
 
 def of_name(name: str) -> str | None:
     """Reason why files of this name are not read, None if the name does not say that."""
-    shown = name.lower().removesuffix(".gz")
-    return next((why for ending, why in _OF_ENDINGS.items() if shown.endswith(ending)), None)
+    base_name = name.lower().removesuffix(".gz")
+    return next(
+        (reason for ending, reason in _OF_ENDINGS.items() if base_name.endswith(ending)), None
+    )
 
 
 def holds_data_unread(name: str) -> bool:
     """True if a file is one of data by its name, though it is not read: others, such as settings, may be JSON, too."""
-    shown = name.lower().removesuffix(".gz")
-    if shown.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
+    base_name = name.lower().removesuffix(".gz")
+    if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
-    stem = shown.rpartition(".")[0]
-    return _OF_ENDINGS.get(f".{shown.rpartition('.')[2]}") == _UNPACK and stem.endswith(
+    stem = base_name.rpartition(".")[0]
+    return _OF_ENDINGS.get(f".{base_name.rpartition('.')[2]}") == _UNPACK and stem.endswith(
         (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
     )
 

@@ -78,16 +78,16 @@ class Unusable:
         """Counts rows of a source that cannot be used for this reason; `cases` name some of them."""
         with self._lock:
             of_reason = self._reasons.setdefault(source, {})
-            found = of_reason.setdefault(reason, {"rows": 0, "cases": []})
-            found["rows"] += rows
+            reason_report = of_reason.setdefault(reason, {"rows": 0, "cases": []})
+            reason_report["rows"] += rows
             for case in cases:
-                if len(found["cases"]) < CASES and not self._hidden & set(case.values()):
-                    found["cases"].append(dict(case))
+                if len(reason_report["cases"]) < CASES and not self._hidden & set(case.values()):
+                    reason_report["cases"].append(dict(case))
 
     def note_rows(
         self,
         source: str,
-        bad: Mapping[str, NDArray[np.bool_]],
+        bad_mask_by_reason: Mapping[str, NDArray[np.bool_]],
         case: Callable[[int], Case],
         of_events: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_]:
@@ -96,28 +96,32 @@ class Unusable:
         Rows `of_events` that are bad are noted as looked at, and left out, of the events.
         """
         if of_events is not None:
-            theirs = {why: rows & of_events for why, rows in bad.items()}
-            found = self.note_rows(f"{EVENTS}.{source}", theirs, case)
-            if found.any():
-                self.looked_at(f"{EVENTS}.{source}", int(found.sum()))
-            others = {why: rows & ~of_events for why, rows in bad.items()}
-            return found | self.note_rows(source, others, case)
-        taken = np.zeros(len(next(iter(bad.values()))), np.bool_)
-        for reason, rows in bad.items():
-            mine = np.flatnonzero(rows & ~taken)
+            theirs = {
+                bad_reason: rows & of_events for bad_reason, rows in bad_mask_by_reason.items()
+            }
+            is_bad_event = self.note_rows(f"{EVENTS}.{source}", theirs, case)
+            if is_bad_event.any():
+                self.looked_at(f"{EVENTS}.{source}", int(is_bad_event.sum()))
+            non_event_mask_by_reason = {
+                bad_reason: rows & ~of_events for bad_reason, rows in bad_mask_by_reason.items()
+            }
+            return is_bad_event | self.note_rows(source, non_event_mask_by_reason, case)
+        is_noted = np.zeros(len(next(iter(bad_mask_by_reason.values()))), np.bool_)
+        for reason, rows in bad_mask_by_reason.items():
+            mine = np.flatnonzero(rows & ~is_noted)
             if len(mine):
                 self.note(source, reason, len(mine), map(case, mine[: 2 * CASES].tolist()))
-            taken |= rows
-        return taken
+            is_noted |= rows
+        return is_noted
 
     def take_in(self, report: Mapping[str, Any]) -> None:
         """Adds what a `to_json` counts."""
-        for source, counted in report.items():
-            self.looked_at(source, counted["rows"])
-            for text in counted.get("remarks", ()):
+        for source, source_report in report.items():
+            self.looked_at(source, source_report["rows"])
+            for text in source_report.get("remarks", ()):
                 self.remark(source, text)
-            for reason, found in counted["reasons"].items():
-                self.note(source, reason, found["rows"], found["cases"])
+            for reason, reason_report in source_report["reasons"].items():
+                self.note(source, reason, reason_report["rows"], reason_report["cases"])
 
     def remark(self, source: str, text: str) -> None:
         """Notes a sentence on how the rows of a source were read, each once."""
@@ -132,18 +136,22 @@ class Unusable:
 
     def left_out(self, source: str) -> int:
         """Number of rows of a source that were noted."""
-        return sum(each["rows"] for each in self._reasons.get(source, {}).values())
+        return sum(
+            reason_report["rows"] for reason_report in self._reasons.get(source, {}).values()
+        )
 
     def demand_some(self, source: str, where: str) -> None:
         """Raises SourceError where there are rows and not one of them can be used."""
         rows = self._rows.get(source, 0)
         if not rows or self.left_out(source) < rows:
             return
-        said = "; ".join(
-            f"{reason} ({each['rows']:,}{_shown(each['cases'])}){remedy(reason)}"
-            for reason, each in self._reasons[source].items()
+        reasons_text = "; ".join(
+            f"{reason} ({reason_report['rows']:,}{_shown(reason_report['cases'])}){remedy(reason)}"
+            for reason, reason_report in self._reasons[source].items()
         )
-        raise SourceError(f"none of the {rows:,} rows of {where} can be used: {said}", rows=rows)
+        raise SourceError(
+            f"none of the {rows:,} rows of {where} can be used: {reasons_text}", rows=rows
+        )
 
     def to_json(self) -> dict[str, Any]:
         """{source: {"rows", "left_out", "reasons": {reason: {"rows", "cases"}}}}, for reports and the manifest.
@@ -155,7 +163,7 @@ class Unusable:
                 "rows": rows,
                 "left_out": self.left_out(source),
                 "reasons": self._reasons.get(source, {}),
-                **({"remarks": told} if (told := self.remarks(source)) else {}),
+                **({"remarks": remarks} if (remarks := self.remarks(source)) else {}),
             }
             for source, rows in sorted(self._rows.items())
         }
@@ -163,19 +171,19 @@ class Unusable:
 
 def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Several `to_json` as one."""
-    whole = Unusable()
+    unusable = Unusable()
     for report in reports:
-        whole.take_in(report)
-    return whole.to_json()
+        unusable.take_in(report)
+    return unusable.to_json()
 
 
 def ids_in(report: Mapping[str, Any]) -> set[str]:
     """Every id that a `to_json` names."""
     return {
         str(case[kind])
-        for each in report.values()
-        for found in each["reasons"].values()
-        for case in found["cases"]
+        for source_report in report.values()
+        for reason_report in source_report["reasons"].values()
+        for case in reason_report["cases"]
         for kind in ("user", "item")
         if case.get(kind) is not None
     }
@@ -200,5 +208,5 @@ def _shown(cases: list[dict[str, str | None]]) -> str:
 
 def remedy(reason: str) -> str:
     """Remedy for a reason, in brackets, empty if none is known; reasons of a column are `column: reason`."""
-    words = _REMEDIES.get(reason.rpartition(": ")[2])
-    return f" [{words}]" if words else ""
+    remedy_text = _REMEDIES.get(reason.rpartition(": ")[2])
+    return f" [{remedy_text}]" if remedy_text else ""

@@ -29,15 +29,15 @@ class Vocabulary:
     @classmethod
     def of(cls, texts: Any, seed: int = 0) -> Self | None:
         """Vocabulary of Arrow strings, None where an id comes twice."""
-        hashes, marks = text_hashes(texts, seed), text_hashes(texts, FINGERPRINT_SEED)
+        hashes, fingerprints = text_hashes(texts, seed), text_hashes(texts, FINGERPRINT_SEED)
         order = np.argsort(hashes)
-        hashes, marks = hashes[order], marks[order]
+        hashes, fingerprints = hashes[order], fingerprints[order]
         shared = hashes[1:] == hashes[:-1]
-        if (marks[1:] == marks[:-1])[shared].any():
+        if (fingerprints[1:] == fingerprints[:-1])[shared].any():
             return None
         if shared.any():
             return cls.of(texts, seed + 1)
-        return cls(texts, seed, hashes, marks, order)
+        return cls(texts, seed, hashes, fingerprints, order)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -47,18 +47,20 @@ class Vocabulary:
         if not len(self):
             return np.full(len(texts), -1, np.int64)
         hashes = text_hashes(texts, self._seed)
-        found = np.minimum(self._hashes.searchsorted(hashes), len(self) - 1)
-        same = self._hashes[found] == hashes
-        same &= self._marks[found] == text_hashes(texts, FINGERPRINT_SEED)
-        return np.where(same, self._order[found], -1)
+        sorted_positions = np.minimum(self._hashes.searchsorted(hashes), len(self) - 1)
+        is_match = self._hashes[sorted_positions] == hashes
+        is_match &= self._marks[sorted_positions] == text_hashes(texts, FINGERPRINT_SEED)
+        return np.where(is_match, self._order[sorted_positions], -1)
 
 
 def repeats_in(texts: Any) -> NDArray[np.int64]:
     """Rows, ascending, of Arrow strings whose text an earlier row has."""
-    hashes, marks = text_hashes(texts, 0), text_hashes(texts, FINGERPRINT_SEED)
-    order = np.lexsort((marks, hashes))  # stable
-    same = (hashes[order][1:] == hashes[order][:-1]) & (marks[order][1:] == marks[order][:-1])
-    return np.sort(order[1:][same])
+    hashes, fingerprints = text_hashes(texts, 0), text_hashes(texts, FINGERPRINT_SEED)
+    order = np.lexsort((fingerprints, hashes))  # stable
+    is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (
+        fingerprints[order][1:] == fingerprints[order][:-1]
+    )
+    return np.sort(order[1:][is_repeat])
 
 
 def as_strings(column: Any) -> Any:

@@ -17,19 +17,21 @@ from precompute.config.settings import NightConfig
 @on_this_host
 def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
     """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
-    made = Build.of(config, build)
-    made.need("begin")
-    with timed(made, "assemble"):
-        reports = [made.read_report(shard_report(shard)) for shard in range(config.shards)]
+    generation_build = Build.of(config, build)
+    generation_build.need("begin")
+    with timed(generation_build, "assemble"):
+        reports = [
+            generation_build.read_report(shard_report(shard)) for shard in range(config.shards)
+        ]
         missing = [shard for shard, report in enumerate(reports) if report is None]
         if missing:
             raise Conflict(f"shards {missing} of {config.shards} were not scored")
         users = sum(report["users"]["scored"] for report in reports if report is not None)
-        made.report("assemble", {"users_scored": users})
-    return {"generation": made.generation, "users": users}
+        generation_build.report("assemble", {"users_scored": users})
+    return {"generation": generation_build.generation, "users": users}
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build)
-    return StepRow(found, f"{found['users']:,} users")
+    step_result = run(night.config, night.build)
+    return StepRow(step_result, f"{step_result['users']:,} users")

@@ -89,33 +89,39 @@ def run(
         if moment is named:
             # The clock of whoever wrote a file may be ahead, and so may a producer's position: what is named after such
             # a time would keep all nights before it from being published.
-            now = datetime.fromtimestamp(int(releases.clock()), UTC)
+            clock_time = datetime.fromtimestamp(int(releases.clock()), UTC)
             # What it has is as new as its events.
-            newest = cut if events.until is None else max(cut, _moment_of(events.until))
-            cut = min(newest, now)
+            newest_input_at = cut if events.until is None else max(cut, _moment_of(events.until))
+            cut = min(newest_input_at, clock_time)
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
         demand_publishable(releases, cut, is_chosen=data_until is not None)
-    until = data_until or run_after
+    cut_text = data_until or run_after
     files = InputFiles.of(config, events.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(config, bundle, cut, events, files, until=until, progress=progress)
+            return _begin(config, bundle, cut, events, files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned = pin(files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
-    own = digest_of(
-        [each for file, each in zip(files.all, pinned[1], strict=True) if file not in events.files]
+    non_event_digest = digest_of(
+        [
+            pinned_input
+            for file, pinned_input in zip(files.all, pinned[1], strict=True)
+            if file not in events.files
+        ]
     )
-    before = parse_time(until) if until else None
+    cutoff_at = parse_time(cut_text) if cut_text else None
     with ExitStack() as stack:
         with changed_or_broken(pinned[0], files.all):
-            made = vector_bundle(config, own, files, before=before, cut=cut)
-            bundle = stack.enter_context(made)
+            bundle_context = vector_bundle(
+                config, non_event_digest, files, interactions_before=cutoff_at, cut=cut
+            )
+            bundle = stack.enter_context(bundle_context)
         return _begin(
-            config, bundle, cut, events, files, until=until, progress=progress, pinned=pinned
+            config, bundle, cut, events, files, cut_text=cut_text, progress=progress, pinned=pinned
         )
 
 
@@ -125,19 +131,27 @@ def _moment_of(position: Position) -> datetime:
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    taken = take_events.for_night(night) if night.config.events.enabled else {}
-    found = run(
+    events_result = take_events.for_night(night) if night.config.events.enabled else {}
+    step_result = run(
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
-        events_until=taken.get("events_until"), progress=night.progress,
+        events_until=events_result.get("events_until"), progress=night.progress,
     )  # fmt: skip
-    name, told = found["generation"], f"\n{take_events.in_words(taken)}" if taken else ""
-    if found["already_live"]:
-        return StepRow(found, f"{name} is live already{told}")
-    begun = Build(night.config, night.config.store(), name).need("begin")
-    told = unlisted_in_words(begun, night.config) + _featured_in_words(begun) + told
-    odd = "".join(f"\nnote: {remark}" for remark in begun.get("remarks", []))
+    name, notes_text = (
+        step_result["generation"],
+        f"\n{take_events.in_words(events_result)}" if events_result else "",
+    )
+    if step_result["already_live"]:
+        return StepRow(step_result, f"{name} is live already{notes_text}")
+    begin_report = Build(night.config, night.config.store(), name).need("begin")
+    notes_text = (
+        unlisted_in_words(begin_report, night.config)
+        + _featured_in_words(begin_report)
+        + notes_text
+    )
+    odd = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
     return StepRow(
-        found, f"{name} ({_read(begun)})\n{base_in_words(begun.get('base') or {})}{told}{odd}"
+        step_result,
+        f"{name} ({_read(begin_report)})\n{base_in_words(begin_report.get('base') or {})}{notes_text}{odd}",
     )
 
 
@@ -152,53 +166,59 @@ def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
         )
 
 
-def _featured_in_words(begun: Mapping[str, Any]) -> str:
+def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
     """What becomes of users whom the feature table alone names; empty where there are none or all are computed."""
-    count = begun.get("featured", 0)
-    if not count or begun[FEATURED_USERS] or not begun["answers_without_history"]:
+    count = begin_report.get("featured", 0)
+    if not count or begin_report[FEATURED_USERS] or not begin_report["answers_without_history"]:
         return ""
-    others = begun["users"]
+    other_user_count = begin_report["users"]
     return (
-        f"\n{count:,} users of the feature table alone get no records, beside {others:,} others"
+        f"\n{count:,} users of the feature table alone get no records, beside {other_user_count:,} others"
         " (featured_users = true computes them)"
     )
 
 
-def _computes_featured(config: NightConfig, bundle: Bundle, seen: Partitioned) -> bool:
+def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: Partitioned) -> bool:
     """Whether users whom the feature table alone names are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
-        others = seen.users - seen.featured
-        return not others or seen.featured <= others
+        other_user_count = partitioned.users - partitioned.featured
+        return not other_user_count or partitioned.featured <= other_user_count
     return config.featured_users
 
 
-def _read(begun: Mapping[str, Any]) -> str:
+def _read(begin_report: Mapping[str, Any]) -> str:
     """Number of interactions that were read, and of rows that were left out, in words."""
     names = (INTERACTIONS, EVENT_ROWS)
-    seen = [begun["unusable"][name] for name in names if name in begun["unusable"]]
-    if not seen:
+    source_reports = [
+        begin_report["unusable"][name] for name in names if name in begin_report["unusable"]
+    ]
+    if not source_reports:
         return "no interactions"
     reasons = ", ".join(
-        f"{found['rows']:,} {why}" for source in seen for why, found in source["reasons"].items()
+        f"{reason_report['rows']:,} {reason}"
+        for source in source_reports
+        for reason, reason_report in source["reasons"].items()
     )
-    rows = sum(source["rows"] for source in seen)
-    told = f"{begun['interactions']:,} interactions of {rows:,} rows"
-    told = f"{told}; left out: {reasons}" if reasons else told
-    return "; ".join([told, *(text for source in seen for text in source.get("remarks", ()))])
+    rows = sum(source["rows"] for source in source_reports)
+    summary = f"{begin_report['interactions']:,} interactions of {rows:,} rows"
+    summary = f"{summary}; left out: {reasons}" if reasons else summary
+    return "; ".join(
+        [summary, *(text for source in source_reports for text in source.get("remarks", ()))]
+    )
 
 
-def _shape(seen: Partitioned, items: int) -> Shape:
+def _shape(partitioned: Partitioned, items: int) -> Shape:
     """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
-    counted, rows = seen.counted, seen.counted.rows or RowCounts()
-    named = int((counted.popularity > 0).sum()) + len(counted.unknown)
+    counts, rows = partitioned.counted, partitioned.counted.rows or RowCounts()
+    named = int((counts.popularity > 0).sum()) + len(counts.unknown)
     return Shape(
         rows=int(rows.user_rows.sum()),
-        users=seen.users,
-        items=named if counted.interactions else items,
+        users=partitioned.users,
+        items=named if counts.interactions else items,
         most_of_user=int(rows.user_rows.max(initial=0)),
-        most_of_item=int(counted.popularity.max(initial=0)),
+        most_of_item=int(counts.popularity.max(initial=0)),
         untimed=rows.untimed,
         newest_us=rows.newest_us,
     )
@@ -206,14 +226,15 @@ def _shape(seen: Partitioned, items: int) -> Shape:
 
 def _learnt_too_much(bundle: Bundle, cut: str | None) -> list[str]:
     """Remark on a model that has learnt from what the night is judged by: what users did after its cut."""
-    newest = bundle.training.get("trained_until")
-    if cut is None or newest is None or parse_time(newest) < parse_time(cut):
+    trained_until = bundle.training.get("trained_until")
+    if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):
         return []
-    told = (
-        f"the model has learnt from interactions up to {newest}, and `heldout_recall` judges by those after {cut}, so "
+    remark = (
+        f"the model has learnt from interactions up to {trained_until}, and `heldout_recall` judges by those after "
+        f"{cut}, so "
         f"it says too much: train it with `larder train --data-until {cut}`"
     )
-    return [told]
+    return [remark]
 
 
 def _begin(
@@ -223,7 +244,7 @@ def _begin(
     events: EventFiles,
     files: InputFiles,
     *,
-    until: str | None,
+    cut_text: str | None,
     progress: Progress,
     pinned: tuple[str, list[dict[str, object]]] | None = None,
 ) -> Step:
@@ -241,18 +262,18 @@ def _begin(
             if (version := manifest_format(config, bundle)) != MANIFEST_FORMAT:
                 demand_readers(releases.control, {MANIFEST: version}, WRITERS[version])
             state = releases.state(generation)
-            found: Step = {
+            step_result: Step = {
                 "generation": generation,
                 "url": f"{build.store.url}/{generation_path(generation)}",
             }
-            found["shards"] = list(range(config.shards))
+            step_result["shards"] = list(range(config.shards))
             if state is State.LIVE:
-                return {**found, "already_live": True}
+                return {**step_result, "already_live": True}
             demand("begin", generation, state)
             if state is None:
                 releases.note(generation, State.BEGUN)
             sweep(config, releases, attempt=generation, making=generation)
-            base, why = choose_base(releases, config, bundle, making=generation)
+            base, base_reason = choose_base(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if Erased.of(all_erasures(store)) == erased:
             break
@@ -261,18 +282,18 @@ def _begin(
     if build.read_report("begin") is None:
         note_left_out(store, generation, erased.numbers)
         record_copies(store, generation)
-        _prepare(build, bundle, base, why, cut=until, erased=erased, sources_digest=sources_digest, facts={
+        _prepare(build, bundle, base, base_reason, cut=cut_text, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
-            "erased": list(erased.numbers), "settings": settings_digest(config), "cut": until,
+            "erased": list(erased.numbers), "settings": settings_digest(config), "cut": cut_text,
         }, events=events, input_files=files, progress=progress)  # fmt: skip
-    return {**found, "already_live": False}
+    return {**step_result, "already_live": False}
 
 
 def _prepare(
     build: Build,
     bundle: Bundle,
     base: Base | None,
-    why: str,
+    base_reason: str,
     *,
     cut: str | None,
     erased: Erased,
@@ -289,10 +310,10 @@ def _prepare(
     inputs = catalogue.feature_inputs(bundle, "user")
     unusable = Unusable(erased.users | erased.items)
     unchanged = unchanged_sources(sources_digest, input_files.all)
-    with unchanged, ThreadPoolExecutor(1, "bundle") as beside:
-        pinning = beside.submit(pin_bundle, build, bundle)
+    with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
+        pinning = bundle_executor.submit(pin_bundle, build, bundle)
 
-        def told(rows: int) -> None:
+        def report_rows_read(rows: int) -> None:
             if pinning.done():
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
@@ -300,32 +321,32 @@ def _prepare(
         values = values_of_night(
             config, bundle, events.files, erased, unusable, cut_of(build.generation)
         )
-        marks = [
+        fingerprint_files = [
             write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
         ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
-            values=values.items, brought=values.brought,
+            values=values.items, event_item_ids=values.brought,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(
             config, items, build.root, values=values.attributes, unusable=unusable
         )
         passing_filters(config, build.root, attributes, items.count)
-        earlier, all_read = None, why
+        earlier, all_read = None, base_reason
         if base is not None:
             earlier, all_read = earlier_partition(
                 base, config, items, facts["inputs"], cut=cut, erased=erased,
                 events=len(events.files), user_values=values.users_digest,
             )  # fmt: skip
-        seen = partition(
+        partitioned = partition(
             config,
             items,
             build.root / "work/partition",
-            before=parse_time(cut) if cut else None,
+            cutoff_at=parse_time(cut) if cut else None,
             feature_inputs=inputs,
             dims=bundle.dims,
-            progress=told,
+            progress=report_rows_read,
             late=holdout.add,
             restart=holdout.restart,
             erased=erased,
@@ -336,24 +357,26 @@ def _prepare(
             set_by_events=values.users if bundle.needs_history else (),
         )
         pinned = pinning.result()
-    if not seen.users:
+    if not partitioned.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     if config.sources.interactions:
-        demand_least(seen.users, items.count)
+        demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
     odd = []
-    if seen.counted.rows is not None and (lists or config.sources.interactions):
-        odd = remarks(_shape(seen, items.count))
+    if partitioned.counted.rows is not None and (lists or config.sources.interactions):
+        odd = remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
-        popular = partial(catalogue.popular, items, seen.counted.popularity)
+        popular = partial(catalogue.popular, items, partitioned.counted.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
-        facts = facts | write_facets(build, attributes, items, shares(seen.counted.popularity))
+        facts = facts | write_facets(
+            build, attributes, items, shares(partitioned.counted.popularity)
+        )
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
-    kept = [
-        *write_counts(build.root, seen.counted),
+    kept_files = [
+        *write_counts(build.root, partitioned.counted),
         *digests_files(bundle),
         *partition_files(facts, config.shards),
     ]
@@ -363,33 +386,33 @@ def _prepare(
         *([DEFAULTS] if counts_clicks else []),
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
-        *kept,
-        *(touched if seen.took_over else []),
+        *kept_files,
+        *(touched if partitioned.took_over else []),
         *([item_columns] if item_columns else []),
-        *paths_of(attributes), *marks,
+        *paths_of(attributes), *fingerprint_files,
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
-    counted, is_computed = seen.counted, _computes_featured(config, bundle, seen)
+    counts, is_computed = partitioned.counted, _computes_featured(config, bundle, partitioned)
     is_answered = is_computed or not bundle.needs_history
     build.report("begin", {
         **facts, **laid, "user_values": values.users_digest,
         "unlisted_items": int((items.ordinals_of(list(values.unlisted)) >= 0).sum()),
         "bundle_files": pinned,
-        "user_seed": seen.seed, "users": seen.users - (0 if is_answered else seen.featured),
-        "featured": seen.featured, FEATURED_USERS: is_computed,
-        "answers_without_history": bundle.answers_without_history, "interactions": counted.interactions,
-        "unknown_items": counted.unknown_items, "late": counted.late, "attributes": attributes,
-        "unusable": merged([unusable.to_json(), seen.unusable]),
+        "user_seed": partitioned.seed, "users": partitioned.users - (0 if is_answered else partitioned.featured),
+        "featured": partitioned.featured, FEATURED_USERS: is_computed,
+        "answers_without_history": bundle.answers_without_history, "interactions": counts.interactions,
+        "unknown_items": counts.unknown_items, "late": counts.late, "attributes": attributes,
+        "unusable": merged([unusable.to_json(), partitioned.unusable]),
         "base": {
             "generation": base and base.generation, "has_lists": base is not None and base.has_lists,
-            "why": why, "took_over": seen.took_over, "read_because": all_read,
+            "why": base_reason, "took_over": partitioned.took_over, "read_because": all_read,
         },
-        "rows": None if counted.rows is None else counted.rows.to_json(), "remarks": odd,
+        "rows": None if counts.rows is None else counts.rows.to_json(), "remarks": odd,
         "kept": {
-            each.path: {"size_bytes": each.size_bytes, "sha256": each.sha256}
-            for each in map(build.describe, kept)
+            artefact.path: {"size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
+            for artefact in map(build.describe, kept_files)
         },
         "seconds": time.perf_counter() - started,
     })  # fmt: skip

@@ -43,24 +43,30 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
 
     In a night without interactions the defaults follow from them, which `begin` made otherwise.
     """
-    made = Build.of(config, build)
-    if (done := made.read_report("embed_items")) is not None:
-        return done
-    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
-    fetch_items(made)
-    items, model = catalogue.open_items(made.root, begun), bundle.item_tower
-    device, base = device_of(config.device, 0), Base.open(config, begun)
-    tower = open_tower(made, model, device)
-    features = open_item_features(made, model.spec, items.count)
-    regrouped = {} if base is None else regrouped_alike(made, base, bundle, items, device)
-    kept = None
+    generation_build = Build.of(config, build)
+    if (finished_report := generation_build.read_report("embed_items")) is not None:
+        return finished_report
+    begin_report, bundle, started = (
+        generation_build.need("begin"),
+        open_bundle(generation_build),
+        time.perf_counter(),
+    )
+    fetch_items(generation_build)
+    items, model = catalogue.open_items(generation_build.root, begin_report), bundle.item_tower
+    device, base = device_of(config.device, 0), Base.open(config, begin_report)
+    tower = open_tower(generation_build, model, device)
+    features = open_item_features(generation_build, model.spec, items.count)
+    regrouped = (
+        {} if base is None else regrouped_alike(generation_build, base, bundle, items, device)
+    )
+    kept_vectors = None
     if regrouped.get(model.name):
         for name in digests_files(bundle):
-            made.fetch(name)
-        kept = KeptVectors.of(base, bundle, items, made.root, device)
-    with GrowingFile(made.path(catalogue.VECTORS)) as file:
+            generation_build.fetch(name)
+        kept_vectors = KeptVectors.of(base, bundle, items, generation_build.root, device)
+    with GrowingFile(generation_build.path(catalogue.VECTORS)) as file:
         written = 0
-        for vectors in embed_catalogue(tower, items, features, kept):
+        for vectors in embed_catalogue(tower, items, features, kept_vectors):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written + int(finite.argmin()))
                 raise Refused(
@@ -71,57 +77,65 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
             file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
             written += len(vectors)
             progress("embed items", written, items.count)
-    made.finish(catalogue.VECTORS)
-    changes = _write_changes(made, base, catalogue.open_items(made.root, begun, dims=bundle.dims))
+    generation_build.finish(catalogue.VECTORS)
+    changes = _write_changes(
+        generation_build,
+        base,
+        catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims),
+    )
     facets: Step = {}
     if not config.sources.interactions:
         facets = _write_defaults(
-            made, bundle, catalogue.open_items(made.root, begun, dims=bundle.dims)
+            generation_build,
+            bundle,
+            catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims),
         )
     seconds = time.perf_counter() - started
     report = {
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
         "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
         "base": None if base is None else base.manifest.generation,
-        "copied": 0 if kept is None else int((kept.places >= 0).sum()),
+        "copied": 0 if kept_vectors is None else int((kept_vectors.places >= 0).sum()),
     }  # fmt: skip
-    made.report("embed_items", report)
+    generation_build.report("embed_items", report)
     return report
 
 
-def _write_changes(made: Build, base: Base | None, items: ItemTable) -> bool:
+def _write_changes(build: Build, base: Base | None, items: ItemTable) -> bool:
     """Writes how the items differ from the base's; False where there is none to compare with, or it is damaged."""
     if base is None or base.manifest.items.dims != items.vectors.shape[1]:
         return False
     try:
-        made.finish(*write_changes(base, made, items))
+        build.finish(*write_changes(base, build, items))
     except (CorruptArtefact, UnknownGeneration):
         return False
     return True
 
 
-def _write_defaults(made: Build, bundle: Bundle, items: ItemTable) -> Step:
+def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
     """Defaults and facets where nothing says what is popular: what suits known users best, on average."""
-    users = sample_user_vectors(made, bundle, items)
+    users = sample_user_vectors(build, bundle, items)
     write_defaults(
-        made,
+        build,
         bundle,
         lambda table: favourites_of(items, users, metric_of(bundle, table), table.k),
     )
-    made.finish(DEFAULTS)
-    attributes = made.need("begin").get("attributes", {})
-    for path in paths_of(attributes) if made.config.facets else ():
-        made.fetch(path)
-    return write_facets(made, attributes, items, mean_scores(items, users, bundle.metric))
+    build.finish(DEFAULTS)
+    attributes = build.need("begin").get("attributes", {})
+    for path in paths_of(attributes) if build.config.facets else ():
+        build.fetch(path)
+    return write_facets(build, attributes, items, mean_scores(items, users, bundle.metric))
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build, progress=night.progress)
-    items, dims = int(found["items"]), int(found["dims"])
-    what = f"{items:,} items x {dims}"
-    if found.get("copied"):
-        what += f", {found['copied']:,} copied"
-    if apart := sorted(name for name, alike in found.get("regrouped", {}).items() if not alike):
-        what += f"\nnot copied, as rows depend on each other: {', '.join(apart)}"
-    return StepRow(found, what, items, "items", items * dims * 4)
+    step_result = run(night.config, night.build, progress=night.progress)
+    items, dims = int(step_result["items"]), int(step_result["dims"])
+    summary = f"{items:,} items x {dims}"
+    if step_result.get("copied"):
+        summary += f", {step_result['copied']:,} copied"
+    if apart := sorted(
+        name for name, alike in step_result.get("regrouped", {}).items() if not alike
+    ):
+        summary += f"\nnot copied, as rows depend on each other: {', '.join(apart)}"
+    return StepRow(step_result, summary, items, "items", items * dims * 4)

@@ -21,45 +21,54 @@ from precompute.scoring.live_models import sample_user_vectors
 @on_this_host
 def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Write one FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
-    made = Build.of(config, build)
-    if (done := made.read_report("index")) is not None:
-        return done
-    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
-    fetch_items(made)
-    made.fetch(catalogue.VECTORS)
-    items = catalogue.open_items(made.root, begun, dims=bundle.dims)
+    generation_build = Build.of(config, build)
+    if (finished_report := generation_build.read_report("index")) is not None:
+        return finished_report
+    begin_report, bundle, started = (
+        generation_build.need("begin"),
+        open_bundle(generation_build),
+        time.perf_counter(),
+    )
+    fetch_items(generation_build)
+    generation_build.fetch(catalogue.VECTORS)
+    items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
     metrics = sorted({
         metric_of(bundle, table)
         for table in configured_tables(config, bundle).values()
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
     # Recall is measured with vectors of users, for these are what the index is asked with.
-    queries = sample_user_vectors(made, bundle, items)
+    queries = sample_user_vectors(generation_build, bundle, items)
     indexes = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
-        found = build_index(
-            items.vectors, metric, made.path(name), kind=config.index,
+        index_report = build_index(
+            items.vectors, metric, generation_build.path(name), kind=config.index,
             queries=queries if metric == bundle.metric else None,
         )  # fmt: skip
-        made.finish(name)
+        generation_build.finish(name)
         indexes[metric] = {
             "metric": metric,
-            "kind": found.kind,
-            "file": asdict(made.describe(name)),
-            "recall": found.recall,
+            "kind": index_report.kind,
+            "file": asdict(generation_build.describe(name)),
+            "recall": index_report.recall,
         }
         progress("build index", number + 1, len(metrics))
     report = {"indexes": indexes, "seconds": time.perf_counter() - started}
-    made.report("index", report)
+    generation_build.report("index", report)
     return report
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build, progress=night.progress)
-    indexes = found["indexes"].values()
-    what = ", ".join(
-        f"{each['metric']}: {each['kind']}, recall {each['recall']:.4f}" for each in indexes
+    step_result = run(night.config, night.build, progress=night.progress)
+    indexes = step_result["indexes"].values()
+    summary = ", ".join(
+        f"{index_entry['metric']}: {index_entry['kind']}, recall {index_entry['recall']:.4f}"
+        for index_entry in indexes
     )
-    return StepRow(found, what, size_bytes=sum(each["file"]["size_bytes"] for each in indexes))
+    return StepRow(
+        step_result,
+        summary,
+        size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in indexes),
+    )

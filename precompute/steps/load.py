@@ -26,45 +26,50 @@ from precompute.releases.sweep import note_loaded
 @on_this_host
 def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
-    made, started = Build.of(config, build), time.perf_counter()
-    manifest = seal(made)
+    generation_build, started = Build.of(config, build), time.perf_counter()
+    manifest = seal(generation_build)
     for artefact in manifest.pages():
-        made.fetch(artefact.path)
+        generation_build.fetch(artefact.path)
     size_bytes, loaded = total_bytes(manifest), 0
-    with timed(made, "load"), open_releases(config) as releases:
+    with timed(generation_build, "load"), open_releases(config) as releases:
         control = releases.control
-        state = releases.state(made.generation)
+        state = releases.state(generation_build.generation)
         if state not in (State.LIVE, State.SUPERSEDED):
-            demand("load", made.generation, state)
+            demand("load", generation_build.generation, state)
             control.check_policy()
-            sweep(config, releases, attempt=made.generation, making=made.generation)
-            _demand_room(made, manifest, control)
+            sweep(
+                config,
+                releases,
+                attempt=generation_build.generation,
+                making=generation_build.generation,
+            )
+            _demand_room(generation_build, manifest, control)
             if state is None:
-                releases.note(made.generation, State.BEGUN)
-        done = 0
+                releases.note(generation_build.generation, State.BEGUN)
+        done_bytes = 0
 
         def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            progress("load pages", done, size_bytes)
+            nonlocal done_bytes
+            done_bytes += more
+            progress("load pages", done_bytes, size_bytes)
 
         with open_governor(config.governor, control) as governor:
             for part in parts_of(manifest):
                 if not load_part(
-                    control.client, control.keys, manifest, made.root, part,
+                    control.client, control.keys, manifest, generation_build.root, part,
                     chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
                 ):  # fmt: skip
                     advance(part.pages.file.size_bytes)
                 else:
                     loaded += part.pages.file.size_bytes
             if state in (None, State.BEGUN):
-                note_loaded(releases, made.generation, governor=governor)
+                note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
     # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
-    if made.read_report("load") is None:
-        made.report("load", {"seconds": seconds})
+    if generation_build.read_report("load") is None:
+        generation_build.report("load", {"seconds": seconds})
     return {
-        "generation": made.generation,
+        "generation": generation_build.generation,
         "bytes": size_bytes,
         "loaded_bytes": loaded,
         "seconds": round(seconds, 3),
@@ -74,23 +79,27 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build, progress=night.progress)
-    loaded, size_bytes = int(found["loaded_bytes"]), int(found["bytes"])
-    what = "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
-    told = f"\nnote: {remark}" if (remark := found.get("remark")) else ""
-    return StepRow(found, f"{what}{told}", loaded, "B", size_bytes)
+    step_result = run(night.config, night.build, progress=night.progress)
+    loaded, size_bytes = int(step_result["loaded_bytes"]), int(step_result["bytes"])
+    summary = (
+        "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
+    )
+    note = f"\nnote: {remark}" if (remark := step_result.get("remark")) else ""
+    return StepRow(step_result, f"{summary}{note}", loaded, "B", size_bytes)
 
 
-def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:
-    marks: Any = control.client.hgetall(control.keys.loaded(made.generation))
+def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:
+    mark_by_part: Any = control.client.hgetall(control.keys.loaded(build.generation))
     todo_bytes = 0
     for part in parts_of(manifest):
-        if marks.get(part.name.encode()) != part.mark:
-            done = loaded_pages(control.client, control.keys, manifest, part)
-            todo_bytes += sum(part.size_of(page) for page in range(done, part.pages.pages))
+        if mark_by_part.get(part.name.encode()) != part.mark:
+            loaded_page_count = loaded_pages(control.client, control.keys, manifest, part)
+            todo_bytes += sum(
+                part.size_of(page) for page in range(loaded_page_count, part.pages.pages)
+            )
     if todo_bytes:
         demand_redis(
-            control, made.generation, todo_bytes,
-            pages_bytes=held_bytes(made.store, control, but=made.generation),
+            control, build.generation, todo_bytes,
+            pages_bytes=held_bytes(build.store, control, but=build.generation),
             record_bytes=max(table.layout.size_bytes for table in manifest.stored.values()),
         )  # fmt: skip

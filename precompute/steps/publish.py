@@ -32,45 +32,47 @@ def run(
     become ready within `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live
     than the one that `verify` compared with.
     """
-    made = Build.of(config, verified)
-    manifest = seal(made)
+    build = Build.of(config, verified)
+    manifest = seal(build)
     with (
         audited(
-            made.store, "publish", made.generation, actor=config.actor, attempt=attempt
-        ) as told,
-        timed(made, "publish"),
+            build.store, "publish", build.generation, actor=config.actor, attempt=attempt
+        ) as audit_details,
+        timed(build, "publish"),
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        report = made.read_report("verified") or {}
+        report = build.read_report("verified") or {}
         moved = releases.prepare(
-            made.generation, attempt=attempt, verified=report, governor=governor
+            build.generation, attempt=attempt, verified=report, governor=governor
         )
         if moved is None:
             for entities in manifest.entity_sets.values():
                 for part in entities.parts:
-                    fetch_checked(made.store, made.generation, part.file)
+                    fetch_checked(build.store, build.generation, part.file)
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
             for table in manifest.stored.values():
-                _read_back(made, manifest, table, releases.control)
+                _read_back(build, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
-            confirm(releases, made.generation, report, timeout_s=wait_s, governor=governor)
-            known = {"run_ids": run_ids(releases.control.client)}
+            confirm(releases, build.generation, report, timeout_s=wait_s, governor=governor)
+            node_report = {"run_ids": run_ids(releases.control.client)}
             with staged(
-                releases.control, made.generation, config.flip, attempt=attempt, progress=progress
+                releases.control, build.generation, config.flip, attempt=attempt, progress=progress
             ):
-                confirm(releases, made.generation, known, timeout_s=wait_s, governor=governor)
+                confirm(
+                    releases, build.generation, node_report, timeout_s=wait_s, governor=governor
+                )
                 moved = releases.publish(
-                    made.generation, attempt=attempt, verified=report, governor=governor
+                    build.generation, attempt=attempt, verified=report, governor=governor
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
-            StagingNote(releases.control).clear(attempt, made.generation)
-        now = releases.control.pointer()
-        if now is None or now.epoch < moved.pointer.epoch:
+            StagingNote(releases.control).clear(attempt, build.generation)
+        live_pointer = releases.control.pointer()
+        if live_pointer is None or live_pointer.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
-        told["changed"] = moved.changed
+        audit_details["changed"] = moved.changed
     return {
         "generation": moved.pointer.generation,
         "epoch": moved.pointer.epoch,
@@ -79,8 +81,8 @@ def run(
     }
 
 
-def _read_back(made: Build, manifest: Manifest, table: Table, control: Control) -> None:
-    directory = Directory.open(made.root, manifest.entity_sets[table.entity])
+def _read_back(build: Build, manifest: Manifest, table: Table, control: Control) -> None:
+    directory = Directory.open(build.root, manifest.entity_sets[table.entity])
     if not directory.count:
         return
     page, offset = table.locate(*directory.place(directory.count - 1))
@@ -94,5 +96,7 @@ def _read_back(made: Build, manifest: Manifest, table: Table, control: Control) 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
-    return StepRow(found, f"epoch {found['epoch']}, previous {found['previous'] or 'none'}")
+    step_result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
+    return StepRow(
+        step_result, f"epoch {step_result['epoch']}, previous {step_result['previous'] or 'none'}"
+    )

@@ -23,64 +23,81 @@ from precompute.scoring.shard import open_item_features
 @on_this_host
 def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
-    made = Build.of(config, build)
-    if (done := made.read_report("quantize")) is not None:
-        return done
-    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
-    fetch_items(made)
-    made.fetch(catalogue.VECTORS)
+    generation_build = Build.of(config, build)
+    if (finished_report := generation_build.read_report("quantize")) is not None:
+        return finished_report
+    begin_report, bundle, started = (
+        generation_build.need("begin"),
+        open_bundle(generation_build),
+        time.perf_counter(),
+    )
+    fetch_items(generation_build)
+    generation_build.fetch(catalogue.VECTORS)
     for model in bundle.models:
-        fetch_model(made, model)
-    items = catalogue.open_items(made.root, begun, dims=bundle.dims)
-    users, parts = probe_inputs(made, items, bundle.user_tower, metric=bundle.metric)
+        fetch_model(generation_build, model)
+    items = catalogue.open_items(generation_build.root, begin_report, dims=bundle.dims)
+    users, parts = probe_inputs(generation_build, items, bundle.user_tower, metric=bundle.metric)
     if parts:
-        made.finish(write_probe(made.root, parts))
+        generation_build.finish(write_probe(generation_build.root, parts))
     models = quantize_models(
         bundle,
-        made.root / "models",
+        generation_build.root / "models",
         items,
         lambda model: (
             users
             if model is bundle.user_tower
-            else sample_inputs(made, items, model, metric=bundle.metric)
+            else sample_inputs(generation_build, items, model, metric=bundle.metric)
         ),
         item_features={
-            model.name: open_item_features(made, model.spec, items.count)
+            model.name: open_item_features(generation_build, model.spec, items.count)
             for model in bundle.models
             if model.entity == "item"
         },
     )
-    for name, found in models.items():
-        if found.int8:
-            made.finish(f"models/{name}.int8.onnx")
+    for name, live_model in models.items():
+        if live_model.int8:
+            generation_build.finish(f"models/{name}.int8.onnx")
     progress("quantize", len(models), len(models))
     how: dict[str, dict[str, Any]] = {
-        model.name: {"histories": "drawn"} if lacks_histories(made, model) else {}
+        model.name: {"histories": "drawn"} if lacks_histories(generation_build, model) else {}
         for model in bundle.models
     }
     report = {
         "models": {
             name: asdict(
-                model_entry(made, bundle, name, found.int8, {**found.agreement, **how[name]})
+                model_entry(
+                    generation_build,
+                    bundle,
+                    name,
+                    live_model.int8,
+                    {**live_model.agreement, **how[name]},
+                )
             )
-            for name, found in models.items()
+            for name, live_model in models.items()
         },
-        "probe": asdict(made.describe(PROBE)) if parts else None,
+        "probe": asdict(generation_build.describe(PROBE)) if parts else None,
         "seconds": time.perf_counter() - started,
     }
-    made.report("quantize", report)
+    generation_build.report("quantize", report)
     return report
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build, progress=night.progress)
-    models = found["models"]
-    what = ", ".join(f"{name}: {_agreement(each['agreement'])}" for name, each in models.items())
-    files = [file for each in models.values() for file in (each["fp32"], each["int8"]) if file]
-    return StepRow(found, what, size_bytes=sum(file["size_bytes"] for file in files))
+    step_result = run(night.config, night.build, progress=night.progress)
+    models = step_result["models"]
+    summary = ", ".join(
+        f"{name}: {_agreement(model_report['agreement'])}" for name, model_report in models.items()
+    )
+    files = [
+        file
+        for model_report in models.values()
+        for file in (model_report["fp32"], model_report["int8"])
+        if file
+    ]
+    return StepRow(step_result, summary, size_bytes=sum(file["size_bytes"] for file in files))
 
 
-def _agreement(found: Mapping[str, Any]) -> str:
-    overlap = f" overlap {found['overlap_at_20']:.4f}" if "overlap_at_20" in found else ""
-    return f"{found.get('precision')}{overlap}"
+def _agreement(agreement: Mapping[str, Any]) -> str:
+    overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
+    return f"{agreement.get('precision')}{overlap}"

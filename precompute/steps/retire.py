@@ -29,16 +29,18 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         with open_governor(config.governor, releases.control) as governor:
             rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         leftovers = sweep_leftovers(config, releases)
-        pending = sum(each.word == "pending" for each in settle(config, releases))
+        pending = sum(
+            erasure_status.word == "pending" for erasure_status in settle(config, releases)
+        )
         store, at = config.store(), releases.clock()
         exposures = gather(store, at=at, erased=erased_users(store))["parts"]
     trimmed = 0
     if config.events.enabled:
         # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
-        own = replace(config, events=replace(config.events, namespace=""))
-        with connect_events(own) as client:
+        own_events_config = replace(config, events=replace(config.events, namespace=""))
+        with connect_events(own_events_config) as client:
             trimmed = trim(
-                Stores.of(own), client, own.keyspace(),
+                Stores.of(own_events_config), client, own_events_config.keyspace(),
                 keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
             )  # fmt: skip
     return {
@@ -50,5 +52,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, attempt=night.attempt, progress=night.progress)
-    return StepRow(found, f"{len(found['retired'])} generations, {found['keys']:,} keys")
+    step_result = run(night.config, attempt=night.attempt, progress=night.progress)
+    return StepRow(
+        step_result, f"{len(step_result['retired'])} generations, {step_result['keys']:,} keys"
+    )

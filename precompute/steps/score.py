@@ -40,33 +40,33 @@ def run_shard(
 
     Who scores several shards of one build in one process hands the same `scorers` to all.
     """
-    made = Build.of(config, build)
-    report = made.read_report(shard_report(shard))
+    generation_build = Build.of(config, build)
+    report = generation_build.read_report(shard_report(shard))
     if report is None:
         began_at = time.time()
-        fetch_items(made)
-        with ExitStack() as taken:
+        fetch_items(generation_build)
+        with ExitStack() as stack:
             if scorers is None:
-                device = taken.enter_context(least_busy(config.device, shard, config.device_tasks))
+                device = stack.enter_context(least_busy(config.device, shard, config.device_tasks))
                 scorers = Scorers(device or config.device, config.device_tasks)
-            bundle = scorers.bundle(made)
-            base = scorers.base(made)
-            users = score_users(made, bundle, shard, scorers, progress, base)
-            items = score_items(made, bundle, shard, scorers, progress, base=base)
+            bundle = scorers.bundle(generation_build)
+            base = scorers.base(generation_build)
+            users = score_users(generation_build, bundle, shard, scorers, progress, base)
+            items = score_items(generation_build, bundle, shard, scorers, progress, base=base)
         described = [*users["tables"].values(), *items["tables"].values()]
-        made.finish(
+        generation_build.finish(
             users["directory"]["path"],
             users["inputs"]["path"],
             *([] if users["reasons"] is None else [reasons_file(shard)]),
-            *(each["path"] for each in users["seen"]),
-            *(each[kind]["path"] for each in described for kind in ("file", "sums")),
+            *(seen_file["path"] for seen_file in users["seen"]),
+            *(table_entry[kind]["path"] for table_entry in described for kind in ("file", "sums")),
         )
         report = {
             "shard": shard, "users": users, "items": items,
             "computed_by": computed_by(scorers.at(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
-        made.report(shard_report(shard), report)
+        generation_build.report(shard_report(shard), report)
         scorers.done(shard)
     return {
         "shard": shard,
@@ -96,19 +96,19 @@ def run(
     given_up, telling = threading.Event(), threading.Lock()
     failed: list[BaseException] = []
 
-    def told(what: str, done: int, total: int) -> None:
+    def report_progress(activity: str, done_count: int, total: int) -> None:
         with telling:
             if given_up.is_set():
                 raise _GivenUp
             try:
-                progress(what, done, total)
+                progress(activity, done_count, total)
             except BaseException:
                 given_up.set()
                 raise
 
     def score(shard: int) -> Step:
         try:
-            return run_shard(config, build, shard, scorers=scorers, progress=told)
+            return run_shard(config, build, shard, scorers=scorers, progress=report_progress)
         except _GivenUp:
             raise
         except BaseException as error:
@@ -120,25 +120,27 @@ def run(
     with ThreadPoolExecutor(at_once, "shard") as pool:
         scored = [pool.submit(score, shard) for shard in shards]
         try:
-            for each in as_completed(scored):
-                each.result()
+            for future in as_completed(scored):
+                future.result()
         except BaseException as error:
             given_up.set()
             pool.shutdown(cancel_futures=True)
             if isinstance(error, _GivenUp):  # it ended before the one that failed did
                 raise failed[0] from None
             raise
-    return [each.result() for each in scored]
+    return [future.result() for future in scored]
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
     scored = run(night.config, night.build, night.build["shards"], progress=night.progress)
-    users, items = (sum(each[name] for each in scored) for name in ("users", "items"))
-    what = f"{users:,} users, {items:,} items in {len(scored)} shards"
-    made = Build.of(night.config, night.build)
-    reports = [made.need(shard_report(shard)) for shard in night.build["shards"]]
+    users, items = (
+        sum(shard_result[name] for shard_result in scored) for name in ("users", "items")
+    )
+    summary = f"{users:,} users, {items:,} items in {len(scored)} shards"
+    build = Build.of(night.config, night.build)
+    reports = [build.need(shard_report(shard)) for shard in night.build["shards"]]
     reasons = users_by_reason(reports)
     if sum(reasons.values()) > reasons["computed"]:
-        what += f"\nusers: {users_in_words(reasons)}"
-    return StepRow({"users": users, "items": items}, what, int(users + items), "entities")
+        summary += f"\nusers: {users_in_words(reasons)}"
+    return StepRow({"users": users, "items": items}, summary, int(users + items), "entities")

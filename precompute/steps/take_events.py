@@ -46,56 +46,68 @@ def run(config: NightConfig) -> Step:
         store, erased, newest_alone=True
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
-        found = take(store, client, keys, erased=erased)
+        taken_events = take(store, client, keys, erased=erased)
     merge(stores)
-    if (now := Erased.of(all_erasures(store))) != erased:  # written down while files were
-        forget_in_files(store, now)
+    if (latest_erased := Erased.of(all_erasures(store))) != erased:  # written down while files were
+        forget_in_files(store, latest_erased)
     return {
-        "events_until": str(found.until), "events": found.events, "left_out": found.left_out,
-        "unreadable": found.unreadable,
+        "events_until": str(taken_events.until), "events": taken_events.events, "left_out": taken_events.left_out,
+        "unreadable": taken_events.unreadable,
     }  # fmt: skip
 
 
 def for_night(night: Night) -> Step:
     """The step as a night takes it: a repeat of one that was killed goes on with the events that this one had."""
-    found = run(night.config)
+    step_result = run(night.config)
     cut = night.data_until or night.config.data_until or night.run_after
-    until = _unfinished_until(night.config, cut)
-    return found if until is None else {**found, "events_until": until}
+    unfinished_until = _unfinished_until(night.config, cut)
+    return (
+        step_result
+        if unfinished_until is None
+        else {**step_result, "events_until": unfinished_until}
+    )
 
 
 def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
     """Position of the newest unfinished generation of this cut, of these settings and of the team's own inputs."""
-    settings, own = settings_digest(config), None
+    settings, own_inputs = settings_digest(config), None
     with open_releases(config) as releases:
         for generation in sorted(releases.store.names("generations"), reverse=True):
             is_one = GENERATION.fullmatch(generation) is not None
             if not is_one or releases.state(generation) not in UNFINISHED:
                 continue
-            begun = Build(config, releases.store, generation).read_report("begin") or {}
-            if (begun.get("cut"), begun.get("settings")) != (
+            begin_report = Build(config, releases.store, generation).read_report("begin") or {}
+            if (begin_report.get("cut"), begin_report.get("settings")) != (
                 cut,
                 settings,
-            ) or "events" not in begun:
+            ) or "events" not in begin_report:
                 continue
-            until = str(begun["events"]["until"])
+            events_until = str(begin_report["events"]["until"])
             try:
-                of_events = {each.name for each in event_files(config, until).files}
+                of_events = {file.name for file in event_files(config, events_until).files}
             except ConfigError:  # merged since, by nights that do not know of this one
                 continue
-            own = own or pin(all_files(config))[1]
-            if own == [each for each in begun["inputs"] if each["name"] not in of_events]:
-                return until
+            own_inputs = own_inputs or pin(all_files(config))[1]
+            if own_inputs == [
+                pinned_input
+                for pinned_input in begin_report["inputs"]
+                if pinned_input["name"] not in of_events
+            ]:
+                return events_until
     return None
 
 
-def in_words(taken: Step) -> str:
+def in_words(events_result: Step) -> str:
     """Events of one try, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
-    until = Position.parse(taken["events_until"])
-    at = datetime.fromtimestamp(until.ms / 1000, UTC)
-    told = f"{taken['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until})"
-    if not until.ms:
-        told = "0 events taken over: none was accepted yet"
+    until_position = Position.parse(events_result["events_until"])
+    at = datetime.fromtimestamp(until_position.ms / 1000, UTC)
+    summary = f"{events_result['events']:,} events taken over, up to {at:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
+    if not until_position.ms:
+        summary = "0 events taken over: none was accepted yet"
     reasons = {"left_out": "erased", "unreadable": "that are no events"}
-    others = [f"{taken[name]:,} {why}" for name, why in reasons.items() if taken[name]]
-    return f"{told}; left out: {', '.join(others)}" if others else told
+    left_out_texts = [
+        f"{events_result[name]:,} {reason}"
+        for name, reason in reasons.items()
+        if events_result[name]
+    ]
+    return f"{summary}; left out: {', '.join(left_out_texts)}" if left_out_texts else summary

@@ -45,23 +45,25 @@ def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
 def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
     """Skew and lags (ms) of the replicas there when the pointer moved; one that started later has not flipped."""
     swapped = {
-        each.name: each.swapped_at
-        for each in replicas
-        if pointer is not None and each.epoch == pointer.epoch and each.swapped_at is not None
+        replica.name: replica.swapped_at
+        for replica in replicas
+        if pointer is not None and replica.epoch == pointer.epoch and replica.swapped_at is not None
     }
     times = sorted(swapped.values())
     at = 0.0 if pointer is None else pointer.published_at
     return {
         "skew_ms": round(1000 * (times[-1] - times[0]), 1) if len(times) > 1 else None,
-        "lag_ms": {name: round(1000 * (each - at), 1) for name, each in swapped.items()},
+        "lag_ms": {
+            name: round(1000 * (swapped_at - at), 1) for name, swapped_at in swapped.items()
+        },
     }
 
 
 def in_night(night: Night) -> StepRow:
     """The step with its row in a night's table."""
-    found = run(night.config, night.build)
-    if not found["replicas"]:
-        return StepRow(found, "no replica is listening")
-    follow = found["replicas"] - len(found["waiting"])
-    apart = "" if found["skew_ms"] is None else f", {found['skew_ms']:.0f} ms apart"
-    return StepRow(found, f"{follow} of {found['replicas']} replicas follow{apart}")
+    step_result = run(night.config, night.build)
+    if not step_result["replicas"]:
+        return StepRow(step_result, "no replica is listening")
+    follow = step_result["replicas"] - len(step_result["waiting"])
+    apart = "" if step_result["skew_ms"] is None else f", {step_result['skew_ms']:.0f} ms apart"
+    return StepRow(step_result, f"{follow} of {step_result['replicas']} replicas follow{apart}")

@@ -51,12 +51,12 @@ class Caller:
         self,
         name: str,
         scopes: Iterable[str],
-        asked: Asked,
+        request_counts: Asked,
         expires_at: float = float("inf"),
         quota: Quota | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self.scopes, self.asked = name, frozenset(scopes), asked
+        self.name, self.scopes, self.asked = name, frozenset(scopes), request_counts
         self.expires_at, self.quota = expires_at, quota
         self.is_bounded = quota is not None or expires_at != float("inf")
         self._clock = clock
@@ -131,10 +131,10 @@ class Callers:
     """Owners of all tokens in force. Immutable: a changed file makes another one, so caches tell by identity."""
 
     def __init__(
-        self, known: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
+        self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
     ) -> None:
-        """`known`: SHA-256 of each token, and its owner. `is_open`: nobody has to say who they are."""
-        self._known = tuple(known)
+        """`token_owners`: SHA-256 of each token, and its owner. `is_open`: nobody has to say who they are."""
+        self._known = tuple(token_owners)
         self._is_open = is_open
 
     @classmethod
@@ -143,22 +143,25 @@ class Callers:
         token: str,
         tokens: Tokens | None,
         rows: QuotaRows,
-        asked: MutableMapping[str, Asked],
+        request_counts_by_name: MutableMapping[str, Asked],
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> "Callers":
-        """Owners of the one `token` ("": none) and of those of the file (None: no file); counts are kept in `asked`."""
-        known: list[tuple[bytes, Caller]] = []
+        """Owners of the one `token` ("": none) and of those of the file (None: no file).
+
+        Counts are kept in `request_counts_by_name`.
+        """
+        token_owners: list[tuple[bytes, Caller]] = []
         if token:
-            default = Caller(DEFAULT, SCOPES, asked.setdefault(DEFAULT, Asked()))
-            known += [(digest, default) for digest in digests(token)]
+            default = Caller(DEFAULT, SCOPES, request_counts_by_name.setdefault(DEFAULT, Asked()))
+            token_owners += [(digest, default) for digest in digests(token)]
         for name, entry in (tokens or {}).items():
             quota = Quota(key_of(name), entry.limits, rows, timer) if entry.limits else None
-            counts = asked.setdefault(name, Asked())
+            counts = request_counts_by_name.setdefault(name, Asked())
             caller = Caller(name, entry.scopes, counts, entry.expires_s, quota, clock)
-            known.append((bytes.fromhex(entry.sha256), caller))
-        return cls(known, is_open=not token and tokens is None)
+            token_owners.append((bytes.fromhex(entry.sha256), caller))
+        return cls(token_owners, is_open=not token and tokens is None)
 
     def note(self, scope: MutableMapping[str, Any]) -> None:
         """Notes in a request who sent it, unless that was done or its path asks for no scope."""
@@ -176,16 +179,16 @@ class Callers:
                 return self._judged(value)
         return STRANGER
 
-    def _judged(self, sent: bytes) -> Caller:
-        digest = hashlib.sha256(sent[len(_BEARER) :][:TOKEN_BYTES_MAX]).digest()
-        found = STRANGER
-        for each, caller in self._known:  # all of them, whichever fits
-            if hmac.compare_digest(digest, each):
-                found = caller
+    def _judged(self, authorization: bytes) -> Caller:
+        digest = hashlib.sha256(authorization[len(_BEARER) :][:TOKEN_BYTES_MAX]).digest()
+        owner = STRANGER
+        for known_digest, caller in self._known:  # all of them, whichever fits
+            if hmac.compare_digest(digest, known_digest):
+                owner = caller
         # The scheme's name is compared without its case (RFC 9110, 11.1), the token as it is.
-        is_bearer = sent[: len(_BEARER)].lower() == _BEARER
-        is_token = is_bearer and len(sent) <= len(_BEARER) + TOKEN_BYTES_MAX
-        return found if is_token else STRANGER
+        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+        is_token = is_bearer and len(authorization) <= len(_BEARER) + TOKEN_BYTES_MAX
+        return owner if is_token else STRANGER
 
 
 def digests(token: str) -> tuple[bytes, ...]:
@@ -193,7 +196,7 @@ def digests(token: str) -> tuple[bytes, ...]:
     forms = {token.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(token.encode("latin-1"))
-    return tuple(sorted(hashlib.sha256(each).digest() for each in forms))
+    return tuple(sorted(hashlib.sha256(form).digest() for form in forms))
 
 
 ANYBODY = Caller("", SCOPES, Asked())

@@ -17,14 +17,14 @@ def add_tls_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", metavar="FILE", help="PEM of its key")
 
 
-def context_of(sent: argparse.Namespace) -> ssl.SSLContext | None:
+def context_of(options: argparse.Namespace) -> ssl.SSLContext | None:
     """Context of these options, None where none was given; raises ConfigError for a file that cannot be used."""
-    if not (sent.ca or sent.cert):
+    if not (options.ca or options.cert):
         return None
     try:
-        context = ssl.create_default_context(cafile=sent.ca or None)
-        if sent.cert:
-            context.load_cert_chain(sent.cert, sent.key)
+        context = ssl.create_default_context(cafile=options.ca or None)
+        if options.cert:
+            context.load_cert_chain(options.cert, options.key)
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"--ca, --cert or --key cannot be used: {error}", field="ca") from None
     return context

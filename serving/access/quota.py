@@ -48,16 +48,16 @@ class Taken(NamedTuple):
     entities_until: float = 0.0
     in_flight: int = 0
 
-    def is_fresh(self, now: float) -> bool:
+    def is_fresh(self, now_s: float) -> bool:
         """True if nobody could tell it from that of a token never used."""
-        return not self.in_flight and max(self.requests_until, self.entities_until) <= now
+        return not self.in_flight and max(self.requests_until, self.entities_until) <= now_s
 
 
 class QuotaRows(Protocol):
     """State of quotas, shared by the workers of a service."""
 
     def take(
-        self, key: bytes, limits: QuotaLimits, now: float, requests: int, entities: int
+        self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
         """Takes from the standing under `key`, or tells why not; requests stay in flight until given back."""
 
@@ -69,19 +69,19 @@ class QuotaRows(Protocol):
 
 
 def after_taking(
-    standing: Taken, limits: QuotaLimits, now: float, requests: int, entities: int
+    standing: Taken, limits: QuotaLimits, now_s: float, requests: int, entities: int
 ) -> Taken | Shortage:
     """The standing after so much more was taken; all of it or nothing.
 
     What alone is more than a burst is taken once a whole burst is there, and is paid for afterwards.
     """
-    most = limits.in_flight
-    if most is not None and requests and standing.in_flight + requests > most:
-        return Shortage("in_flight", most, _SLOT_WAIT_S)
-    for_requests = _paid(standing.requests_until, now, requests, limits.requests_per_s)
+    in_flight_max = limits.in_flight
+    if in_flight_max is not None and requests and standing.in_flight + requests > in_flight_max:
+        return Shortage("in_flight", in_flight_max, _SLOT_WAIT_S)
+    for_requests = _paid(standing.requests_until, now_s, requests, limits.requests_per_s)
     if isinstance(for_requests, _Wait):
         return Shortage("requests_per_s", limits.requests_per_s or 0.0, for_requests.seconds)
-    for_entities = _paid(standing.entities_until, now, entities, limits.entities_per_s)
+    for_entities = _paid(standing.entities_until, now_s, entities, limits.entities_per_s)
     if isinstance(for_entities, _Wait):
         return Shortage("entities_per_s", limits.entities_per_s or 0.0, for_entities.seconds)
     return Taken(for_requests, for_entities, standing.in_flight + requests)
@@ -96,12 +96,12 @@ def burst_s(per_s: float) -> float:
     return max(BURST_S, 1.0 / per_s)
 
 
-def _paid(until: float, now: float, amount: int, per_s: float | None) -> float | _Wait:
+def _paid(paid_until_s: float, now_s: float, amount: int, per_s: float | None) -> float | _Wait:
     if not amount or per_s is None:
-        return until
-    begin, most = max(until, now), burst_s(per_s)
+        return paid_until_s
+    begin, burst_limit_s = max(paid_until_s, now_s), burst_s(per_s)
     cost = amount / per_s
-    late_s = begin + min(cost, most) - (now + most)
+    late_s = begin + min(cost, burst_limit_s) - (now_s + burst_limit_s)
     return _Wait(late_s) if late_s > _SLACK_S else begin + cost
 
 

@@ -81,15 +81,17 @@ class QuotaTable:
             self._counts[self._count_at(row) + column] = 0
 
     def take(
-        self, key: bytes, limits: QuotaLimits, now: float, requests: int, entities: int
+        self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
         """Takes from a token's standing, or tells why not; requests stay in flight until they end."""
-        row = self._lock(key, now)
+        row = self._lock(key, now_s)
         try:
-            found = after_taking(self._standing(row), limits, now, requests, entities)
-            if isinstance(found, Shortage):
-                return found
-            self._pay(row, found)
+            standing_or_shortage = after_taking(
+                self._standing(row), limits, now_s, requests, entities
+            )
+            if isinstance(standing_or_shortage, Shortage):
+                return standing_or_shortage
+            self._pay(row, standing_or_shortage)
             self._counts[self._count_at(row) + self._column] += requests
         finally:
             self._release(row)
@@ -112,50 +114,50 @@ class QuotaTable:
         """Ends one request in flight: its row stays its own, for none with requests in flight is given away."""
         self._counts[self._count_at(self._places[key]) + self._column] -= 1
 
-    def standing(self, key: bytes, now: float) -> Taken:
+    def standing(self, key: bytes, now_s: float) -> Taken:
         """Standing of a token."""
-        row = self._lock(key, now)
+        row = self._lock(key, now_s)
         try:
             return self._standing(row)
         finally:
             self._release(row)
 
-    def _lock(self, key: bytes, now: float) -> int:
+    def _lock(self, key: bytes, now_s: float) -> int:
         """The token's row, which is locked and to be released."""
         while True:
             if (row := self._places.get(key)) is None:
-                row = self._places[key] = self._place(key, now)
+                row = self._places[key] = self._place(key, now_s)
             self._acquire(row)
             if self._key(row) == key:
                 return row
             self._release(row)  # another token has it since
             del self._places[key]
 
-    def _place(self, key: bytes, now: float) -> int:
+    def _place(self, key: bytes, now_s: float) -> int:
         """The row of this key, else an empty one or one nobody would miss, which it gets."""
         self._acquire(ROWS)  # finding a place is for one at a time
         try:
             begin, free = int.from_bytes(key[:4], "little"), list[int]()
             for step in range(ROWS):
                 row = (begin + step) % ROWS
-                held = self._key(row)
-                if held == key:
+                row_key = self._key(row)
+                if row_key == key:
                     return row
                 free.append(row)
-                if not any(held):  # no key was ever put behind an empty row
+                if not any(row_key):  # no key was ever put behind an empty row
                     break
             for row in free:
-                if self._is_given(row, key, now):
+                if self._is_given(row, key, now_s):
                     return row
         finally:
             self._release(ROWS)
         raise ConfigError(f"more than {ROWS} tokens have quotas in use")
 
-    def _is_given(self, row: int, key: bytes, now: float) -> bool:
+    def _is_given(self, row: int, key: bytes, now_s: float) -> bool:
         """Gives a row to this key; False if it is another's who would miss it."""
         self._acquire(row)
         try:
-            if not self._standing(row).is_fresh(now):
+            if not self._standing(row).is_fresh(now_s):
                 return False
             at = self._at(row)
             self._memory[at : at + _FIXED_BYTES] = key.ljust(_FIXED_BYTES, b"\0")

@@ -57,10 +57,10 @@ class TokenEntry:
                 "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them",
                 field="sha256",
             )
-        for each in self.scopes:
-            if each not in SCOPES:
+        for scope in self.scopes:
+            if scope not in SCOPES:
                 raise ConfigError(
-                    f"scopes must be of {', '.join(SCOPES)}, not {each!r}", field="scopes"
+                    f"scopes must be of {', '.join(SCOPES)}, not {scope!r}", field="scopes"
                 )
         if not self.scopes:
             raise ConfigError(
@@ -88,15 +88,15 @@ def moment(text: str, field: str) -> float:
     if not text:
         return float("inf")
     try:
-        found = datetime.fromisoformat(text)
+        parsed_time = datetime.fromisoformat(text)
     except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
+        parsed_time = None
+    if parsed_time is None or parsed_time.tzinfo is None:
         raise ConfigError(
             f"{field} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {text!r}",
             field=field,
         )
-    return found.timestamp()
+    return parsed_time.timestamp()
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -123,16 +123,16 @@ def read_tokens(path: Path) -> Tokens:
         raise ConfigError(
             f"tokens file {path}: version must be {VERSION}, not {document['version']!r:.40}"
         )
-    listed = document["tokens"]
-    if not isinstance(listed, dict) or len(listed) > TOKENS_MAX:
+    raw_entries = document["tokens"]
+    if not isinstance(raw_entries, dict) or len(raw_entries) > TOKENS_MAX:
         raise ConfigError(
             f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names"
         )
-    tokens = {name: _entry(path, name, each) for name, each in listed.items()}
+    tokens = {name: _entry(path, name, raw_entry) for name, raw_entry in raw_entries.items()}
     names: dict[str, str] = {}
-    for name, each in tokens.items():
-        if (other := names.setdefault(each.sha256, name)) != name:
-            raise ConfigError(f"tokens file {path}: {other} and {name} have the same sha256")
+    for name, entry in tokens.items():
+        if (earlier_name := names.setdefault(entry.sha256, name)) != name:
+            raise ConfigError(f"tokens file {path}: {earlier_name} and {name} have the same sha256")
     return tokens
 
 
@@ -141,11 +141,12 @@ def _entry(path: Path, name: str, fields: Any) -> TokenEntry:
     check_token_name(name, where)
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} must be an object of settings")
-    given: dict[str, Any] = {
-        each: tuple(value) if isinstance(value, list) else value for each, value in fields.items()
+    settings: dict[str, Any] = {
+        field_name: tuple(value) if isinstance(value, list) else value
+        for field_name, value in fields.items()
     }
     try:
-        return TokenEntry(**given)
+        return TokenEntry(**settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", **error.details) from None
 
@@ -166,19 +167,19 @@ def write_tokens(path: Path, tokens: Tokens) -> None:
     """Replaces the file whole, for its owner alone; raises ConfigError for more tokens than it may hold."""
     if len(tokens) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
-    listed = {name: _kept(each) for name, each in sorted(tokens.items())}
+    fields_by_name = {name: _kept(entry) for name, entry in sorted(tokens.items())}
     body = orjson.dumps(
-        {"version": VERSION, "tokens": listed},
+        {"version": VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
     )
-    with written_beside(path) as beside:
-        beside.touch(mode=0o600)
-        beside.write_bytes(body)
+    with written_beside(path) as temporary_path:
+        temporary_path.touch(mode=0o600)
+        temporary_path.write_bytes(body)
 
 
 def _kept(entry: TokenEntry) -> dict[str, object]:
-    found = {name: getattr(entry, name) for name in TokenEntry.__annotations__}
-    return {name: value for name, value in found.items() if value not in (None, "")}
+    value_by_field = {name: getattr(entry, name) for name in TokenEntry.__annotations__}
+    return {name: value for name, value in value_by_field.items() if value not in (None, "")}
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class TokenWatch(Collector):
 
     @contextlib.asynccontextmanager
     async def followed(
-        self, loops: BackgroundLoops, changed: Callable[[Callers], None]
+        self, loops: BackgroundLoops, on_change: Callable[[Callers], None]
     ) -> AsyncIterator[None]:
         """Look at the file every LOOK_S for as long as the context is open, and pass on other callers."""
         if self._path is None:
@@ -60,9 +60,11 @@ class TokenWatch(Collector):
         executor = ThreadPoolExecutor(1, "larder-tokens")
 
         async def keep_up() -> None:
-            found = await asyncio.get_running_loop().run_in_executor(executor, self._read)
-            if found is not None and self._take(*found):
-                changed(self.callers)
+            version_and_tokens = await asyncio.get_running_loop().run_in_executor(
+                executor, self._read
+            )
+            if version_and_tokens is not None and self._take(*version_and_tokens):
+                on_change(self.callers)
 
         task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
         try:
@@ -73,8 +75,8 @@ class TokenWatch(Collector):
 
     def look(self) -> bool:
         """Reads the file again if it is another one; returns whether other callers are in force now."""
-        found = self._read()
-        return found is not None and self._take(*found)
+        version_and_tokens = self._read()
+        return version_and_tokens is not None and self._take(*version_and_tokens)
 
     def _read(self) -> tuple[FileVersion, Tokens | ConfigError] | None:
         """A file that is another one than before, or what is wrong with it; changes nothing here."""
@@ -110,9 +112,9 @@ class TokenWatch(Collector):
             "Requests refused by expiry, scope or quota",
             labels=["token", "reason"],
         )
-        for name, asked in self._asked.items():
-            requests.add_metric([name], asked.requests)
-            for reason, count in asked.refused.items():
+        for name, request_counts in self._asked.items():
+            requests.add_metric([name], request_counts.requests)
+            for reason, count in request_counts.refused.items():
                 refused.add_metric([name, reason], count)
         yield requests
         yield refused

@@ -36,23 +36,23 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Exit code: 0 done, 2 not (the reason goes to standard error)."""
     from cache.config.serving import ServingConfig  # pydantic: not for --help
 
-    sent = argument_parser(prog).parse_args(arguments)
+    options = argument_parser(prog).parse_args(arguments)
     try:
         config = ServingConfig.load(os.environ)
-        path = Path(sent.file).absolute() if sent.file else Path(config.tokens_file)
-        if not (sent.file or config.tokens_file):
+        path = Path(options.file).absolute() if options.file else Path(config.tokens_file)
+        if not (options.file or config.tokens_file):
             raise ConfigError(
                 "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
             )
-        if sent.command == "list":
-            print(printable_lines(_listed(read_tokens(path), as_json=sent.json)))
-        elif sent.command == "add":
-            token = _added(config, path, sent)
-            print(json_text({"name": sent.name, "token": token}) if sent.json else token)
+        if options.command == "list":
+            print(printable_lines(_listed(read_tokens(path), as_json=options.json)))
+        elif options.command == "add":
+            token = _added(config, path, options)
+            print(json_text({"name": options.name, "token": token}) if options.json else token)
         else:
-            _revoke(config, path, sent)
-            if sent.json:
-                print(json_text({"name": sent.name, "revoked": True}))
+            _revoke(config, path, options)
+            if options.json:
+                print(json_text({"name": options.name, "revoked": True}))
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
@@ -78,35 +78,35 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add.add_argument("--entities-per-s", type=float, help="over all workers of a service")
     add.add_argument("--in-flight", type=int, help="requests under way at once")
     add.add_argument("--reason", default="", help="kept in the audit log")
-    listed = commands.add_parser("list", help="names with what they may do")
+    list_parser = commands.add_parser("list", help="names with what they may do")
     revoke = commands.add_parser("revoke", help="refuse a token from now on")
     revoke.add_argument("name")
     revoke.add_argument("--reason", default="", help="kept in the audit log")
-    for each in (add, listed, revoke):
-        each.add_argument("--json", action="store_true", help="for programs")
+    for command_parser in (add, list_parser, revoke):
+        command_parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
-def _added(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> str:
+def _added(config: "ServingConfig", path: Path, options: argparse.Namespace) -> str:
     """A new token, of which the file keeps the hash."""
-    name = sent.name
+    name = options.name
     check_token_name(name, "tokens add")
-    days: float | None = sent.days
+    days: float | None = options.days
     if days is not None and not 0 < days <= _DAYS_MAX:
         raise ConfigError(f"--days is above 0 and at most {_DAYS_MAX:g}, not {days:g}")
     token = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
-    now = datetime.now(UTC).replace(microsecond=0)
+    created_at = datetime.now(UTC).replace(microsecond=0)
     entry = TokenEntry(
         sha256=hashlib.sha256(token.encode()).hexdigest(),
-        scopes=tuple(dict.fromkeys(sent.scope)),
-        expires_at="" if days is None else (now + timedelta(days=days)).isoformat(),
-        requests_per_s=sent.requests_per_s,
-        entities_per_s=sent.entities_per_s,
-        in_flight=sent.in_flight,
-        created_at=now.isoformat(),
+        scopes=tuple(dict.fromkeys(options.scope)),
+        expires_at="" if days is None else (created_at + timedelta(days=days)).isoformat(),
+        requests_per_s=options.requests_per_s,
+        entities_per_s=options.entities_per_s,
+        in_flight=options.in_flight,
+        created_at=created_at.isoformat(),
     )
     with (
-        audited(config.store(), "token_add", name, actor=config.actor, reason=sent.reason),
+        audited(config.store(), "token_add", name, actor=config.actor, reason=options.reason),
         changing(path),
     ):
         tokens = dict(read_tokens(path)) if path.exists() else {}
@@ -118,11 +118,11 @@ def _added(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> str
     return token
 
 
-def _revoke(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> None:
-    name = sent.name
+def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) -> None:
+    name = options.name
     check_token_name(name, "tokens revoke")  # a token that was pasted here is not written down
     with (
-        audited(config.store(), "token_revoke", name, actor=config.actor, reason=sent.reason),
+        audited(config.store(), "token_revoke", name, actor=config.actor, reason=options.reason),
         changing(path),
     ):
         tokens = dict(read_tokens(path))
@@ -133,11 +133,12 @@ def _revoke(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> No
 
 def _listed(tokens: Tokens, *, as_json: bool) -> str:
     if as_json:
-        names = [each for each in TokenEntry.__annotations__ if each != "sha256"]
-        shown = {
-            name: {each: getattr(entry, each) for each in names} for name, entry in tokens.items()
+        names = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
+        fields_by_name = {
+            name: {field_name: getattr(entry, field_name) for field_name in names}
+            for name, entry in tokens.items()
         }
-        return json_text(shown)
+        return json_text(fields_by_name)
     rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
     rows += [_row(name, entry) for name, entry in sorted(tokens.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -149,7 +150,9 @@ def _listed(tokens: Tokens, *, as_json: bool) -> str:
 
 def _row(name: str, entry: TokenEntry) -> tuple[str, str, str, str, str, str]:
     rates = (entry.requests_per_s, entry.entities_per_s, entry.in_flight)
-    requests, entities, in_flight = ("-" if each is None else f"{each:g}" for each in rates)
+    requests, entities, in_flight = (
+        "-" if quota_limit is None else f"{quota_limit:g}" for quota_limit in rates
+    )
     expires = entry.expires_at or "never"
     if entry.expires_s <= datetime.now(UTC).timestamp():
         expires += " (expired)"

@@ -25,16 +25,16 @@ class Valve:
         self._least, self._since = inf, 0.0
         self._step, self._credit = _OPEN, 0.0
 
-    def observe(self, wait: float, now: float) -> None:
-        """Takes one sample of the wait, in the unit of `target`; `now` in seconds.
+    def observe(self, wait: float, now_s: float) -> None:
+        """Takes one sample of the wait, in the unit of `target`; `now_s` in seconds.
 
         An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
         that where samples are rare each of them is judged.
         """
         if self._least == inf:
-            self._since = now
+            self._since = now_s
         self._least = min(self._least, wait)
-        if now - self._since < self._interval_s:
+        if now_s - self._since < self._interval_s:
             return
         self.wait = self._least
         if self.wait <= self.target:
@@ -45,7 +45,7 @@ class Valve:
             self.share *= max(_CLOSE_MOST, self.target / self.wait)
             if self.share < _SHUT:
                 self.share = 0.0
-        self._least, self._since = wait, now
+        self._least, self._since = wait, now_s
 
     def admit(self) -> bool:
         """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""

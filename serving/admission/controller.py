@@ -88,14 +88,14 @@ class Admission:
         """Share of the inputs, 0 to 1, that may go to the model."""
         return self.loop.share * self.model.share
 
-    def observe(self, turn_s: float, model_wait: float, now: float) -> None:
+    def observe(self, turn_s: float, model_wait: float, now_s: float) -> None:
         """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited.
 
         What waits for its turn in the pacer waits for the loop, too.
         """
         turn_s = max(turn_s, self.work.waited_s())
-        self.loop.observe(turn_s, now)
+        self.loop.observe(turn_s, now_s)
         target = self.costly.target
-        stands = self.loop.share <= LEFT_OUT or turn_s > URGENT * target
-        self.costly.observe(turn_s if stands else min(turn_s, target), now)
-        self.model.observe(model_wait, now)
+        is_queue_standing = self.loop.share <= LEFT_OUT or turn_s > URGENT * target
+        self.costly.observe(turn_s if is_queue_standing else min(turn_s, target), now_s)
+        self.model.observe(model_wait, now_s)

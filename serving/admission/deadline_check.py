@@ -33,10 +33,10 @@ class Lateness:
         if by_headers is None or body is None or not caller_of(scope).is_known:
             return False
         try:
-            own = self._own_s(scope, body)
+            request_deadline_s = self._own_s(scope, body)
         except Problem:
             return False
-        return self.admission.is_late(min(by_headers, own), waited_s)
+        return self.admission.is_late(min(by_headers, request_deadline_s), waited_s)
 
     def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
         """Reads a body that tells its deadline, for `is_late` to find; counts nothing, so that any thread may do it."""
@@ -52,7 +52,7 @@ class Lateness:
         if is_get:
             return query_options(scope["query_string"], limits).deadline_s
         form = forms(scope["headers"]).sent
-        found = peek(scope, body, form, limits)
+        parsed_body = peek(scope, body, form, limits)
         if form == "arrow":
-            return text_options(found.options, limits).deadline_s
-        return body_deadline_s(found, limits)
+            return text_options(parsed_body.options, limits).deadline_s
+        return body_deadline_s(parsed_body, limits)

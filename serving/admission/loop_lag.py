@@ -41,24 +41,24 @@ class Pulse:
         """Observe the turn after a pause, and each turn after that until one is short."""
         await asyncio.sleep(self.every_s)
         # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
-        loop, began = asyncio.get_running_loop(), self.timer()
-        ended: asyncio.Future[None] = loop.create_future()
+        loop, turn_began_at = asyncio.get_running_loop(), self.timer()
+        done_future: asyncio.Future[None] = loop.create_future()
 
         def end() -> None:
-            nonlocal began
-            if ended.done():  # the task was cancelled meanwhile
+            nonlocal turn_began_at
+            if done_future.done():  # the task was cancelled meanwhile
                 return
-            now = self.timer()
-            turn_s, began = now - began, now
+            now_s = self.timer()
+            turn_s, turn_began_at = now_s - turn_began_at, now_s
             try:
-                self.observe(turn_s, self.model_wait(), now)
+                self.observe(turn_s, self.model_wait(), now_s)
             except Exception as error:
-                ended.set_exception(error)
+                done_future.set_exception(error)
                 return
             if turn_s > self.every_s:
                 loop.call_soon(end)
             else:
-                ended.set_result(None)
+                done_future.set_result(None)
 
         loop.call_soon(end)
-        await ended
+        await done_future

@@ -47,8 +47,8 @@ class CallerGone(Exception):
 class _Waiter:
     __slots__ = ("future", "is_gone", "since")
 
-    def __init__(self, future: "asyncio.Future[None]", since: float, is_gone: IsGone) -> None:
-        self.future, self.since, self.is_gone = future, since, is_gone
+    def __init__(self, future: "asyncio.Future[None]", queued_at: float, is_gone: IsGone) -> None:
+        self.future, self.since, self.is_gone = future, queued_at, is_gone
 
 
 class WorkPacer:
@@ -104,37 +104,37 @@ class WorkPacer:
 
         A short one goes ahead of others. Raises CallerGone if it had to wait and its client has gone meanwhile.
         """
-        now = self._timer()
+        now_s = self._timer()
         is_free = not (self._first or self._put_off)
         if not is_short:
-            if now - self._turned_at >= self._budget_s:
+            if now_s - self._turned_at >= self._budget_s:
                 self._work_s = 0.0  # the loop slept, or could have
             is_free = is_free and not self._next and self._work_s < self._budget_s
         if is_free and self._is_within_budget():
             return 0.0
         try:
-            await self._wait(self._first if is_short else self._next, now, is_gone)
+            await self._wait(self._first if is_short else self._next, now_s, is_gone)
         except CallerGone:
-            if self._timer() - now >= _BACKLOG_S:
+            if self._timer() - now_s >= _BACKLOG_S:
                 self._expect_more_gone()
             raise
-        return self._timer() - now
+        return self._timer() - now_s
 
     async def go_on(self) -> None:
         """Let others use the event loop; return when begun work may go on for another portion."""
         await self._wait(self._first, self._timer(), _stays)
 
     def _is_within_budget(self) -> bool:
-        now = self._timer()
+        now_s = self._timer()
         if self._until is None:
-            self._until = now + self._budget_s
+            self._until = now_s + self._budget_s
             self._arm()
             return True
-        return now < self._until
+        return now_s < self._until
 
-    async def _wait(self, queue: deque[_Waiter], since: float, is_gone: IsGone) -> None:
+    async def _wait(self, queue: deque[_Waiter], queued_at: float, is_gone: IsGone) -> None:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop.create_future(), since, is_gone)
+        waiter = _Waiter(loop.create_future(), queued_at, is_gone)
         queue.append(waiter)
         self._arm()
         await waiter.future
@@ -150,10 +150,10 @@ class WorkPacer:
 
     def _turn(self) -> None:
         """End an iteration's budget, and wake those who may work in the next one unless the sockets come first."""
-        now = self._timer()
-        is_quiet, self._turned_at = now - self._turned_at < _QUIET_S, now
+        now_s = self._timer()
+        is_quiet, self._turned_at = now_s - self._turned_at < _QUIET_S, now_s
         if self._until is not None:
-            self._work_s += now - (self._until - self._budget_s)
+            self._work_s += now_s - (self._until - self._budget_s)
             self._until, is_quiet = None, False
         self._is_armed = False
         put_off, self._put_off = self._put_off, []
@@ -164,18 +164,18 @@ class WorkPacer:
         self._arm()
         released = _wake_some(self._first, _RELEASED_MAX)
         if self._next and not is_quiet:
-            waited_s = now - max(self._begun_at, self._next[0].since)
+            waited_s = now_s - max(self._begun_at, self._next[0].since)
             if waited_s < _SOCKETS_FIRST_S:
                 return
         if self._next:
-            self._begun_at, self._work_s = now, 0.0
+            self._begun_at, self._work_s = now_s, 0.0
             _wake_some(self._next, _RELEASED_MAX - released)
 
 
-def _wake_some(queue: deque[_Waiter], most: int) -> int:
+def _wake_some(queue: deque[_Waiter], wake_max: int) -> int:
     """Wake those who have waited longest; return their number."""
     count = 0
-    while queue and count < most:
+    while queue and count < wake_max:
         count += _wake(queue.popleft())
     return count
 
@@ -221,7 +221,7 @@ class YieldPacer:
         self._done += self._each
         if entity.history or entity.features:
             features = (entity.features or {}).values()
-            numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
+            numbers = sum([len(feature) if type(feature) is tuple else 1 for feature in features])
             self._done += (len(entity.history or ()) + numbers) // 16
         if self._done >= _TURN:
             self._done = 0

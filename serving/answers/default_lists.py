@@ -35,18 +35,18 @@ def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str,
     """
     raw = (root / manifest.defaults.path).read_bytes()
     try:
-        sent = orjson.loads(raw)
+        document = orjson.loads(raw)
         defaults = {}
-        for name, each in sent.items():
+        for name, default_list in document.items():
             if name in manifest.tables and manifest.tables[name].entity == "item":
                 continue
-            raws = [id_.encode() for id_ in each["items"]]
+            raws = [id_.encode() for id_ in default_list["items"]]
             ordinals = items.ordinals_of(raws)
-            if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):
+            if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
                 raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
             defaults[name] = Default(
                 ordinals.astype(np.uint32),
-                np.array(each["scores"], np.float32),
+                np.array(default_list["scores"], np.float32),
                 dict(zip(raws, ordinals.tolist(), strict=True)),
             )
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

@@ -133,35 +133,41 @@ class AnswerField:
     @property
     def schema(self) -> dict[str, Any]:
         """JSON schema of the value."""
-        own: dict[str, Any] = {"description": self.said.meaning}
+        value_schema: dict[str, Any] = {"description": self.said.meaning}
         if self.said.format is not None:
-            own["format"] = self.said.format
-        words = list(Source) if self.type is Source else get_args(self.type)
-        if words and get_origin(self.type) is not tuple and self.type is not Numbers:
-            return own | {"enum": [*map(str, words), *[None] * self.said.null]}
+            value_schema["format"] = self.said.format
+        choices = list(Source) if self.type is Source else get_args(self.type)
+        if choices and get_origin(self.type) is not tuple and self.type is not Numbers:
+            return value_schema | {"enum": [*map(str, choices), *[None] * self.said.null]}
         type_ = _JSON.get(self.type, "array")
         if type_ == "array":
-            own["items"] = {"type": "number" if self.type is Numbers else "string"}
-        return own | {"type": [type_, "null"] if self.said.null else type_}
+            value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
+        return value_schema | {"type": [type_, "null"] if self.said.null else type_}
 
 
 def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
     """Fields of a class, in their order."""
-    found = []
+    answer_fields = []
     for name, hint in get_type_hints(declared, include_extras=True).items():
-        of, said = get_args(hint)
+        of, facts = get_args(hint)
         either = get_args(of) if isinstance(of, UnionType) or get_origin(of) is Union else (of,)
-        found.append(
-            AnswerField(name, next(each for each in either if each is not type(None)), said)
+        answer_fields.append(
+            AnswerField(
+                name,
+                next(member_type for member_type in either if member_type is not type(None)),
+                facts,
+            )
         )
-    return tuple(found)
+    return tuple(answer_fields)
 
 
 ORIGIN = fields_of(Origin)[2:]
 """Fields of an answer behind its id, its table and its prediction."""
 
 PREDICTION: Mapping[str, tuple[AnswerField, ...]] = {
-    kind: tuple([each for each in fields_of(Answer) if each.said.when == kind])
+    kind: tuple(
+        [answer_field for answer_field in fields_of(Answer) if answer_field.said.when == kind]
+    )
     for kind in ("topk", "vector", "value")
 }
 """Fields of a prediction, by the kind of the table."""

@@ -37,15 +37,17 @@ def or_null(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def open_words(name: str, words: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
-    """Named schema of a text that is one of `words` today, each with its meaning, and may be another tomorrow."""
-    known = list(words)
-    lines = "".join(f"\n- `{word}`: {text}" for word, text in known)
+def open_words(name: str, value_meanings: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
+    """Named schema of a text that is one of `value_meanings` today; there may be more values tomorrow."""
+    known_value_meanings = list(value_meanings)
+    lines = "".join(
+        f"\n- `{allowed_value}`: {text}" for allowed_value, text in known_value_meanings
+    )
     enum = NamedSchema(
         f"Known{name}",
         {
             "type": "string",
-            "enum": [word for word, _ in known],
+            "enum": [allowed_value for allowed_value, _ in known_value_meanings],
             "description": f"Values of {name} in this release:\n{lines}",
         },
     )
@@ -65,15 +67,17 @@ def collected(value: Any, schemas: Json) -> Any:
     Raises ConfigError where two different schemas have one name.
     """
     if isinstance(value, NamedSchema):
-        content = {key: collected(each, schemas) for key, each in value.items()}
+        content = {key: collected(part, schemas) for key, part in value.items()}
         if schemas.setdefault(value.name, content) != content:
             raise ConfigError(f"two different schemas of the API are called {value.name}")
         return {"$ref": _PREFIX + value.name}
     if isinstance(value, dict):
         if isinstance(target := value.get("$ref"), NamedSchema):
-            rest = {key: collected(each, schemas) for key, each in value.items() if key != "$ref"}
-            return collected(target, schemas) | rest
-        return {key: collected(each, schemas) for key, each in value.items()}
+            sibling_parts = {
+                key: collected(part, schemas) for key, part in value.items() if key != "$ref"
+            }
+            return collected(target, schemas) | sibling_parts
+        return {key: collected(part, schemas) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [collected(each, schemas) for each in value]
+        return [collected(part, schemas) for part in value]
     return value

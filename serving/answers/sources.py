@@ -16,5 +16,5 @@ class Source(StrEnum):
 STORED = (Source.L1, Source.L2)
 """Sources that hold records of the live generation, ready to be read."""
 
-FALLBACKS = tuple([each for each in Source if each not in (*STORED, Source.LIVE)])
+FALLBACKS = tuple([source for source in Source if source not in (*STORED, Source.LIVE)])
 """Sources that answer when the live generation cannot."""

@@ -56,19 +56,19 @@ class Flat:
             raise Malformed("a vector reaches beyond its message")
         return start + 4, count
 
-    def tables(self, slot: int, most: int) -> list["Flat"]:
+    def tables(self, slot: int, count_max: int) -> list["Flat"]:
         """A vector of tables."""
         first, count = self.vector(slot, 4)
-        if count > most:
-            raise Malformed(f"{count} where at most {most} are read")
-        places = range(first, first + 4 * count, 4)
-        return [Flat(self._raw, at + self._read(_U32, at)) for at in places]
+        if count > count_max:
+            raise Malformed(f"{count} where at most {count_max} are read")
+        offset_positions = range(first, first + 4 * count, 4)
+        return [Flat(self._raw, at + self._read(_U32, at)) for at in offset_positions]
 
-    def pairs(self, slot: int, most: int) -> list[tuple[int, int]]:
+    def pairs(self, slot: int, count_max: int) -> list[tuple[int, int]]:
         """A vector of structs of two int64."""
         first, count = self.vector(slot, 16)
-        if count > most:
-            raise Malformed(f"{count} where at most {most} are read")
+        if count > count_max:
+            raise Malformed(f"{count} where at most {count_max} are read")
         numbers = struct.unpack_from(f"<{2 * count}q", self._raw, first)
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 

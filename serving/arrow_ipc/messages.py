@@ -30,15 +30,15 @@ def first_message(raw: bytes) -> bytes:
 @functools.lru_cache(maxsize=64)
 def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
     """Metadata and columns from the message that begins a stream, cached: a caller's streams often share it."""
-    found, body = next(messages(memoryview(first)), (None, b""))
-    if found is None or found.kind != arrow.SCHEMA or body:
+    message, body = next(messages(memoryview(first)), (None, b""))
+    if message is None or message.kind != arrow.SCHEMA or body:
         raise Malformed("the stream does not begin with a schema")
-    header = root(found.metadata).table(2)
+    header = root(message.metadata).table(2)
     if header.number(0, "<h") != 0:
         raise Unsupported("the stream is big-endian: send it little-endian")
-    metadata = {each.text(0): each.text(1) for each in header.tables(2, _METADATA_MAX)}
-    fields = tuple([_field(each, 0) for each in header.tables(1, _FIELDS_MAX)])
-    if len({each.name for each in fields}) != len(fields):
+    metadata = {pair.text(0): pair.text(1) for pair in header.tables(2, _METADATA_MAX)}
+    fields = tuple([_field(flat, 0) for flat in header.tables(1, _FIELDS_MAX)])
+    if len({field.name for field in fields}) != len(fields):
         raise Malformed("two columns have the same name")
     return tuple(metadata.items()), fields
 
@@ -59,10 +59,10 @@ class BatchLayout(NamedTuple):
     buffers: list[tuple[int, int]]
 
 
-def layout(found: Message) -> BatchLayout:
+def layout(message: Message) -> BatchLayout:
     """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
-    read = _layout if len(found.metadata) <= KEPT_MAX else _layout.__wrapped__
-    return read(found.metadata)
+    read = _layout if len(message.metadata) <= KEPT_MAX else _layout.__wrapped__
+    return read(message.metadata)
 
 
 def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
@@ -80,21 +80,21 @@ def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
         if start > len(raw):
             raise Malformed("the stream ends within a message")
         metadata = bytes(raw[at + 8 : start])
-        found = (_message if size <= KEPT_MAX else _message.__wrapped__)(metadata)
-        at = start + found.body_bytes
+        message = (_message if size <= KEPT_MAX else _message.__wrapped__)(metadata)
+        at = start + message.body_bytes
         if at > len(raw):
             raise Malformed("the stream ends within a message's body")
-        yield found, raw[start:at]
+        yield message, raw[start:at]
 
 
 @functools.lru_cache(maxsize=256)
 def _message(metadata: bytes) -> Message:
-    found = root(metadata)
-    body_bytes = found.number(3, "<q")
+    root_table = root(metadata)
+    body_bytes = root_table.number(3, "<q")
     if body_bytes < 0:
         raise Malformed("a message's body has a negative size")
-    found.table(2)
-    return Message(metadata, found.number(1, "<B"), body_bytes)
+    root_table.table(2)
+    return Message(metadata, root_table.number(1, "<B"), body_bytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,8 +135,8 @@ def _kind(flat: Flat, type_: int) -> Kind | None:
         case arrow.BOOL:
             return "bool"
         case arrow.INT:
-            found = flat.table(3)
-            is_i4 = found.number(0, "<i") == 32 and found.number(1, "<B") == 1
+            int_type = flat.table(3)
+            is_i4 = int_type.number(0, "<i") == 32 and int_type.number(1, "<B") == 1
             return "i4" if is_i4 else None
         case arrow.FLOAT:
             return arrow.FLOAT_KINDS.get(flat.table(3).number(0, "<h"))

@@ -63,10 +63,10 @@ def read(
     first = first_message(raw)
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
     check(fields)
-    columns: dict[str, list[Any]] = {each.name: [] for each in fields}
+    columns: dict[str, list[Any]] = {field.name: [] for field in fields}
     rows = 0
-    for place, (message, body) in enumerate(messages(memoryview(raw)[len(first) :])):
-        if place == BATCHES_MAX:
+    for batch_index, (message, body) in enumerate(messages(memoryview(raw)[len(first) :])):
+        if batch_index == BATCHES_MAX:
             raise Unsupported(
                 f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
             )
@@ -78,10 +78,10 @@ def read(
             raise Malformed(f"the stream has more than {rows_max} rows")
         rows += count
         batch = _Batch(described, body, as_bytes, cutter)
-        for each in fields:
-            columns[each.name] += batch.column(each, count)
+        for field in fields:
+            columns[field.name] += batch.column(field, count)
         batch.check_end()
-    return Frame(dict(metadata), {each.name: each for each in fields}, columns, rows)
+    return Frame(dict(metadata), {field.name: field for field in fields}, columns, rows)
 
 
 class _Batch:
@@ -102,7 +102,7 @@ class _Batch:
         values = self._values(field, rows)
         if valid is None:
             return values
-        return [each if there else None for each, there in zip(values, valid, strict=True)]
+        return [value if is_valid else None for value, is_valid in zip(values, valid, strict=True)]
 
     def check_end(self) -> None:
         """Raises Malformed if there is more than the columns have."""
@@ -122,8 +122,8 @@ class _Batch:
             case "fixed":
                 step = field.width
                 return self._lists(field, np.arange(rows + 1, dtype=np.int64) * step)
-        found: list[Any] = self._array(rows, _NUMBERS[field.kind]).tolist()
-        return found
+        numbers: list[Any] = self._array(rows, _NUMBERS[field.kind]).tolist()
+        return numbers
 
     def _lists(self, field: Field, ends: NDArray[Any]) -> list[Any]:
         inner = field.child
@@ -150,8 +150,8 @@ class _Batch:
         except Malformed:
             _offsets(ends, rows, "<i4")  # what is wrong with them comes first
             raise
-        found = self._cutter(data, ends[: 4 * (rows + 1)])
-        return self._cut(_offsets(ends, rows, "<i4"), data) if found is None else found
+        pieces = self._cutter(data, ends[: 4 * (rows + 1)])
+        return self._cut(_offsets(ends, rows, "<i4"), data) if pieces is None else pieces
 
     def _no_nulls(self, node: tuple[int, int]) -> None:
         if node[1]:
@@ -166,12 +166,12 @@ class _Batch:
         if cuts[-1] > len(data):
             raise Malformed("a text reaches beyond its bytes")
         try:
-            whole = bytes(data[: cuts[-1]])
-            if whole.isascii() and not self._as_bytes:  # cut the text, not the bytes
-                text = whole.decode()
+            text_bytes = bytes(data[: cuts[-1]])
+            if text_bytes.isascii() and not self._as_bytes:  # cut the text, not the bytes
+                text = text_bytes.decode()
                 return [text[a:b] for a, b in pairwise(cuts)]
-            pieces = [whole[a:b] for a, b in pairwise(cuts)]
-            if whole.isascii():
+            pieces = [text_bytes[a:b] for a, b in pairwise(cuts)]
+            if text_bytes.isascii():
                 return pieces
             decoded = list(map(bytes.decode, pieces))
             return pieces if self._as_bytes else decoded
@@ -198,22 +198,22 @@ class _Batch:
         return self._bits(rows)
 
     def _bits(self, rows: int) -> list[bool]:
-        found = self._array((rows + 7) // 8, np.dtype(np.uint8))
-        bits = np.unpackbits(found, count=rows, bitorder="little")
-        there: list[bool] = bits.astype(np.bool_).tolist()
-        return there
+        packed_bits = self._array((rows + 7) // 8, np.dtype(np.uint8))
+        bits = np.unpackbits(packed_bits, count=rows, bitorder="little")
+        flags: list[bool] = bits.astype(np.bool_).tolist()
+        return flags
 
     def _node(self) -> tuple[int, int]:
-        found = next(self._nodes, None)
-        if found is None:
+        node = next(self._nodes, None)
+        if node is None:
             raise Malformed("a record batch lacks columns of the schema")
-        return found
+        return node
 
     def _buffer(self) -> memoryview:
-        found = next(self._buffers, None)
-        if found is None:
+        extent = next(self._buffers, None)
+        if extent is None:
             raise Malformed("a record batch lacks buffers")
-        at, size = found
+        at, size = extent
         if at < 0 or size < 0 or at + size > len(self._body):
             raise Malformed("a buffer reaches beyond its body")
         return self._body[at : at + size]
@@ -226,7 +226,7 @@ def _offsets(data: memoryview, rows: int, layout: str) -> NDArray[Any]:
         return np.zeros(1, dtype)
     if len(data) < (rows + 1) * dtype.itemsize:
         raise Malformed("a column lacks offsets")
-    found = np.frombuffer(data, dtype, rows + 1)
-    if found[0] < 0 or (found[1:] < found[:-1]).any():
+    offsets = np.frombuffer(data, dtype, rows + 1)
+    if offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
         raise Malformed("offsets fall")
-    return found
+    return offsets

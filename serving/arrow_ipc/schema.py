@@ -41,10 +41,10 @@ class Field(NamedTuple):
 def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
     """The encapsulated message that begins a stream."""
     builder = flatbuffers.Builder(1024)
-    listed = _offsets(builder, [_field(builder, each) for each in fields])
-    pairs = _offsets(builder, [_pair(builder, *each) for each in metadata])
+    fields_at = _offsets(builder, [_field(builder, field) for field in fields])
+    pairs = _offsets(builder, [_pair(builder, *key_value) for key_value in metadata])
     builder.StartObject(4)
-    builder.PrependUOffsetTRelativeSlot(1, listed, 0)
+    builder.PrependUOffsetTRelativeSlot(1, fields_at, 0)
     builder.PrependUOffsetTRelativeSlot(2, pairs, 0)
     return encapsulated(message(builder, SCHEMA, builder.EndObject(), 0))
 
@@ -107,7 +107,7 @@ def _pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
 
 def _offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
     builder.StartVector(4, len(offsets), 4)
-    for each in reversed(offsets):
-        builder.PrependUOffsetTRelative(each)
+    for offset in reversed(offsets):
+        builder.PrependUOffsetTRelative(offset)
     end: int = builder.EndVector()
     return end

@@ -53,15 +53,15 @@ def stream(
     `assemble`: a faster function with the result of `assembled`, or None for what it leaves to that.
     """
     nodes = [number for column in columns for node in column.nodes for number in node]
-    buffers = [each for column in columns for each in column.buffers]
+    buffers = [buffer for column in columns for buffer in column.buffers]
     template = _template(len(nodes) // 2, len(buffers))
-    given = schema_message(fields, metadata), *template, rows, nodes, buffers, END
-    found = None if assemble is None else assemble(*given)
-    return assembled(*given) if found is None else found
+    assemble_arguments = schema_message(fields, metadata), *template, rows, nodes, buffers, END
+    fast_stream = None if assemble is None else assemble(*assemble_arguments)
+    return assembled(*assemble_arguments) if fast_stream is None else fast_stream
 
 
 def assembled(
-    before: bytes,
+    stream_head: bytes,
     metadata: bytes,
     body_at: int,
     rows_at: int,
@@ -72,14 +72,14 @@ def assembled(
     buffers: list[bytes],
     after: bytes,
 ) -> bytes:
-    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; `before` and `after` as they are."""
+    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; `stream_head` and `after` unchanged."""
     pieces: list[bytes] = []
-    places: list[int] = []
+    extents: list[int] = []
     at = 0
-    for each in buffers:
-        places += at, (size := len(each))
+    for buffer in buffers:
+        extents += at, (size := len(buffer))
         if size:
-            pieces.append(each)
+            pieces.append(buffer)
             if pad := -size & 7:
                 pieces.append(_PADDING[pad])
                 size += pad
@@ -88,26 +88,31 @@ def assembled(
     struct.pack_into("<q", head, body_at, at)
     struct.pack_into("<q", head, rows_at, rows)
     struct.pack_into(f"<{len(nodes)}q", head, nodes_at, *nodes)
-    struct.pack_into(f"<{len(places)}q", head, buffers_at, *places)
-    return b"".join((before, head, *pieces, after))
+    struct.pack_into(f"<{len(extents)}q", head, buffers_at, *extents)
+    return b"".join((stream_head, head, *pieces, after))
 
 
 @functools.lru_cache(maxsize=64)
 def _template(nodes: int, buffers: int) -> _Template:
     builder = flatbuffers.Builder(1024)
-    listed = [_pairs(builder, count) for count in (nodes, buffers)]
+    vector_offsets = [_pairs(builder, count) for count in (nodes, buffers)]
     builder.StartObject(5)
     builder.PrependInt64Slot(0, 1, 0)  # any number but the default, which would have no place
-    builder.PrependUOffsetTRelativeSlot(1, listed[0], 0)
-    builder.PrependUOffsetTRelativeSlot(2, listed[1], 0)
+    builder.PrependUOffsetTRelativeSlot(1, vector_offsets[0], 0)
+    builder.PrependUOffsetTRelativeSlot(2, vector_offsets[1], 0)
     raw = message(builder, RECORD_BATCH, builder.EndObject(), 1)
-    found = root(raw)
-    batch = found.table(2)
+    root_table = root(raw)
+    batch = root_table.table(2)
     return _Template(
         encapsulated(raw),
         *(
             _PREFIX_BYTES + at
-            for at in (found.at(3), batch.at(0), batch.vector(1, 16)[0], batch.vector(2, 16)[0])
+            for at in (
+                root_table.at(3),
+                batch.at(0),
+                batch.vector(1, 16)[0],
+                batch.vector(2, 16)[0],
+            )
         ),
     )
 
@@ -127,9 +132,9 @@ def texts(values: Sequence[bytes | None]) -> Column:
         return whole_texts(values)  # type: ignore[arg-type]
     except TypeError:  # None has no length: that is cheaper than to look for one first
         pass
-    there = [each is not None for each in values]
-    column = whole_texts([each or b"" for each in values])
-    return Column(((len(values), there.count(False)),), (bits(there), *column.buffers[1:]))
+    is_valid = [value is not None for value in values]
+    column = whole_texts([value or b"" for value in values])
+    return Column(((len(values), is_valid.count(False)),), (bits(is_valid), *column.buffers[1:]))
 
 
 def whole_texts(values: Sequence[bytes]) -> Column:
@@ -153,10 +158,10 @@ def no_text(rows: int) -> Column:
     return Column(((rows, rows),), (bytes((rows + 7) // 8), bytes(4 * rows + 4), b""))
 
 
-def numbers(values: NDArray[np.generic], there: Sequence[bool] | None = None) -> Column:
-    """Column of the array's own dtype; null where `there` is False."""
-    nulls = 0 if there is None else len(there) - sum(there)
-    valid = bits(there) if nulls and there is not None else b""
+def numbers(values: NDArray[np.generic], is_valid: Sequence[bool] | None = None) -> Column:
+    """Column of the array's own dtype; null where `is_valid` is False."""
+    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    valid = bits(is_valid) if nulls and is_valid is not None else b""
     return Column(((len(values), nulls),), (valid, values.tobytes()))
 
 
@@ -172,24 +177,24 @@ def no_flags(rows: int) -> Column:
     return flags([False] * rows)
 
 
-def flags(values: Sequence[bool], there: Sequence[bool] | None = None) -> Column:
-    """Column of bool; null where `there` is False."""
-    nulls = 0 if there is None else len(there) - sum(there)
-    valid = bits(there) if nulls and there is not None else b""
+def flags(values: Sequence[bool], is_valid: Sequence[bool] | None = None) -> Column:
+    """Column of bool; null where `is_valid` is False."""
+    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    valid = bits(is_valid) if nulls and is_valid is not None else b""
     return Column(((len(values), nulls),), (valid, bits(values)))
 
 
-def lists(ends: NDArray[np.int32], inner: Column, there: Sequence[bool] | None = None) -> Column:
+def lists(ends: NDArray[np.int32], inner: Column, is_valid: Sequence[bool] | None = None) -> Column:
     """Column of lists of `inner`, cut at `ends` int32[rows + 1], which begin with 0."""
-    nulls = 0 if there is None else len(there) - sum(there)
-    valid = bits(there) if nulls and there is not None else b""
+    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    valid = bits(is_valid) if nulls and is_valid is not None else b""
     return Column(((len(ends) - 1, nulls), *inner.nodes), (valid, ends.tobytes(), *inner.buffers))
 
 
-def fixed_lists(rows: int, inner: Column, there: Sequence[bool] | None = None) -> Column:
+def fixed_lists(rows: int, inner: Column, is_valid: Sequence[bool] | None = None) -> Column:
     """Column of lists of one size, each of which has its numbers in `inner`, also a null one."""
-    nulls = 0 if there is None else len(there) - sum(there)
-    valid = bits(there) if nulls and there is not None else b""
+    nulls = 0 if is_valid is None else len(is_valid) - sum(is_valid)
+    valid = bits(is_valid) if nulls and is_valid is not None else b""
     return Column(((rows, nulls), *inner.nodes), (valid, *inner.buffers))
 
 

@@ -13,12 +13,12 @@ from serving.client.errors import Garbled
 
 _T = TypeVar("_T", bound=Origin)
 _ARRAYS = frozenset(
-    each.name
+    answer_field.name
     for declared in (Answer, Ranking)
-    for each in fields_of(declared)
-    if each.type is Numbers
+    for answer_field in fields_of(declared)
+    if answer_field.type is Numbers
 )
-_SOURCES: Mapping[str, Source] = {each.value: each for each in Source}
+_SOURCES: Mapping[str, Source] = {source.value: source for source in Source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def read_answers(raw: bytes, count: int) -> list[Answer]:
     """The answers of one batch of `count` entities, in their order. Raises Garbled."""
     body = read_json(raw).get("answers")
     if not isinstance(body, list) or len(body) != count:
-        found = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
-        raise Garbled(f"{count} entities were asked, and {found} came")
-    return [_result(Answer, each) for each in body]
+        received_text = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
+        raise Garbled(f"{count} entities were asked, and {received_text} came")
+    return [_result(Answer, answer_json) for answer_json in body]
 
 
 def read_answer(raw: bytes) -> Answer:
@@ -114,17 +114,19 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 def _result(declared: type[_T], values: Mapping[str, Any]) -> _T:
     """A result from its fields; those of a newer service are left out. Raises Garbled."""
-    known = declared.__dataclass_fields__
+    declared_fields = declared.__dataclass_fields__
     try:
-        sent = {name: _value(name, each) for name, each in values.items() if name in known}
-        return declared(**sent)
+        field_values = {
+            name: _value(name, value) for name, value in values.items() if name in declared_fields
+        }
+        return declared(**field_values)
     except (TypeError, ValueError, AttributeError) as error:
         raise Garbled(f"this is no answer of the service: {error}") from error
 
 
-def source_of(word: str) -> Source:
+def source_of(source_name: str) -> Source:
     """The source that a word names; a word that only a newer service knows stays as it is."""
-    return _SOURCES.get(word, word)  # type: ignore[arg-type]
+    return _SOURCES.get(source_name, source_name)  # type: ignore[arg-type]
 
 
 def _value(name: str, value: Any) -> Any:

@@ -16,7 +16,7 @@ from serving.client.errors import Garbled
 
 def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
     """The body that asks for `ids`; options are the schema's metadata."""
-    column = whole_texts([each.encode() for each in ids])
+    column = whole_texts([entity_id.encode() for entity_id in ids])
     return stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
 
 
@@ -30,14 +30,16 @@ def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
         ) from error
     if frame.rows != count:
         raise Garbled(f"{count} entities were asked, and {frame.rows} answers came")
-    known = Answer.__dataclass_fields__
-    names = [name for name in frame.columns if name in known and name != "id"]
+    answer_fields = Answer.__dataclass_fields__
+    names = [name for name in frame.columns if name in answer_fields and name != "id"]
     table = frame.metadata.get("table")
 
     def answer(id_: str | None, *values: Any) -> Answer:
-        there = {name: each for name, each in zip(names, values, strict=True) if each is not None}
-        there["source"] = source_of(there["source"])
-        return Answer(id=id_, table=table, **there)  # type: ignore[arg-type]
+        field_values = {
+            name: value for name, value in zip(names, values, strict=True) if value is not None
+        }
+        field_values["source"] = source_of(field_values["source"])
+        return Answer(id=id_, table=table, **field_values)  # type: ignore[arg-type]
 
     try:
         return list(

@@ -22,7 +22,7 @@ async def lookup_batch(
     table: str | None,
     entities: Asked,
     options: Options,
-    until: float,
+    deadline_at: float,
     *,
     binary: bool = False,
 ) -> list[Answer]:
@@ -31,57 +31,63 @@ async def lookup_batch(
     `binary` counts where one table is asked.
     """
     parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
-    turn = asyncio.Semaphore(policy.at_once)
+    request_slots = asyncio.Semaphore(policy.at_once)
 
-    async def ask(part: Asked, options: Options) -> list[Answer]:
+    async def send_part(part: Asked, options: Options) -> list[Answer]:
         if binary and table is not None:
             call, read = many_binary(table, part, options), read_arrow_answers
         else:
             call, read = many(table, part, options), read_answers
-        async with turn:
-            return read(await sender.send(call, until), len(part))
+        async with request_slots:
+            return read(await sender.send(call, deadline_at), len(part))
 
-    answered = await _all([ask(part, options) for part in parts])
-    told = [_generation(each) for each in answered]
+    answered = await _all([send_part(part, options) for part in parts])
+    generations = [_generation(part_answers) for part_answers in answered]
 
-    def again(generation: str) -> _Works:
+    def repeat_parts(generation: str) -> _Works:
         return [
-            _done(had) if name in (generation, None) else ask(part, options.pinned(generation))
-            for part, had, name in zip(parts, answered, told, strict=True)
+            _done(part_answers)
+            if name in (generation, None)
+            else send_part(part, options.pinned(generation))
+            for part, part_answers, name in zip(parts, answered, generations, strict=True)
         ]
 
-    seen = sorted({each for each in told if each is not None})
-    if len(seen) > 1:
-        answered = await _agreed(seen, again)
-    return [answer for each in answered for answer in each]
+    distinct_generations = sorted(
+        {generation_id for generation_id in generations if generation_id is not None}
+    )
+    if len(distinct_generations) > 1:
+        answered = await _agreed(distinct_generations, repeat_parts)
+    return [answer for part_answers in answered for answer in part_answers]
 
 
 def _generation(answers: Sequence[Answer]) -> str | None:
     """Generation that one request was answered from; None if each of its answers was the previous one's."""
-    return next((each.generation for each in answers if each.source != Source.PREVIOUS), None)
+    return next((answer.generation for answer in answers if answer.source != Source.PREVIOUS), None)
 
 
-async def _agreed(seen: Sequence[str], again: Callable[[str], _Works]) -> list[list[Answer]]:
+async def _agreed(
+    generations: Sequence[str], repeat_parts: Callable[[str], _Works]
+) -> list[list[Answer]]:
     """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
 
     The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
     """
-    *others, last = seen
-    for generation in others:
+    *older_generations, last = generations
+    for generation in older_generations:
         try:
-            return await _all(again(generation))
+            return await _all(repeat_parts(generation))
         except GenerationGone:
             continue
-    return await _all(again(last))
+    return await _all(repeat_parts(last))
 
 
-async def _done(had: _T) -> _T:
-    return had
+async def _done(ready_result: _T) -> _T:
+    return ready_result
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Results of all `works`, in order; the first error ends the others."""
-    tasks = [asyncio.ensure_future(each) for each in works]
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -77,7 +77,9 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of the options that are set."""
-        body = {each.name: getattr(self, each.name) for each in fields(self)}
+        body = {
+            option_field.name: getattr(self, option_field.name) for option_field in fields(self)
+        }
         if self.exclude is not None:
             body["exclude"] = as_ids(self.exclude)
         if self.canary_key is not None:
@@ -113,7 +115,7 @@ def as_ids(values: Sequence[Id]) -> list[str]:
     """Texts of a list of ids; raises TypeError for what is no id, and for a text, a list of its letters."""
     if isinstance(values, str):
         raise TypeError(f"a list of ids is wanted, not the text {values!r}")
-    return [as_id(each) for each in values]
+    return [as_id(value) for value in values]
 
 
 def one(table: str, entity: Id, options: Options) -> Call:
@@ -127,15 +129,16 @@ def one(table: str, entity: Id, options: Options) -> Call:
 
 def many(table: str | None, entities: Asked, options: Options) -> Call:
     """POST entities of one table, or without `table` entities that each name their own."""
-    listed = [
-        each.to_json() if isinstance(each, Entity) else {"id": as_id(each)} for each in entities
+    entity_bodies = [
+        entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)}
+        for entity in entities
     ]
-    return _post(_table(table), {"entities": listed, **options.to_json()})
+    return _post(_table(table), {"entities": entity_bodies, **options.to_json()})
 
 
 def many_binary(table: str, entities: Asked, options: Options) -> Call:
     """POST entities of one table for an Arrow IPC stream; the question is one too if plain ids and no `exclude`."""
-    ids = [each for each in entities if not isinstance(each, Entity)]
+    ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(many(table, entities, options), accept=MEDIA_TYPE)
     content = write_arrow_ids(as_ids(ids), _texts(options))
@@ -144,8 +147,8 @@ def many_binary(table: str, entities: Asked, options: Options) -> Call:
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     """POST one user's candidates."""
-    who = user.to_json() if isinstance(user, Entity) else as_id(user)
-    return _post("/v1/score", {"user": who, "items": as_ids(items), **options.to_json()})
+    user_json = user.to_json() if isinstance(user, Entity) else as_id(user)
+    return _post("/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()})
 
 
 def feedback(
@@ -172,13 +175,13 @@ def split(
         raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
     excluded = len(options.exclude or ())
     begin, ids, numbers = 0, excluded, 0
-    for place, each in enumerate(entities):
-        more = len(each.history or ()) if isinstance(each, Entity) else 0
-        further = _numbers(each) if isinstance(each, Entity) else 0
+    for index, entity in enumerate(entities):
+        more = len(entity.history or ()) if isinstance(entity, Entity) else 0
+        further = _numbers(entity) if isinstance(entity, Entity) else 0
         is_full = ids + more > max_ids or numbers + further > max_numbers
-        if place > begin and (place - begin == max_batch or is_full):
-            yield entities[begin:place]
-            begin, ids, numbers = place, excluded, 0
+        if index > begin and (index - begin == max_batch or is_full):
+            yield entities[begin:index]
+            begin, ids, numbers = index, excluded, 0
         ids += more
         numbers += further
     if begin < len(entities):
@@ -187,7 +190,7 @@ def split(
 
 def _numbers(entity: Entity) -> int:
     values = (entity.features or {}).values()
-    sizes = [len(each) if isinstance(each, list | tuple) else np.size(each) for each in values]
+    sizes = [len(value) if isinstance(value, list | tuple) else np.size(value) for value in values]
     return sum([max(1, size) for size in sizes])
 
 

@@ -125,9 +125,9 @@ class AsyncClient:
         return await send_events(self._sender, calls, lambda: self._until(options))
 
     async def _lookup(self, table: str | None, entities: Asked, options: Options) -> list[Answer]:
-        until = self._until(options)
+        deadline_at = self._until(options)
         return await lookup_batch(
-            self._sender, self._policy, table, entities, options, until, binary=self._binary
+            self._sender, self._policy, table, entities, options, deadline_at, binary=self._binary
         )
 
 
@@ -227,7 +227,9 @@ def _http(
         raise ValueError(f"{url!r} is no URL: {error}") from error
     if base.scheme not in ("http", "https") or not base.host:
         raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
-    if token is not None and (not token.isprintable() or any(each.isspace() for each in token)):
+    if token is not None and (
+        not token.isprintable() or any(character.isspace() for character in token)
+    ):
         raise ValueError("a token is printable characters without spaces")
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)

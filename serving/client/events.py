@@ -79,22 +79,22 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
 
     Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
     """
-    found: list[EventsCall] = []
+    calls: list[EventsCall] = []
     bodies: list[bytes] = []
     size_bytes = 0
-    for place, event in enumerate(events):
+    for index, event in enumerate(events):
         try:
             body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
         except orjson.JSONEncodeError as error:
-            raise TypeError(f"events[{place}] cannot be written as JSON: {error}") from error
+            raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
         if bodies and (len(bodies) == max_batch or size_bytes + len(body) > BODY_BYTES):
-            found.append(_call(place, bodies))
+            calls.append(_call(index, bodies))
             bodies, size_bytes = [], 0
         bodies.append(body)
         size_bytes += len(body) + 1
     if bodies:
-        found.append(_call(len(events), bodies))
-    return found
+        calls.append(_call(len(events), bodies))
+    return calls
 
 
 def _call(end: int, bodies: Sequence[bytes]) -> EventsCall:
@@ -103,24 +103,26 @@ def _call(end: int, bodies: Sequence[bytes]) -> EventsCall:
 
 
 async def send_events(
-    sender: Sender, calls: Sequence[EventsCall], until: Callable[[], float]
+    sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]
 ) -> EventReceipt:
-    """Sends events, one request behind the other; `until` is the deadline of one that goes out now.
+    """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
 
     Raises Unanswered, after which some may have been accepted: send all of them again.
     """
-    told = EventReceipt(0, 0, (), "unknown", None)
+    receipt = EventReceipt(0, 0, (), "unknown", None)
     for at, call in calls:
-        found = read_receipt(await sender.send(call, until()))
-        moved = tuple(replace(each, index=each.index + at) for each in found.rejected)
-        told = EventReceipt(
-            told.accepted + found.accepted,
-            told.repeated + found.repeated,
-            told.rejected + moved,
-            found.durability,
-            found.position or told.position,
+        part_receipt = read_receipt(await sender.send(call, get_deadline()))
+        moved = tuple(
+            replace(rejection, index=rejection.index + at) for rejection in part_receipt.rejected
         )
-    return told
+        receipt = EventReceipt(
+            receipt.accepted + part_receipt.accepted,
+            receipt.repeated + part_receipt.repeated,
+            receipt.rejected + moved,
+            part_receipt.durability,
+            part_receipt.position or receipt.position,
+        )
+    return receipt
 
 
 def read_receipt(raw: bytes) -> EventReceipt:
@@ -128,8 +130,8 @@ def read_receipt(raw: bytes) -> EventReceipt:
     body = read_json(raw)
     try:
         rejected = tuple(
-            EventRejection(each["index"], each["reason"], each["detail"])
-            for each in body["rejected"]
+            EventRejection(rejection["index"], rejection["reason"], rejection["detail"])
+            for rejection in body["rejected"]
         )
         return EventReceipt(
             int(body["accepted"]),

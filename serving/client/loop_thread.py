@@ -64,8 +64,8 @@ class LoopThread:
                 self._loop.close()
 
     async def _end(self, last: Coroutine[Any, Any, None]) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for each in others:
-            each.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
+            task.cancel()
+        await asyncio.gather(*other_tasks, return_exceptions=True)
         await last

@@ -90,9 +90,9 @@ class Pace:
 class Allowance:
     """Budget of extra requests, a share of the plain ones: each of these earns `share`, saved up to `most`."""
 
-    def __init__(self, share: float, most: float, saved: float = 0.0) -> None:
-        self._share = share
-        self._most = most
+    def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
+        self._share = earned_share
+        self._most = saved_max
         self._saved = saved
 
     def earn(self) -> None:
@@ -118,19 +118,19 @@ class Sender:
         self._hedges = Allowance(policy.hedge_share, _HEDGES_SAVED)
         self._leaving: set[asyncio.Task[httpx.Response]] = set()
 
-    async def send(self, call: Call, until: float) -> bytes:
-        """Sends a call; the body of a 200 or 202, by `until` on the pace's timer. Raises Unanswered."""
+    async def send(self, call: Call, deadline_at: float) -> bytes:
+        """Sends a call; the body of a 200 or 202, by `deadline_at` on the pace's timer. Raises Unanswered."""
         policy, timer = self._policy, self._pace.timer
         self._retries.earn()
         self._hedges.earn()
         last: Unanswered | None = None
         for attempt in range(1, policy.attempts + 1):
-            least_s, left_s = 0.0, until - timer()
+            least_s, left_s = 0.0, deadline_at - timer()
             if left_s <= 0:
                 break
             try:
                 async with asyncio.timeout(left_s):
-                    response = await self._first(call, until)
+                    response = await self._first(call, deadline_at)
             except TimeoutError:
                 break
             except Unreachable as error:
@@ -143,7 +143,7 @@ class Sender:
                 may_again = call.is_repeatable and is_passing
                 least_s = _retry_after(response)
             pause_s = max(self._spread(least_s), self._backoff_s(attempt))
-            in_time = timer() + pause_s < until
+            in_time = timer() + pause_s < deadline_at
             if not (may_again and in_time and attempt < policy.attempts and self._retries.take()):
                 raise last
             await self._pace.sleep(pause_s)
@@ -163,17 +163,17 @@ class Sender:
         longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt - 1))
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
-    async def _first(self, call: Call, until: float) -> httpx.Response:
+    async def _first(self, call: Call, deadline_at: float) -> httpx.Response:
         """Response to the call, or with a second request the first of two."""
         after_ms = self._policy.hedge_after_ms
         if after_ms is None or not call.is_repeatable:
-            return await self._exchange(call, until)
-        tasks = [asyncio.create_task(self._exchange(call, until))]
+            return await self._exchange(call, deadline_at)
+        tasks = [asyncio.create_task(self._exchange(call, deadline_at))]
         alarm = asyncio.ensure_future(self._pace.sleep(after_ms / 1000))
         try:
             await asyncio.wait((tasks[0], alarm), return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done() and self._hedges.take():
-                tasks.append(asyncio.create_task(self._exchange(call, until)))
+                tasks.append(asyncio.create_task(self._exchange(call, deadline_at)))
             return await _best(tasks)
         finally:
             alarm.cancel()
@@ -191,10 +191,10 @@ class Sender:
         if not task.cancelled():
             task.exception()
 
-    async def _exchange(self, call: Call, until: float) -> httpx.Response:
-        told_ms = (until - self._pace.timer()) * 1000 * self._policy.told_share
+    async def _exchange(self, call: Call, deadline_at: float) -> httpx.Response:
+        service_deadline_ms = (deadline_at - self._pace.timer()) * 1000 * self._policy.told_share
         # Whole ones: that is what the service reads on its quickest way.
-        headers = {"X-Deadline-Ms": str(max(1, int(told_ms))), "Accept": call.accept}
+        headers = {"X-Deadline-Ms": str(max(1, int(service_deadline_ms))), "Accept": call.accept}
         if call.content is not None:
             headers["Content-Type"] = call.content_type
         try:
@@ -204,8 +204,8 @@ class Sender:
         except httpx.DecodingError as error:
             raise Garbled(f"{call.method} {call.path}: {error}") from error
         except httpx.RequestError as error:
-            why = f"{call.method} {call.path}: {type(error).__name__} {error}".rstrip()
-            raise Unreachable(why, is_sent=not isinstance(error, _NEVER_LEFT)) from error
+            detail = f"{call.method} {call.path}: {type(error).__name__} {error}".rstrip()
+            raise Unreachable(detail, is_sent=not isinstance(error, _NEVER_LEFT)) from error
 
 
 async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
@@ -213,8 +213,8 @@ async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
     failed: list[asyncio.Task[httpx.Response]] = []
     pending = set(tasks)
     while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        finished_tasks, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished_tasks:
             if task.exception() is None and task.result().status_code not in _AGAIN:
                 return task.result()
             failed.append(task)
@@ -223,11 +223,11 @@ async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
 
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the service wants left alone; 0 if it does not say, or not so that it can be understood."""
-    sent = response.headers.get("retry-after", "").strip()
-    if sent.isascii() and sent.isdigit() and len(sent) < 10:
-        return float(sent)
+    retry_after = response.headers.get("retry-after", "").strip()
+    if retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10:
+        return float(retry_after)
     try:
         begin = parsedate_to_datetime(response.headers.get("date", ""))
-        return max(0.0, (parsedate_to_datetime(sent) - begin).total_seconds())
+        return max(0.0, (parsedate_to_datetime(retry_after) - begin).total_seconds())
     except (TypeError, ValueError):
         return 0.0

@@ -28,7 +28,7 @@ def limits_of(config: ServingConfig) -> Limits:
         config.max_ids,
         config.max_numbers,
         config.boost_max,
-        {name: _reranking(name, each) for name, each in config.rerank.items()},
+        {name: _reranking(name, declaration) for name, declaration in config.rerank.items()},
         config.feature_text_bytes,
     )
 
@@ -38,15 +38,15 @@ def _reranking(name: str, declared: Mapping[str, Any]) -> Reranking:
         return read_reranking(declared, _FACTOR_MAX)
     except InvalidInput as error:
         inner = error.details.get("field")
-        place = f"rerank.{name}" if inner is None else f"rerank.{name}.{inner}"
-        raise ConfigError(f"[serving.{place}]: {error.message}", field="rerank") from error
+        setting = f"rerank.{name}" if inner is None else f"rerank.{name}.{inner}"
+        raise ConfigError(f"[serving.{setting}]: {error.message}", field="rerank") from error
 
 
 def check_token(token: str) -> None:
     """Raises ConfigError for a token that no header can carry as it is."""
     if len(token.encode()) > TOKEN_BYTES_MAX:
         raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
-    if not token.isprintable() or any(each.isspace() for each in token):
+    if not token.isprintable() or any(character.isspace() for character in token):
         raise ConfigError(
             "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
             field="token",

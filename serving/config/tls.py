@@ -41,13 +41,15 @@ class TlsFiles:
 
     def context(self) -> ssl.SSLContext:
         """TLS 1.2 and newer with these files; raises ConfigError, naming the file, for one that cannot be used."""
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        made.minimum_version = ssl.TLSVersion.TLSv1_2
-        made.set_alpn_protocols(["http/1.1"])
-        for each in filter(None, (self.certificate, self.key, self.client_ca)):
-            _demand_file(each)
+        ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ssl_context.minimum_version = ssl.TLSVersion.TLSv1_2
+        ssl_context.set_alpn_protocols(["http/1.1"])
+        for path in filter(None, (self.certificate, self.key, self.client_ca)):
+            _demand_file(path)
         try:
-            made.load_cert_chain(self.certificate, self.key, password="")  # asks nobody for one
+            ssl_context.load_cert_chain(
+                self.certificate, self.key, password=""
+            )  # asks nobody for one
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"tls_certificate {self.certificate} and tls_key {self.key} are no pair in PEM without a passphrase: "
@@ -56,22 +58,22 @@ class TlsFiles:
             ) from None
         if self.client_ca:
             try:
-                made.load_verify_locations(self.client_ca)
+                ssl_context.load_verify_locations(self.client_ca)
             except (ssl.SSLError, OSError) as error:
                 raise ConfigError(
                     f"tls_client_ca {self.client_ca} holds no certificate in PEM: {error}",
                     field="tls_client_ca",
                 ) from None
-            made.verify_mode = _MODES[self.client]
+            ssl_context.verify_mode = _MODES[self.client]
             # A session that is resumed shows no certificate again: an authority that was taken out would live on.
-            made.options |= ssl.OP_NO_TICKET
-            made.num_tickets = 0
-        return made
+            ssl_context.options |= ssl.OP_NO_TICKET
+            ssl_context.num_tickets = 0
+        return ssl_context
 
     def version(self) -> Version:
         """Changes whenever one of the files does."""
         return tuple(
-            file_version(Path(each)) for each in (self.certificate, self.key, self.client_ca)
+            file_version(Path(path)) for path in (self.certificate, self.key, self.client_ca)
         )
 
 

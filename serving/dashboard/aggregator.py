@@ -59,10 +59,10 @@ class _Drawn:
     rows: dict[int, DrawnBin] = field(default_factory=dict)
     lately: dict[int, Counts] = field(default_factory=dict)
 
-    def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest: int) -> None:
+    def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest_start: int) -> None:
         """Adds up what each bin holds, unless it is as before."""
         for start, blobs in bins.items():
-            is_late = start > newest - LATELY_BINS * BIN_S
+            is_late = start > newest_start - LATELY_BINS * BIN_S
             token = xxhash.xxh3_64_intdigest(b"".join(sorted(blobs)))
             if self.tokens.get(start) == token and (start in self.lately or not is_late):
                 continue
@@ -70,13 +70,17 @@ class _Drawn:
             self.tokens[start], self.rows[start] = token, row(counts, self.bounds)
             if is_late:
                 self.lately[start] = counts
-        for kept, since in (
+        for entries_by_start, first_start in (
             (self.tokens, oldest),
             (self.rows, oldest),
-            (self.lately, newest - LATELY_BINS * BIN_S + 1),
+            (self.lately, newest_start - LATELY_BINS * BIN_S + 1),
         ):
-            for start in [each for each in kept if not since <= each <= newest]:
-                del kept[start]
+            for start in [
+                bin_start
+                for bin_start in entries_by_start
+                if not first_start <= bin_start <= newest_start
+            ]:
+                del entries_by_start[start]
 
 
 class Whole:
@@ -98,46 +102,52 @@ class Whole:
 
     async def look(self) -> Reading:
         """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
-        own = self._teller.note()
-        now = own["at"]
-        newest = start_of(now)
-        oldest = newest - (BINS_MAX - 1) * BIN_S
+        own_row = self._teller.note()
+        now_s = own_row["at"]
+        newest_start = start_of(now_s)
+        oldest = newest_start - (BINS_MAX - 1) * BIN_S
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                workers, registry, bins = await self._read(oldest, newest)
+                workers, registry, bins = await self._read(oldest, newest_start)
                 infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._all_at = None
             mine = {start: [blob] for start, blob in self._teller.bins.packed.items()}
-            await asyncio.to_thread(self._alone.take, mine, oldest, newest)
-            why = str(error) or f"no reply within {TIMEOUT_S} s"
-            shown = {self._teller.name: own}
-            return Reading(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
+            await asyncio.to_thread(self._alone.take, mine, oldest, newest_start)
+            trouble = str(error) or f"no reply within {TIMEOUT_S} s"
+            shown_workers = {self._teller.name: own_row}
+            return Reading(
+                now_s, trouble, shown_workers, dict(self._alone.rows), dict(self._alone.lately)
+            )
         for start in bins:
             if (blob := self._teller.bins.packed.get(start)) is not None:
                 bins[start][self._teller.name.encode()] = blob
-        blobs = {start: list(told.values()) for start, told in bins.items() if told}
-        await asyncio.to_thread(self._drawn.take, blobs, oldest, newest)
+        blobs = {
+            start: list(blob_by_worker.values())
+            for start, blob_by_worker in bins.items()
+            if blob_by_worker
+        }
+        await asyncio.to_thread(self._drawn.take, blobs, oldest, newest_start)
         # Another version may tell less of itself.
-        unknown = dict.fromkeys(own)
-        shown = {
-            name: unknown | each
-            for name, each in _rows(workers).items()
-            if now - each["at"] < SILENT_S and _can_be_shown(each)
-        } | {self._teller.name: own}
+        unknown = dict.fromkeys(own_row)
+        shown_workers = {
+            name: unknown | worker_row
+            for name, worker_row in _rows(workers).items()
+            if now_s - worker_row["at"] < SILENT_S and _can_be_shown(worker_row)
+        } | {self._teller.name: own_row}
         return Reading(
-            now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),
+            now_s, self._teller.trouble, shown_workers, dict(self._drawn.rows), dict(self._drawn.lately),
             _rows(registry), infos,
         )  # fmt: skip
 
     async def _read(
-        self, oldest: int, newest: int
+        self, oldest: int, newest_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """The workers' table, the registry, and the bins that may have changed."""
         at = self._timer()
         is_all = self._all_at is None or at - self._all_at >= _ALL_AGAIN_S
-        first = oldest if is_all else newest - _FRESH_BINS * BIN_S
-        starts = range(first, newest + 1, BIN_S)
+        first = oldest if is_all else newest_start - _FRESH_BINS * BIN_S
+        starts = range(first, newest_start + 1, BIN_S)
         tables = [("HGETALL", self._keys.workers), ("HGETALL", self._keys.generations)]
         workers, registry = await self._control.ask_all(tables)
         bins: dict[int, dict[bytes, bytes]] = {}
@@ -151,15 +161,15 @@ class Whole:
 
 def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
     """JSON objects by name; what another version may have written otherwise is left out."""
-    found = {}
+    row_by_name = {}
     for name, raw in table.items():
         try:
-            each = orjson.loads(raw)
-            if isinstance(each["at"], int | float):
-                found[name.decode(errors="replace")] = each
+            parsed_row = orjson.loads(raw)
+            if isinstance(parsed_row["at"], int | float):
+                row_by_name[name.decode(errors="replace")] = parsed_row
         except (ValueError, TypeError, KeyError):
             continue
-    return found
+    return row_by_name
 
 
 def _can_be_shown(row: Mapping[str, Any]) -> bool:
@@ -182,9 +192,9 @@ def _has_kinds(row: Mapping[str, Any], texts: Sequence[str], numbers: Sequence[s
     )
 
 
-def _adds_up(add: Callable[[Sequence[Any]], object], told: Any) -> bool:
+def _adds_up(add: Callable[[Sequence[Any]], object], row_part: Any) -> bool:
     try:
-        add([told])
+        add([row_part])
     except Exception:  # whatever it is, nothing can be made of it
         return False
     return True

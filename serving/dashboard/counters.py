@@ -37,7 +37,7 @@ def is_count(value: object) -> bool:
 def counted(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
     """All that `/metrics` tells of requests, entities, answers, misses, events, and the times of answers and stages."""
     metrics.settle()
-    found: Sum[str] = Sum({SHED: shed} if shed else {})
+    sums: Sum[str] = Sum({SHED: shed} if shed else {})
     for counter, field, label in (
         (metrics.requests, REQUESTS, None),
         (metrics.entities, ENTITIES, None),
@@ -45,39 +45,41 @@ def counted(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) 
         (metrics.misses, MISSES, "reason"),
     ):
         for labels, count in counts_of(counter):
-            found[field + (labels[label] if label else "")] += int(count)
+            sums[field + (labels[label] if label else "")] += int(count)
     for counter, field, names in (
         (metrics.experiment_requests, ARMS, ("experiment", "arm")),
         (metrics.experiment_feedback, EVENTS, ("experiment", "arm", "event")),
     ):
         for labels, count in counts_of(counter):
-            found[field + "=".join(labels[each] for each in names)] += int(count)
+            sums[field + "=".join(labels[label_name] for label_name in names)] += int(count)
     if events is not None:
         for prefix, counts in ((TAKEN_IN, events.results), (REFUSED, events.refusals)):
-            found.update({prefix + name: n for name, n in counts.items() if n})
-        answers, lists, share = metrics.changed.totals()
-        found.update({NEWER: answers, COMPARED: lists, CHANGED: round(share * 1e6)})
+            sums.update({prefix + name: n for name, n in counts.items() if n})
+        answers, lists, changed_share_sum = metrics.changed.totals()
+        sums.update({NEWER: answers, COMPARED: lists, CHANGED: round(changed_share_sum * 1e6)})
     for stage, spent in metrics.stage_seconds.spent.items():
-        found[STAGES + stage] = round(spent.sum * 1e6)
+        sums[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():
-        found.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(spent.counts) if n})
-    return dict(found)
+        sums.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(spent.counts) if n})
+    return dict(sums)
 
 
-def difference(now: Mapping[str, int], before: Mapping[str, int]) -> Counts:
-    """The counts since `before`; fields without news are left out."""
+def difference(current_counts: Mapping[str, int], earlier_counts: Mapping[str, int]) -> Counts:
+    """The counts since `earlier_counts`; fields without news are left out."""
     return {
-        field: n - before.get(field, 0) for field, n in now.items() if n != before.get(field, 0)
+        field: n - earlier_counts.get(field, 0)
+        for field, n in current_counts.items()
+        if n != earlier_counts.get(field, 0)
     }
 
 
 def merged(parts: Iterable[Mapping[str, int]]) -> Counts:
     """The sum of all parts, by field."""
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for part in parts:
         for field, n in part.items():
-            found[field] = found.get(field, 0) + n
-    return found
+            sums[field] = sums.get(field, 0) + n
+    return sums
 
 
 def totals(counts: Mapping[str, int]) -> Counts:
@@ -92,34 +94,36 @@ def by(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 def histograms(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Answers by source and bucket."""
-    found: dict[str, dict[int, int]] = {}
+    buckets_by_source: dict[str, dict[int, int]] = {}
     for name, n in by(counts, TIMES).items():
         source, _, bucket = name.rpartition(":")
-        found.setdefault(source, {})[int(bucket)] = n
-    return found
+        buckets_by_source.setdefault(source, {})[int(bucket)] = n
+    return buckets_by_source
 
 
 def pack(counts: Mapping[str, int]) -> bytes:
     """JSON in which a histogram is its first bucket and the counts from there on: a third of the plain fields."""
-    plain = {field: n for field, n in counts.items() if not field.startswith(TIMES)}
+    plain_counts = {field: n for field, n in counts.items() if not field.startswith(TIMES)}
     runs = {}
     for source, buckets in histograms(counts).items():
-        places = sorted(buckets)
-        run = [places[0], buckets[places[0]]]
-        for before, place in pairwise(places):
-            run += [0] * (place - before - 1) + [buckets[place]]
+        bucket_indexes = sorted(buckets)
+        run = [bucket_indexes[0], buckets[bucket_indexes[0]]]
+        for previous_index, bucket_index in pairwise(bucket_indexes):
+            run += [0] * (bucket_index - previous_index - 1) + [buckets[bucket_index]]
         runs[source] = run
-    return orjson.dumps([plain, runs])
+    return orjson.dumps([plain_counts, runs])
 
 
 def unpack(blob: bytes) -> Counts:
     """Reads `pack`; empty for anything else, which another version may have written."""
     try:
-        plain, runs = orjson.loads(blob)
-        found = {str(field): int(n) for field, n in plain.items()}
+        plain_counts, runs = orjson.loads(blob)
+        counts = {str(field): int(n) for field, n in plain_counts.items()}
         for source, (first, *run) in runs.items():
-            found |= {f"{TIMES}{source}:{int(first) + at}": int(n) for at, n in enumerate(run) if n}
-        buckets = [each for run in histograms(found).values() for each in run]
+            counts |= {
+                f"{TIMES}{source}:{int(first) + at}": int(n) for at, n in enumerate(run) if n
+            }
+        buckets = [bucket_count for run in histograms(counts).values() for bucket_count in run]
     except (ValueError, TypeError, AttributeError):
         return {}
-    return found if min(buckets, default=0) >= 0 and all(map(is_count, found.values())) else {}
+    return counts if min(buckets, default=0) >= 0 and all(map(is_count, counts.values())) else {}

@@ -23,7 +23,7 @@ SETTLED_S = 3.0
 
 
 def document(
-    seen: Reading,
+    reading: Reading,
     *,
     schedule: Mapping[str, Any],
     archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
@@ -37,19 +37,22 @@ def document(
 
     `arms` are the experiments that it holds, each with its arms, the control first.
     """
-    workers = [seen.workers[name] for name in sorted(seen.workers)]
-    until = int((seen.now - SETTLED_S) // BIN_S) * BIN_S
-    recent = merged(seen.lately.values())
-    total = merged(each["counts"] or {} for each in workers)
+    workers = [reading.workers[name] for name in sorted(reading.workers)]
+    end_bin_start = int((reading.now - SETTLED_S) // BIN_S) * BIN_S
+    recent = merged(reading.lately.values())
+    total = merged(worker["counts"] or {} for worker in workers)
     of = {generation: role for role, generation in roles.items()}
-    known, nights = archive
-    generations = [{**each, "role": of.get(each["generation"])} for each in known]
+    generation_rows, nights = archive
+    generations = [
+        {**generation_row, "role": of.get(generation_row["generation"])}
+        for generation_row in generation_rows
+    ]
     body: dict[str, Any] = {
-        "now": seen.now,
-        "whole": seen.trouble is None,
-        "trouble": seen.trouble,
-        "replicas": replicas(workers, seen.now),
-        "series": series(seen.rows, until),
+        "now": reading.now,
+        "whole": reading.trouble is None,
+        "trouble": reading.trouble,
+        "replicas": replicas(workers, reading.now),
+        "series": series(reading.rows, end_bin_start),
         "lately": {
             "seconds": LATELY_BINS * BIN_S,
             "requests": recent.get(counters.REQUESTS, 0),
@@ -57,7 +60,7 @@ def document(
             "misses": counters.by(recent, counters.MISSES),
             "latency": quantiles(recent, bounds),
         },
-        "earlier": {"answers": _earlier(seen.rows, seen.lately)},
+        "earlier": {"answers": _earlier(reading.rows, reading.lately)},
         "totals": {
             "requests": total.get(counters.REQUESTS, 0),
             "answers": _answers(total),
@@ -67,14 +70,16 @@ def document(
         "generations": generations,
         "schedule": dict(schedule),
         "nights": list(nights),
-        "redis": redis(seen.infos),
+        "redis": redis(reading.infos),
         "breakers": {"closed": 0, "half_open": 0, "open": 0}
-        | Counter(str(each["breaker"]) for each in workers),
+        | Counter(str(worker["breaker"]) for worker in workers),
         "queue": {
             "live_queued": _sum(workers, "live_queued"),
             "under_way": _sum(workers, "under_way"),
             "requests_max": _sum(workers, "requests_max"),
-            "queue_seconds": max((each["queue_seconds"] or 0.0 for each in workers), default=0.0),
+            "queue_seconds": max(
+                (worker["queue_seconds"] or 0.0 for worker in workers), default=0.0
+            ),
             "shed": total.get(counters.SHED, 0),
             "shed_lately": recent.get(counters.SHED, 0),
         },
@@ -91,49 +96,49 @@ def document(
     return {**body, "verdict": verdict(body)}
 
 
-def _answers(found: Mapping[str, int]) -> dict[str, int]:
-    return {each.value: found.get(counters.ANSWERS + each, 0) for each in Source}
+def _answers(counts: Mapping[str, int]) -> dict[str, int]:
+    return {source.value: counts.get(counters.ANSWERS + source, 0) for source in Source}
 
 
 def _earlier(rows: Mapping[int, DrawnBin], lately: Mapping[int, Any]) -> dict[str, int]:
     """Answers by source in the bins before those of `lately`."""
-    found = Counter[str]()
+    answer_counts = Counter[str]()
     for start, row in rows.items():
         if start not in lately:
-            found.update(row.answers)
-    return {each.value: found[each] for each in Source}
+            answer_counts.update(row.answers)
+    return {source.value: answer_counts[source] for source in Source}
 
 
 def _sum(workers: Iterable[Worker], name: str) -> int:
-    return sum(each[name] or 0 for each in workers)
+    return sum(worker[name] or 0 for worker in workers)
 
 
-def replicas(workers: Iterable[Worker], now: float) -> list[dict[str, Any]]:
+def replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
     """Replicas by name, each the workers of one parent; it is as good, and as far, as the last of them."""
     groups: dict[str, list[Worker]] = {}
-    for each in workers:
-        groups.setdefault(str(each["replica"]), []).append(each)
-    found = []
+    for worker in workers:
+        groups.setdefault(str(worker["replica"]), []).append(worker)
+    replica_rows = []
     for name, group in sorted(groups.items()):
-        last = min(group, key=lambda each: each["epoch"] or 0)
-        found.append(
+        last = min(group, key=lambda worker: worker["epoch"] or 0)
+        replica_rows.append(
             {
                 "replica": name,
                 "workers": len(group),
                 "generation": last["generation"],
                 "epoch": last["epoch"],
-                "ready": all(each["ready"] for each in group),
+                "ready": all(worker["ready"] for worker in group),
                 "stale": _first(group, "stale"),
                 "degraded": _first(group, "degraded"),
-                "seen_s": round(max(max(0.0, now - each["at"]) for each in group), 3),
+                "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in group), 3),
                 "failed": _first(group, "failed"),
             }
         )
-    return found
+    return replica_rows
 
 
 def _first(group: Iterable[Worker], name: str) -> str | None:
-    return next((each[name] for each in group if each[name]), None)
+    return next((worker[name] for worker in group if worker[name]), None)
 
 
 def events(
@@ -143,20 +148,24 @@ def events(
 
     A night has taken over what some generation has, published or not.
     """
-    told = together([each.get("events") for each in workers])
-    if told is None:
+    events_overview = together([worker.get("events") for worker in workers])
+    if events_overview is None:
         return None
     answers = sum(counters.by(recent, counters.ANSWERS).values())
-    newer, lists = recent.get(counters.NEWER, 0), recent.get(counters.COMPARED, 0)
-    taken = [until for each in generations if (until := each.get("events_until")) is not None]
+    newer_answer_count, lists = recent.get(counters.NEWER, 0), recent.get(counters.COMPARED, 0)
+    taken_positions = [
+        events_until
+        for generation_row in generations
+        if (events_until := generation_row.get("events_until")) is not None
+    ]
     return {
-        **told,
+        **events_overview,
         "results": counters.by(recent, counters.TAKEN_IN),
         "refused": counters.by(recent, counters.REFUSED),
-        "answers": newer,
-        "answers_share": newer / answers if answers else None,
+        "answers": newer_answer_count,
+        "answers_share": newer_answer_count / answers if answers else None,
         "list_change": recent.get(counters.CHANGED, 0) / (1e6 * lists) if lists else None,
-        "taken_until": max(taken, key=Position.parse, default=None),
+        "taken_until": max(taken_positions, key=Position.parse, default=None),
     }
 
 
@@ -164,13 +173,13 @@ def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Memory and evictions; of a cluster the sum of its nodes, and the policy that is worst."""
     if not infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
-    policies = [str(each.get("maxmemory_policy", "")) for each in infos]
+    policies = [str(info.get("maxmemory_policy", "")) for info in infos]
     used, limit = memory(infos)
     return {
         "used_bytes": used,
         "limit_bytes": limit or None,
-        "policy": next((each for each in policies if each.startswith("allkeys")), policies[0])
+        "policy": next((policy for policy in policies if policy.startswith("allkeys")), policies[0])
         or None,
-        "clients": sum(int(each.get("connected_clients", 0)) for each in infos),
-        "evicted": sum(int(each.get("evicted_keys", 0)) for each in infos),
+        "clients": sum(int(info.get("connected_clients", 0)) for info in infos),
+        "evicted": sum(int(info.get("evicted_keys", 0)) for info in infos),
     }

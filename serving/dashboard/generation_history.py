@@ -55,55 +55,66 @@ class GenerationHistory:
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
             releases = self._records()
-        names = {each.generation for each in releases} | set(registry or ())
+        names = {release.generation for release in releases} | set(registry or ())
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))
-        newest = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
-        self._kept = {name: kept for name, kept in self._kept.items() if name in newest}
+        newest_names = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
+        self._kept = {name: facts for name, facts in self._kept.items() if name in newest_names}
         generations: list[dict[str, Any]] = []
         nights: list[dict[str, Any]] = []
-        for name in newest:
+        for name in newest_names:
             state, reason = _state(name, releases, None if registry is None else registry.get(name))
-            kept = self._look(name, state)
-            generations.append(_generation(name, state, reason, releases, kept))
-            if kept is not None and kept.steps and len(nights) < NIGHTS_MAX:
-                nights.append(_night(name, state, kept))
+            facts = self._look(name, state)
+            generations.append(_generation(name, state, reason, releases, facts))
+            if facts is not None and facts.steps and len(nights) < NIGHTS_MAX:
+                nights.append(_night(name, state, facts))
         return generations, nights
 
     def _look(self, name: str, state: str | None) -> GenerationFacts | None:
-        before = self._kept.get(name)
-        if before is not None and before.state == state and state not in _BUSY and state != "live":
-            return before
+        earlier_facts = self._kept.get(name)
+        if (
+            earlier_facts is not None
+            and earlier_facts.state == state
+            and state not in _BUSY
+            and state != "live"
+        ):
+            return earlier_facts
         try:
             manifest = read_manifest(self._store, name)
         except (LarderError, OSError):
-            return before
+            return earlier_facts
         # Verifying writes gates anew; what is live goes on being warmed for a while.
-        kept = self._kept[name] = _kept(state, manifest, list(self._reports(name)))
-        return kept
+        facts = self._kept[name] = _kept(state, manifest, list(self._reports(name)))
+        return facts
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
         for step in TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
                 raw = self._store.read(generation_path(name, f"times/{step}.json"))
                 if raw is not None:
-                    told = orjson.loads(raw)
-                    yield step, float(told["began_at"]), float(told["seconds"])
+                    step_times = orjson.loads(raw)
+                    yield step, float(step_times["began_at"]), float(step_times["seconds"])
 
 
 def _kept(
     state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
-    seconds = dict(manifest.timings) | {step: took for step, _, took in reports}
+    seconds = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in reports}
     reuse = Reuse.of(manifest.facts)
-    before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
+    before_seal = sum(
+        step_seconds for step, step_seconds in manifest.timings.items() if step != "verify"
+    )
     return GenerationFacts(
         state,
         {
             "data_until": manifest.data_until,
-            "bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
-            "records": sum(part.count for each in manifest.stored.values() for part in each.parts),
-            "gates": [_gate(each) for each in manifest.gates],
+            "bytes": sum(
+                artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
+            ),
+            "records": sum(
+                part.count for table in manifest.stored.values() for part in table.parts
+            ),
+            "gates": [_gate(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
             "events_until": None if manifest.events is None else manifest.events.until,
         },
@@ -113,11 +124,11 @@ def _kept(
     )
 
 
-def _gate(told: Mapping[str, Any]) -> dict[str, Any]:
-    verdict = "passed" if told.get("passed") else "failed"
+def _gate(gate: Mapping[str, Any]) -> dict[str, Any]:
+    verdict = "passed" if gate.get("passed") else "failed"
     return {
-        "rule": str(told.get("rule")), "value": told.get("value"), "threshold": told.get("threshold"),
-        "verdict": "overridden" if told.get("overridden") else verdict, "note": told.get("note") or None,
+        "rule": str(gate.get("rule")), "value": gate.get("value"), "threshold": gate.get("threshold"),
+        "verdict": "overridden" if gate.get("overridden") else verdict, "note": gate.get("note") or None,
     }  # fmt: skip
 
 
@@ -125,8 +136,8 @@ def _state(
     name: str, releases: Sequence[Release], row: Mapping[str, Any] | None
 ) -> tuple[str | None, str | None]:
     """State and the reason for it: the registry's, else what the records prove."""
-    about = [each for each in releases if each.generation == name]
-    reason = next((each.reason for each in reversed(about) if each.reason), None)
+    about = [release for release in releases if release.generation == name]
+    reason = next((release.reason for release in reversed(about) if release.reason), None)
     if row is not None:
         return str(row.get("state")), str(row["reason"]) if row.get("reason") else reason
     return _proven(releases).get(name), reason
@@ -161,11 +172,16 @@ def _generation(
     state: str | None,
     reason: str | None,
     releases: Sequence[Release],
-    kept: GenerationFacts | None,
+    facts: GenerationFacts | None,
 ) -> dict[str, Any]:
     """A generation's row; its role is for the caller to say, who knows what is held."""
     moved = next(
-        (each for each in reversed(releases) if each.generation == name and _is_move(each)), None
+        (
+            release
+            for release in reversed(releases)
+            if release.generation == name and _is_move(release)
+        ),
+        None,
     )
     return {
         "generation": name,
@@ -173,16 +189,16 @@ def _generation(
         "epoch": None if moved is None else moved.epoch,
         "role": None,
         "published_at": None if moved is None else moved.at,
-        **(_UNKNOWN if kept is None else kept.told),
+        **(_UNKNOWN if facts is None else facts.told),
         "reason": reason,
     }
 
 
-def _night(name: str, state: str | None, kept: GenerationFacts) -> dict[str, Any]:
+def _night(name: str, state: str | None, facts: GenerationFacts) -> dict[str, Any]:
     return {
         "generation": name,
         "outcome": _OUTCOMES.get(state or "", "unfinished"),
-        "began_at": kept.began_at,
-        "steps": list(kept.steps),
-        "reuse": kept.reuse,
+        "began_at": facts.began_at,
+        "steps": list(facts.steps),
+        "reuse": facts.reuse,
     }

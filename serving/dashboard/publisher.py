@@ -36,25 +36,25 @@ class Teller:
         control: ControlPlane,
         name: str,
         clock: Callable[[], float],
-        counted: Callable[[], Counts],
+        read_counts: Callable[[], Counts],
         about: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.name = name
         self.bins = Bins()
         self.trouble: str | None = None
         self._control, self._keys, self._clock = control, control.keyspace, clock
-        self._counted, self._about = counted, about
+        self._counted, self._about = read_counts, about
         self._noted_at = self._began = clock()
-        self._noted: Counts = counted()
+        self._noted: Counts = read_counts()
         self._is_known = False
         self._told = 0
 
     def note(self) -> dict[str, Any]:
         """Counts what came since the last call into the bin of the time between; this worker's row as of now."""
-        now, counts = self._clock(), self._counted()
-        self.bins.add((self._noted_at + now) / 2, difference(counts, self._noted))
-        self._noted_at, self._noted = now, counts
-        return {"at": now, "since": self._began, **self._about(), "counts": totals(counts)}
+        now_s, counts = self._clock(), self._counted()
+        self.bins.add((self._noted_at + now_s) / 2, difference(counts, self._noted))
+        self._noted_at, self._noted = now_s, counts
+        return {"at": now_s, "since": self._began, **self._about(), "counts": totals(counts)}
 
     async def tell(self) -> None:
         """Notes, and writes what Redis does not have yet; a Redis that is away is told later."""
@@ -82,19 +82,19 @@ class Teller:
             bins.tell_again()  # it may be another Redis, or an emptied one
         self.trouble, self._is_known = None, True
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, trouble: str) -> None:
         if self.trouble is None:
-            log.warning("the dashboard shows this worker alone: %s", why)
-        self.trouble = why
+            log.warning("the dashboard shows this worker alone: %s", trouble)
+        self.trouble = trouble
 
-    async def _sweep(self, now: float) -> None:
+    async def _sweep(self, now_s: float) -> None:
         self._told += 1
         if self._told % _SWEEP:
             return
         (rows,) = await self._control.ask_all([("HGETALL", self._keys.workers)])
-        gone = [name for name, raw in rows.items() if told_at(raw) < now - GONE_S]
-        if gone:
-            await self._control.ask_all([("HDEL", self._keys.workers, *gone)])
+        gone_workers = [name for name, raw in rows.items() if told_at(raw) < now_s - GONE_S]
+        if gone_workers:
+            await self._control.ask_all([("HDEL", self._keys.workers, *gone_workers)])
 
     async def sign_off(self) -> None:
         """Takes this worker out of the table: its counts leave `/metrics` as well."""

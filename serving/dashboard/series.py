@@ -57,14 +57,16 @@ def events_in(counts: Mapping[str, int]) -> dict[str, int]:
     results = by(counts, TAKEN_IN)
     if not results:
         return {}
-    told = {name: results.pop(name, 0) for name in (ACCEPTED, REPEATED)}
-    return {**told, REJECTED: sum(results.values())}
+    event_counts = {name: results.pop(name, 0) for name in (ACCEPTED, REPEATED)}
+    return {**event_counts, REJECTED: sum(results.values())}
 
 
 def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Quantiles]:
     """Quantiles in seconds by source; only sources that answered."""
     return {
-        source: {name: _short(quantile(bounds, buckets, share)) for name, share in SHARES.items()}
+        source: {
+            name: _short(quantile(bounds, buckets, fraction)) for name, fraction in SHARES.items()
+        }
         for source, buckets in histograms(counts).items()
     }
 
@@ -74,36 +76,50 @@ def _short(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds:.3g}")
 
 
-def series(rows: Mapping[int, DrawnBin], until: int) -> dict[str, Any]:
-    """Every bin from the oldest known to the one before `until`, both starts; one that nobody wrote has zeros."""
-    starts = range(min(rows, default=until), until, BIN_S)
-    found = [rows.get(start, EMPTY) for start in starts]
-    reasons = _reasons(found)
-    misses = {reason: [each.misses.get(reason, 0) for each in found] for reason in reasons}
-    named = (ACCEPTED, REPEATED, REJECTED) if any(each.events for each in found) else ()
-    rest = [sum(n for name, n in each.misses.items() if name not in misses) for each in found]
+def series(rows: Mapping[int, DrawnBin], end_bin_start: int) -> dict[str, Any]:
+    """Every bin from the oldest known up to, without, `end_bin_start`; a bin that was not written has zeros."""
+    starts = range(min(rows, default=end_bin_start), end_bin_start, BIN_S)
+    drawn_bins = [rows.get(start, EMPTY) for start in starts]
+    reasons = _reasons(drawn_bins)
+    misses = {
+        reason: [drawn_bin.misses.get(reason, 0) for drawn_bin in drawn_bins] for reason in reasons
+    }
+    named = (
+        (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
+    )
+    other_misses = [
+        sum(n for name, n in drawn_bin.misses.items() if name not in misses)
+        for drawn_bin in drawn_bins
+    ]
     return {
         "step_s": BIN_S,
         "at": list(starts),
-        "requests": [each.requests for each in found],
+        "requests": [drawn_bin.requests for drawn_bin in drawn_bins],
         "answers": {
-            source.value: [each.answers.get(source, 0) for each in found] for source in Source
+            source.value: [drawn_bin.answers.get(source, 0) for drawn_bin in drawn_bins]
+            for source in Source
         },
         "seconds": {
             source.value: {
-                name: [each.seconds.get(source, {}).get(name) for each in found] for name in SHARES
+                name: [drawn_bin.seconds.get(source, {}).get(name) for drawn_bin in drawn_bins]
+                for name in SHARES
             }
             for source in Source
         },
-        "stages": {stage: [each.stages.get(stage, 0.0) for each in found] for stage in STAGE_NAMES},
-        "misses": misses | ({"other": rest} if any(rest) else {}),
-        "events": {name: [each.events.get(name, 0) for each in found] for name in named},
+        "stages": {
+            stage: [drawn_bin.stages.get(stage, 0.0) for drawn_bin in drawn_bins]
+            for stage in STAGE_NAMES
+        },
+        "misses": misses | ({"other": other_misses} if any(other_misses) else {}),
+        "events": {
+            name: [drawn_bin.events.get(name, 0) for drawn_bin in drawn_bins] for name in named
+        },
     }
 
 
 def _reasons(rows: Sequence[DrawnBin]) -> list[str]:
     sums: dict[str, int] = {}
-    for each in rows:
-        for reason, n in each.misses.items():
+    for drawn_bin in rows:
+        for reason, n in drawn_bin.misses.items():
             sums[reason] = sums.get(reason, 0) + n
     return sorted(sums, key=lambda reason: (-sums[reason], reason))[:REASONS_MAX]

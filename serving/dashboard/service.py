@@ -47,7 +47,7 @@ class Dashboard:
         *,
         name: str,
         is_on: bool = True,
-        counted: Callable[[], Counts],
+        read_counts: Callable[[], Counts],
         about: Callable[[], Mapping[str, Any]],
         bounds: tuple[float, ...],
         nights: Nights,
@@ -64,7 +64,7 @@ class Dashboard:
         def advised() -> Mapping[str, Any]:
             return {**about(), "advisor": _told(advisor), "events": _told(events)}
 
-        self.teller = Teller(control, name, clock, counted, advised)
+        self.teller = Teller(control, name, clock, read_counts, advised)
         self.advisor, self.quality = advisor, quality
         self._arms = arms
         self._whole = Whole(control, self.teller, bounds, clock, timer)
@@ -88,51 +88,51 @@ class Dashboard:
             # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read())
-            done, _ = await asyncio.wait({reading := self._reading}, timeout=DATA_S)
-            if not done:
+            finished_tasks, _ = await asyncio.wait({reading := self._reading}, timeout=DATA_S)
+            if not finished_tasks:
                 raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_S:g} s")
             reading.result()
         return self._body
 
     async def _read(self) -> None:
-        seen = await self._whole.look()
-        await self._look_into_store(seen)
-        held = self._nights.follower.holding
+        reading = await self._whole.look()
+        await self._look_into_store(reading)
+        served = self._nights.follower.holding
         schedule = {
             "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
             "missing": self._nights.is_missing(),
         }  # fmt: skip
         quality = _told(self.quality)
-        roles = {} if held is None else held.roles
+        roles = {} if served is None else served.roles
         arms = self._arms()
 
         def advice() -> Mapping[str, Any] | None:
-            return together(each["advisor"] for each in seen.workers.values())
+            return together(worker["advisor"] for worker in reading.workers.values())
 
         def composed() -> bytes:
-            found = document(
-                seen, schedule=schedule, archive=self._archived, roles=roles,
+            dashboard_document = document(
+                reading, schedule=schedule, archive=self._archived, roles=roles,
                 bounds=self._bounds, advisor=_told(advice), quality=quality, arms=arms,
             )  # fmt: skip
-            return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+            return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 
         self._body = await asyncio.to_thread(composed)
         self._read_at = self._timer()
 
-    async def _look_into_store(self, seen: Reading) -> None:
+    async def _look_into_store(self, reading: Reading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
         at = self._timer()
         if self._archiving is None:
             if self._archived_at is not None and at - self._archived_at < ARCHIVE_S:
                 return
-            self._archiving = asyncio.create_task(self._read_archive(seen))
+            self._archiving = asyncio.create_task(self._read_archive(reading))
         # The first time a viewer waits for it; later it is there at the next look.
         wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
         await asyncio.wait({self._archiving}, timeout=wait_s)
 
-    async def _read_archive(self, seen: Reading) -> None:
+    async def _read_archive(self, reading: Reading) -> None:
         try:
-            self._archived = await self._in_thread(self._history.read, seen.registry)
+            self._archived = await self._in_thread(self._history.read, reading.registry)
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
@@ -140,9 +140,9 @@ class Dashboard:
 
     async def aclose(self) -> None:
         """Takes this worker out of what others show."""
-        pending = {each for each in (self._archiving, self._reading) if each is not None}
-        for each in pending:
-            each.cancel()
+        pending = {task for task in (self._archiving, self._reading) if task is not None}
+        for task in pending:
+            task.cancel()
         if pending:
             await asyncio.wait(pending)
         if self.is_on:

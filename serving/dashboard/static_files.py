@@ -66,13 +66,15 @@ class StaticPage:
 
 @functools.cache
 def _read(page: StaticPage) -> Mapping[str, Asset]:
-    found = {}
+    asset_by_path = {}
     for file in files(page.package).joinpath(page.folder).iterdir():
         if (media_type := _TYPES.get(PurePosixPath(file.name).suffix)) is not None:
             body = file.read_bytes()
             path = page.path if file.name == _INDEX else f"{page.path}/{file.name}"
-            found[path] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
-    return found
+            asset_by_path[path] = Asset(
+                body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            )
+    return asset_by_path
 
 
 DASHBOARD = StaticPage(PATH, "serving.dashboard", "page")
@@ -102,6 +104,6 @@ async def _without_slash(path: str, _request: Request) -> Response:
     return RedirectResponse(f"..{path}", 308)
 
 
-def _is_known(sent: str, etag: str) -> bool:
+def _is_known(if_none_match: str, etag: str) -> bool:
     """Matches If-None-Match (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
-    return any(each.strip().removeprefix("W/") in (etag, "*") for each in sent.split(","))
+    return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in if_none_match.split(","))

@@ -27,8 +27,8 @@ class Bins:
         if not delta:
             return
         start = start_of(at)
-        before: Counts = unpack(self.packed[start]) if start in self.packed else {}
-        self.packed[start] = pack(merged((before, delta)))
+        earlier_counts: Counts = unpack(self.packed[start]) if start in self.packed else {}
+        self.packed[start] = pack(merged((earlier_counts, delta)))
         self.untold.add(start)
         while len(self.packed) > BINS_MAX:
             oldest = min(self.packed)

@@ -42,33 +42,36 @@ class Finding(NamedTuple):
 
 def verdict(body: Body) -> dict[str, Any]:
     """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
-    found = sorted(
-        (each for look in _LOOKS for each in look(body)), key=lambda each: each.level != "bad"
+    findings = sorted(
+        (finding for check in _LOOKS for finding in check(body)),
+        key=lambda finding: finding.level != "bad",
     )
-    if not found:
+    if not findings:
         return {"level": "ok", "sentence": _well(body), "advice": None, "also": []}
-    first = found[0]
+    first = findings[0]
     return {
         "level": first.level, "sentence": first.sentence, "advice": first.advice,
-        "also": [each.sentence for each in found[1:]],
+        "also": [finding.sentence for finding in findings[1:]],
     }  # fmt: skip
 
 
 def _well(body: Body) -> str:
-    live, share = _live(body), _share(body["lately"]["answers"], STORED)
+    live, cache_share = _live(body), _share(body["lately"]["answers"], STORED)
     parts = [f"generation {live} is live on {_count(len(body['replicas']), 'replica')}"]
-    if share is not None:
-        parts.append(f"{share:.1%} of the answers of the last minutes came from cache")
+    if cache_share is not None:
+        parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
     return f"All is well: {' and '.join(parts)}."
 
 
 def _live(body: Body) -> str | None:
-    return next((each["generation"] for each in body["replicas"] if each["generation"]), None)
+    return next(
+        (replica["generation"] for replica in body["replicas"] if replica["generation"]), None
+    )
 
 
 def _share(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
     total = sum(answers.values())
-    return sum(answers.get(each, 0) for each in sources) / total if total >= ENOUGH else None
+    return sum(answers.get(source, 0) for source in sources) / total if total >= ENOUGH else None
 
 
 def _count(n: int, noun: str) -> str:
@@ -76,17 +79,19 @@ def _count(n: int, noun: str) -> str:
 
 
 def _ready(body: Body) -> Iterator[Finding]:
-    out = [each for each in body["replicas"] if not each["ready"]]
-    if out:
-        why = next((each["failed"] for each in out if each["failed"]), "see /readyz")
-        served = all(each["generation"] is None for each in out)
+    unready_replicas = [replica for replica in body["replicas"] if not replica["ready"]]
+    if unready_replicas:
+        failure = next(
+            (replica["failed"] for replica in unready_replicas if replica["failed"]), "see /readyz"
+        )
+        served = all(replica["generation"] is None for replica in unready_replicas)
         advice = (
             "Publish a generation: larder night."
             if served
-            else f"Look at the log of {out[0]['replica']}; larder roll-back returns to the last good one."
+            else f"Look at the log of {unready_replicas[0]['replica']}; larder roll-back returns to the last good one."
         )
-        of = f"{len(out)} of {_count(len(body['replicas']), 'replica')}"
-        yield Finding("bad", f"{of} cannot be asked: {why.rstrip('.')}.", advice)
+        of = f"{len(unready_replicas)} of {_count(len(body['replicas']), 'replica')}"
+        yield Finding("bad", f"{of} cannot be asked: {failure.rstrip('.')}.", advice)
 
 
 def _redis(body: Body) -> Iterator[Finding]:
@@ -127,8 +132,8 @@ def _stale(body: Body) -> Iterator[Finding]:
 
 
 def _stale_words(body: Body) -> set[str]:
-    told = [each["stale"] for each in body["replicas"] if each["stale"]]
-    return {word for each in told for word in each.split(",")}
+    stale_texts = [replica["stale"] for replica in body["replicas"] if replica["stale"]]
+    return {stale_reason for stale_text in stale_texts for stale_reason in stale_text.split(",")}
 
 
 def _missing(body: Body) -> Iterator[Finding]:
@@ -149,73 +154,89 @@ def _missing(body: Body) -> Iterator[Finding]:
 def _refused(body: Body) -> Iterator[Finding]:
     # One of the live one's cut is no older, wherever its digest sorts it.
     cut = (_live(body) or "")[:CUT_CHARS]
-    refused = (each for each in body["generations"] if each["state"] == "refused")
-    newest = next((each for each in refused if each["generation"][:CUT_CHARS] >= cut), None)
-    if newest is not None:
-        failed = [each["rule"] for each in newest["gates"] if each["verdict"] == "failed"]
+    refused = (generation for generation in body["generations"] if generation["state"] == "refused")
+    newest_refused = next(
+        (generation for generation in refused if generation["generation"][:CUT_CHARS] >= cut), None
+    )
+    if newest_refused is not None:
+        failed = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
         yield Finding(
             "warn",
-            f"Generation {newest['generation']} was refused by {', '.join(failed) or 'a gate'}, what is live stays.",
+            f"Generation {newest_refused['generation']} was refused by {', '.join(failed) or 'a gate'}, what is live "
+            "stays.",
             "Read the gate's reason below; if it is right all the same: larder override, then verify.",
         )
 
 
 def _apart(body: Body) -> Iterator[Finding]:
-    held = sorted({each["generation"] for each in body["replicas"] if each["generation"]})
-    if len(held) > 1:
+    served_generations = sorted(
+        {replica["generation"] for replica in body["replicas"] if replica["generation"]}
+    )
+    if len(served_generations) > 1:
         yield Finding(
             "warn",
-            f"Replicas answer from {len(held)} generations: {', '.join(held)}.",
+            f"Replicas answer from {len(served_generations)} generations: {', '.join(served_generations)}.",
             "A flip takes a second; if it lasts, restart the replicas that stayed behind.",
         )
 
 
 def _fallback(body: Body) -> Iterator[Finding]:
-    now = _share(body["lately"]["answers"], FALLBACKS)
-    before = _share(body["earlier"]["answers"], FALLBACKS) or 0.0
-    if now is not None and now - before >= SURGE:
-        level: Level = "bad" if now - before >= SURGE_BAD else "warn"
-        reason = max(body["lately"]["misses"].items(), key=lambda each: each[1], default=None)
-        why = "" if reason is None else f", mostly because of {reason[0]}"
+    recent_share = _share(body["lately"]["answers"], FALLBACKS)
+    earlier_share = _share(body["earlier"]["answers"], FALLBACKS) or 0.0
+    if recent_share is not None and recent_share - earlier_share >= SURGE:
+        level: Level = "bad" if recent_share - earlier_share >= SURGE_BAD else "warn"
+        reason = max(
+            body["lately"]["misses"].items(),
+            key=lambda reason_and_count: reason_and_count[1],
+            default=None,
+        )
+        cause_text = "" if reason is None else f", mostly because of {reason[0]}"
         yield Finding(
             level,
-            f"{now:.1%} of the answers are from the previous generation or defaults ({before:.1%} before){why}.",
+            f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
+            f"before){cause_text}.",
             "Look at the miss reasons and at the live path: queue, model, time-outs.",
         )
 
 
 def _hits(body: Body) -> Iterator[Finding]:
-    now, before = (
+    recent_share, earlier_share = (
         _share(body["lately"]["answers"], STORED),
         _share(body["earlier"]["answers"], STORED),
     )
-    if now is not None and before is not None and before - now >= DROP:
+    if (
+        recent_share is not None
+        and earlier_share is not None
+        and earlier_share - recent_share >= DROP
+    ):
         yield Finding(
             "warn",
-            f"The hit rate fell to {now:.1%} from {before:.1%}.",
+            f"The hit rate fell to {recent_share:.1%} from {earlier_share:.1%}.",
             "Look at the miss reasons; after a restart or a flip it comes back by itself within minutes.",
         )
 
 
 def _degraded(body: Body) -> Iterator[Finding]:
-    why = sorted({each["degraded"] for each in body["replicas"] if each["degraded"]})
-    if why:
+    degraded_reasons = sorted(
+        {replica["degraded"] for replica in body["replicas"] if replica["degraded"]}
+    )
+    if degraded_reasons:
         yield Finding(
             "warn",
-            f"The live model does not work ({why[0]}): ids the night does not know get defaults.",
+            f"The live model does not work ({degraded_reasons[0]}): ids the night does not know get defaults.",
             "Roll back (larder roll-back), then look at the bundle.",
         )
 
 
 def _memory(body: Body) -> Iterator[Finding]:
-    told = body["redis"]
-    if not told["limit_bytes"] or told["used_bytes"] is None:
+    redis_state = body["redis"]
+    if not redis_state["limit_bytes"] or redis_state["used_bytes"] is None:
         return
-    share = told["used_bytes"] / told["limit_bytes"]
-    if share >= MEMORY_WARN:
+    used_share = redis_state["used_bytes"] / redis_state["limit_bytes"]
+    if used_share >= MEMORY_WARN:
         yield Finding(
-            "bad" if share >= MEMORY_BAD else "warn",
-            f"Redis is {share:.0%} full: the next night may not fit.",
+            "bad" if used_share >= MEMORY_BAD else "warn",
+            f"Redis is {used_share:.0%} full: the next night may not fit.",
             "Raise maxmemory, or retire generations: larder retire.",
         )
 
@@ -241,56 +262,56 @@ def _shed(body: Body) -> Iterator[Finding]:
 
 
 def _events(body: Body) -> Iterator[Finding]:
-    told = body["events"]
-    if told is None:
+    events = body["events"]
+    if events is None:
         return
-    if told["up"] is False:
-        found, demanded = told["durability"], told["demanded"]
+    if events["up"] is False:
+        found_durability, demanded = events["durability"], events["demanded"]
         # What was found is that of the last look: one that kept enough then, or was never looked at, is away.
-        falls_short = demanded != "any" and found not in (None, "always", demanded)
-        why = f"keeps less than is demanded (found: {found}, demanded: {demanded})"
+        falls_short = demanded != "any" and found_durability not in (None, "always", demanded)
+        shortfall = f"keeps less than is demanded (found: {found_durability}, demanded: {demanded})"
         yield Finding(
             "bad",
-            f"No events are accepted: their Redis {why if falls_short else 'is away'}.",
+            f"No events are accepted: their Redis {shortfall if falls_short else 'is away'}.",
             "larder check says more. Producers send again whatever has no 202.",
         )
-    if refused := told["refused"].get("events_full"):
+    if refused := events["refused"].get("events_full"):
         yield Finding(
             "bad",
             f"The stream of events is full: events were refused {_count(refused, 'time')} in the last minutes.",
             _ROOM,
         )
-    elif (full := _part(told["stream_bytes"], told["stream_max_bytes"])) >= STREAM_WARN:
+    elif (full := _part(events["stream_bytes"], events["stream_max_bytes"])) >= STREAM_WARN:
         yield Finding("warn", f"The stream of events is {full:.0%} full.", _ROOM)
     if BEHIND in _stale_words(body):
-        held = _part(told["held_bytes"], told["held_max_bytes"])
+        memory_share = _part(events["held_bytes"], events["held_max_bytes"])
         yield Finding(
             "warn",
-            f"Answers may lack accepted events: a worker is {told['lag_s'] or 0:.1f} s behind, "
-            f"its memory for events {held:.0%} full.",
+            f"Answers may lack accepted events: a worker is {events['lag_s'] or 0:.1f} s behind, "
+            f"its memory for events {memory_share:.0%} full.",
             "At 100 % a night has to take events over (larder night); else look at that replica's log.",
         )
-    if (waits_s := told["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
+    if (waits_s := events["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
         yield Finding(
             "warn",
             f"Events have waited in the inbox for {waits_s:.0f} s.",
             "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
         )
     rejected = {
-        name: n for name, n in told["results"].items() if name not in (ACCEPTED, REPEATED, ERASED)
+        name: n for name, n in events["results"].items() if name not in (ACCEPTED, REPEATED, ERASED)
     }
-    of = sum(told["results"].values())
-    if of >= ENOUGH and (share := sum(rejected.values()) / of) >= REJECTED_WARN:
-        most = max(rejected, key=lambda each: rejected[each])
+    of = sum(events["results"].values())
+    if of >= ENOUGH and (rejected_share := sum(rejected.values()) / of) >= REJECTED_WARN:
+        top_reason = max(rejected, key=lambda reason: rejected[reason])
         yield Finding(
             "warn",
-            f"{share:.1%} of the events were rejected, mostly as {most}.",
+            f"{rejected_share:.1%} of the events were rejected, mostly as {top_reason}.",
             "The newest lie with their reasons in the stream of rejected events: mend what sends them.",
         )
 
 
-def _part(of: float | None, whole: float | None) -> float:
-    return of / whole if of is not None and whole else 0.0
+def _part(of: float | None, total: float | None) -> float:
+    return of / total if of is not None and total else 0.0
 
 
 def _span(seconds: float) -> str:

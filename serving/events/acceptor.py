@@ -38,13 +38,13 @@ class Acceptor:
         redis: EventsRedis,
         keyspace: Keyspace,
         bounds: StreamBounds,
-        newest: Callable[[], Position],
+        newest_position: Callable[[], Position],
         script: str = SCRIPT,
         loops: BackgroundLoops | None = None,
     ) -> None:
-        """`newest` tells the newest position that is known, whatever has become of the stream since."""
+        """`newest_position` tells the newest position that is known, whatever has become of the stream since."""
         self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
-        self._newest = newest
+        self._newest = newest_position
         self._loops = BackgroundLoops() if loops is None else loops
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0
@@ -58,7 +58,7 @@ class Acceptor:
         """
         if not events:
             return []
-        sizes = [len(each.body) for each in events]
+        sizes = [len(event.body) for event in events]
         if self._waiting_bytes + sum(sizes) > WAITING_BYTES_MAX and self._waiting:
             raise EventsBusy(f"{self._waiting_bytes} bytes of events wait already")
         loop = asyncio.get_running_loop()
@@ -74,13 +74,15 @@ class Acceptor:
                 "event_acceptor", self._send, is_due=lambda: bool(self._waiting)
             )
         # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
-        found = await asyncio.gather(*(each.outcome for each in pieces), return_exceptions=True)
-        told: list[Accepted] = []
-        for outcome in found:
+        piece_outcomes = await asyncio.gather(
+            *(piece.outcome for piece in pieces), return_exceptions=True
+        )
+        accepted: list[Accepted] = []
+        for outcome in piece_outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            told += outcome
-        return told
+            accepted += outcome
+        return accepted
 
     async def aclose(self) -> None:
         """Waits for the call under way; what waits behind it is refused."""
@@ -125,10 +127,10 @@ class Acceptor:
         self._waiting_bytes = 0
         return pieces
 
-    def _refuse(self, pieces: Sequence[_Piece], why: Exception) -> None:
+    def _refuse(self, pieces: Sequence[_Piece], error: Exception) -> None:
         for piece in pieces:
             if not piece.outcome.done():
-                piece.outcome.set_exception(why)
+                piece.outcome.set_exception(error)
 
 
 def _outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:

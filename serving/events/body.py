@@ -21,13 +21,13 @@ class UnreadableEvent(NamedTuple):
     why: str
 
 
-def read_each(body: bytes, most: int) -> dict[str, object] | None:
+def read_each(body: bytes, events_max: int) -> dict[str, object] | None:
     """The body with each event read alone; None where they cannot be told apart, or each is JSON.
 
     At most `most + 1` events are read. `body` as a whole is no JSON.
     """
     try:
-        pieces = list(islice(_pieces(body), most + 1))
+        pieces = list(islice(_pieces(body), events_max + 1))
     except _NoListError:
         return None
     events = [_read(piece) for piece in pieces]
@@ -47,21 +47,21 @@ def _pieces(body: bytes) -> Iterator[bytes]:
         raise _NoListError
     start, depth = head.end(), 0
     for token in _TOKEN.finditer(body, start):
-        mark = token[0]
-        if mark == b'"':
+        symbol = token[0]
+        if symbol == b'"':
             raise _NoListError
-        if mark in b"[{":
+        if symbol in b"[{":
             depth += 1
-        elif mark in b"]}":
+        elif symbol in b"]}":
             depth -= 1
-        if depth < 0 or (depth == 0 and mark == b","):
+        if depth < 0 or (depth == 0 and symbol == b","):
             piece = body[start : token.start()]
             if not piece.strip():
                 raise _NoListError
             yield piece
             start = token.end()
         if depth < 0:
-            if mark != b"]" or not _TAIL.fullmatch(body, start):
+            if symbol != b"]" or not _TAIL.fullmatch(body, start):
                 raise _NoListError
             return
     raise _NoListError
@@ -74,9 +74,9 @@ def _read(piece: bytes) -> object:
         return UnreadableEvent(str(error))
 
 
-def read_body_of_events(problem: Problem, body: bytes, most: int) -> object:
+def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
     """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
-    contents = read_each(body, most) if problem.reason == "invalid_json" else None
+    contents = read_each(body, events_max) if problem.reason == "invalid_json" else None
     if contents is None:
         raise problem
     return contents

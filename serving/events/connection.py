@@ -76,10 +76,10 @@ class EventsRedis:
         self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
         check_replies(self._client)
 
-    async def ask(self, *words: Any) -> Any:
+    async def ask(self, *command_parts: Any) -> Any:
         """The reply to one command."""
         with _as_unavailable():
-            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+            return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
 
     async def ask_all(self, commands: Sequence[Command]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
@@ -117,14 +117,14 @@ class EventsRedis:
     async def look_at_durability(self) -> FoundDurability:
         """Durability that this Redis has now."""
         with _as_unavailable():
-            found = await durability_of(self._client.execute_command, self.demanded)
-        self.found = found
-        return found
+            durability = await durability_of(self._client.execute_command, self.demanded)
+        self.found = durability
+        return durability
 
     async def eviction_policy(self) -> str:
         """The maxmemory-policy of this Redis, "" where it does not tell."""
-        found = _POLICY.search(await self.ask("INFO", "memory"))
-        return found[1].decode() if found else ""
+        policy_match = _POLICY.search(await self.ask("INFO", "memory"))
+        return policy_match[1].decode() if policy_match else ""
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -142,9 +142,9 @@ class EventsRedis:
             commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
         await connection.send_packed_command(connection.pack_commands(commands))
         replies = [await _reply(connection) for _ in commands]
-        for each in replies:
-            if isinstance(each, ResponseError):
-                raise each
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
         if len(replies) > 1 and not checked("WAITAOF", replies[1])[0]:
             raise EventsUnavailable("the Redis of events did not write to its disk in time")
         accepted: list[bytes] = checked(str(command[0]), replies[0], TEXTS)
@@ -161,19 +161,20 @@ def _script_id(script: str) -> str:
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
-def _demand(found: FoundDurability, demanded: Durability) -> None:
-    if not found.suffices(demanded):
+def _demand(durability: FoundDurability, demanded: Durability) -> None:
+    if not durability.suffices(demanded):
         raise EventsUnavailable(
-            f"[events] durability demands {demanded!r}, and the Redis of events has {found.kept!r}: set appendonly yes "
+            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.kept!r}: set "
+            "appendonly yes "
             "and appendfsync there, or let its user read them (CONFIG GET)",
             demanded=demanded,
-            found=found.kept,
+            found=durability.kept,
         )
 
 
-async def _asked(connection: AbstractConnection, *words: str) -> Any:
-    await connection.send_command(*words)
-    return checked(words[0], await connection.read_response())
+async def _asked(connection: AbstractConnection, *command_parts: str) -> Any:
+    await connection.send_command(*command_parts)
+    return checked(command_parts[0], await connection.read_response())
 
 
 async def _reply(connection: AbstractConnection) -> Any:

@@ -50,8 +50,8 @@ class EventCounts(Collector):
         """Looks at the stream, the inbox and the server's settings; while it is away, only that is told."""
         stream, inbox = self._keyspace.events, self._keyspace.inbox
         try:
-            found = await self._redis.look_at_durability()
-            size_bytes, length, waiting, first, now = await self._redis.ask_all([
+            durability = await self._redis.look_at_durability()
+            size_bytes, length, waiting, first, redis_time = await self._redis.ask_all([
                 ("MEMORY USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
                 ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
@@ -59,14 +59,14 @@ class EventCounts(Collector):
             self.gauges = {"up": 0.0}
             return
         # Not a position: producers may write ids of their own, such as microseconds.
-        oldest_s = int(first[0][0].split(b"-")[0]) / 1000 if first else float(now[0])
+        oldest_s = int(first[0][0].split(b"-")[0]) / 1000 if first else float(redis_time[0])
         self.gauges = {
-            "up": float(found.suffices(self._redis.demanded)),
+            "up": float(durability.suffices(self._redis.demanded)),
             "stream_bytes": float(size_bytes or 0),
             "stream_max_bytes": float(self._stream_bytes),
             "stream_length": float(length),
             "inbox_length": float(waiting),
-            "inbox_lag_seconds": max(0.0, float(now[0]) - oldest_s),
+            "inbox_lag_seconds": max(0.0, float(redis_time[0]) - oldest_s),
         }
 
     def collect(self) -> Iterable[Metric]:

@@ -30,40 +30,44 @@ class FoundDurability(NamedTuple):
         return demanded == "any" or _RANKS[self.kept] >= _RANKS[demanded]
 
 
-async def durability_of(ask: Ask, demanded: Durability) -> FoundDurability:
+async def durability_of(send_command: Ask, demanded: Durability) -> FoundDurability:
     """Looks at the server's settings, or where it does not tell them at what it says of its log.
 
     A server that does not tell how often it writes to disk, and has WAITAOF, is made to wait where more than `any` is
     demanded.
     """
     try:
-        flat = await ask("CONFIG GET", "*append*")
+        flat = await send_command("CONFIG GET", "*append*")
     except WrongReply:
         raise
     except ResponseError:  # this user may not, or it is renamed
         flat = []
-    told = dict(zip(flat[::2], flat[1::2], strict=False))
-    if b"appendonly" in told:
-        fsync = told.get(b"appendfsync")
+    value_by_setting = dict(zip(flat[::2], flat[1::2], strict=False))
+    if b"appendonly" in value_by_setting:
+        fsync = value_by_setting.get(b"appendfsync")
         # While a server rewrites its log and does not write it to disk, half a minute of events may be lost.
-        pauses = told.get(b"no-appendfsync-on-rewrite") == b"yes"
-        if told[b"appendonly"] != b"yes" or pauses or fsync not in (b"always", b"everysec"):
+        pauses = value_by_setting.get(b"no-appendfsync-on-rewrite") == b"yes"
+        if (
+            value_by_setting[b"appendonly"] != b"yes"
+            or pauses
+            or fsync not in (b"always", b"everysec")
+        ):
             return FoundDurability("none")
         return FoundDurability("always" if fsync == b"always" else "everysec")
     try:
-        found = _AOF.search(await ask("INFO", "persistence"))
+        aof_match = _AOF.search(await send_command("INFO", "persistence"))
     except WrongReply:
         raise
     except ResponseError:
-        found = None
-    if found is None:
+        aof_match = None
+    if aof_match is None:
         return FoundDurability("unknown")
-    if found[1] == b"0":
+    if aof_match[1] == b"0":
         return FoundDurability("none")
     if demanded == "any":
         return FoundDurability("unknown")
     try:
-        await ask("WAITAOF", "0", "0", "1")
+        await send_command("WAITAOF", "0", "0", "1")
     except WrongReply:
         raise
     except ResponseError:  # Redis 7.0 has none

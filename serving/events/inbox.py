@@ -108,37 +108,37 @@ class Inbox:
     async def _next(self) -> list[InboxEntry]:
         """Entries left from before, else those of consumers that fell silent, else new ones."""
         if self._own:
-            if found := await self._read("0"):
-                return found
+            if unfinished_entries := await self._read("0"):
+                return unfinished_entries
             self._own = False
-        now = asyncio.get_running_loop().time()
-        if now - self._claimed_at >= CLAIM_EVERY_S:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._claimed_at >= CLAIM_EVERY_S:
             claim = (self._key, GROUP, self._name, CLAIM_AFTER_MS, self._cursor, "COUNT", PIECE)
             self._cursor, claimed = (await self._redis.ask("XAUTOCLAIM", *claim))[:2]
             if claimed or self._cursor != _BEGIN:
                 return _entries(claimed)
-            self._claimed_at = now
+            self._claimed_at = now_s
             await self._redis.ask("EVAL", _FORGET, 1, self._key, GROUP, FORGET_AFTER_MS)
         return await self._read(">", "BLOCK", BLOCK_MS)
 
     async def _read(self, after: str, *options: Any) -> list[InboxEntry]:
-        found = await self._redis.ask(
+        reply = await self._redis.ask(
             "XREADGROUP", "GROUP", GROUP, self._name, "COUNT", PIECE, *options, "STREAMS", self._key, after
         )  # fmt: skip
-        return _entries(found[0][1]) if found else []
+        return _entries(reply[0][1]) if reply else []
 
     async def _take_in(self, entries: list[InboxEntry]) -> None:
         if not entries:
             return
-        there = [(each.id.decode(), each.fields) for each in entries if each.fields]
-        await self._intake.take_entries(there)
-        ids = [each.id for each in entries]
+        present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
+        await self._intake.take_entries(present_entries)
+        ids = [entry.id for entry in entries]
         await self._redis.ask("EVAL", _FINISH, 1, self._key, GROUP, *ids)
 
 
-def _entries(found: list[Any]) -> list[InboxEntry]:
+def _entries(raw_entries: list[Any]) -> list[InboxEntry]:
     """Entries of a reply; one that was deleted meanwhile has no fields, and is finished with the others."""
     return [
         InboxEntry(entry, dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {})
-        for entry, flat in filter(None, found)
+        for entry, flat in filter(None, raw_entries)
     ]

@@ -45,11 +45,11 @@ class EventIntake:
 
         After that some may have been accepted all the same: sent again under their ids they count once.
         """
-        began = self.timer()
+        began_at = self.timer()
         read, args = self.reader.of_body, (events, self.clock(), self.blocklist())
-        found = await asyncio.to_thread(read, *args) if len(events) > BESIDE else read(*args)
+        read_events = await asyncio.to_thread(read, *args) if len(events) > BESIDE else read(*args)
         try:
-            told = await self.acceptor.accept(found.packed)
+            outcomes = await self.acceptor.accept(read_events.packed)
         except EventsFull as error:
             self.counts.refusals[error.code] += 1
             raise Problem(
@@ -58,70 +58,78 @@ class EventIntake:
             ) from error  # fmt: skip
         except (EventsUnavailable, EventsBusy) as error:
             self.counts.refusals[error.code] += 1
-            why = error.message
-            if isinstance(error, EventsUnavailable) and (why := error.outside) != error.message:
+            message = error.message
+            if isinstance(error, EventsUnavailable) and (message := error.outside) != error.message:
                 log.warning("no events are accepted: %s", error.message)
-            raise Problem(503, error.code, f"{why}: send them again, under the same ids") from error
-        self.counts.seconds.observe("http", self.timer() - began)
-        return self._answer(events, found, told)
+            raise Problem(
+                503, error.code, f"{message}: send them again, under the same ids"
+            ) from error
+        self.counts.seconds.observe("http", self.timer() - began_at)
+        return self._answer(events, read_events, outcomes)
 
     async def take_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
         """Takes entries of the inbox, by their ids; each is accepted, or rejected and kept, when this returns.
 
         Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers hear of none.
         """
-        began, now_s, blocklist = self.timer(), self.clock(), self.blocklist()
+        began_at, now_s, blocklist = self.timer(), self.clock(), self.blocklist()
         packed: list[PackedEvent] = []
-        sent: list[Mapping[bytes, bytes]] = []
+        packed_fields: list[Mapping[bytes, bytes]] = []
         rejected: list[tuple[Problem, Mapping[bytes, bytes]]] = []
         for entry, fields in entries:
             try:
                 packed.append(self.reader.of_inbox(fields, entry, now_s, blocklist))
-            except Problem as found:
-                rejected.append((found, fields))
+            except Problem as read_problem:
+                rejected.append((read_problem, fields))
             else:
-                sent.append(fields)
+                packed_fields.append(fields)
         try:
-            told = await self.inbox_acceptor.accept(packed)
+            outcomes = await self.inbox_acceptor.accept(packed)
         except (EventsFull, EventsUnavailable, EventsBusy) as error:
             self.counts.refusals[error.code] += 1
             raise
         for problem, fields in rejected:
             self.rejections.add(problem.reason, problem.message[:DETAIL_CHARS], fields)
-        for fields, each in zip(sent, told, strict=True):
-            self._count(each, fields)
+        for fields, outcome in zip(packed_fields, outcomes, strict=True):
+            self._count(outcome, fields)
         await self.rejections.flush()
-        self.counts.seconds.observe("inbox", self.timer() - began)
+        self.counts.seconds.observe("inbox", self.timer() - began_at)
 
     def _answer(
-        self, events: Sequence[Any], found: ReadEvents, told: Sequence[Accepted]
+        self, events: Sequence[Any], read_events: ReadEvents, outcomes: Sequence[Accepted]
     ) -> dict[str, Any]:
-        for each in found.rejected:
-            self.rejections.add(each.reason, each.detail, events[each.place])
-        rejected, last = list(found.rejected), Position(0, 0)
+        for rejected_event in read_events.rejected:
+            self.rejections.add(
+                rejected_event.reason, rejected_event.detail, events[rejected_event.place]
+            )
+        rejected, last = list(read_events.rejected), Position(0, 0)
         counts: Counter[str] = Counter()
-        for place, outcome in zip(found.places, told, strict=True):
+        for index, outcome in zip(read_events.places, outcomes, strict=True):
             counts[outcome.reason or ACCEPTED] += 1
-            self._count(outcome, events[place])
+            self._count(outcome, events[index])
             if outcome.position is not None:
                 last = max(last, outcome.position)
             elif outcome.reason == TOO_MANY:
-                rejected.append(RejectedEvent(place, TOO_MANY, _TOO_MANY))
-        kept = self.redis.found
+                rejected.append(RejectedEvent(index, TOO_MANY, _TOO_MANY))
+        durability = self.redis.found
         return {
             ACCEPTED: counts[ACCEPTED],
             REPEATED: counts[REPEATED],
             "rejected": [
-                {"index": each.place, "reason": each.reason, "detail": each.detail}
-                for each in sorted(rejected)
+                {
+                    "index": rejected_event.place,
+                    "reason": rejected_event.reason,
+                    "detail": rejected_event.detail,
+                }
+                for rejected_event in sorted(rejected)
             ],
-            "durability": "unknown" if kept is None else kept.kept,
+            "durability": "unknown" if durability is None else durability.kept,
             "position": str(last) if counts[ACCEPTED] else None,
         }
 
-    def _count(self, outcome: Accepted, sent: Any) -> None:
+    def _count(self, outcome: Accepted, raw_event: Any) -> None:
         if outcome.reason == TOO_MANY:
-            self.rejections.add(TOO_MANY, _TOO_MANY, sent)
+            self.rejections.add(TOO_MANY, _TOO_MANY, raw_event)
         else:
             self.counts.results[outcome.reason or ACCEPTED] += 1
 

@@ -28,27 +28,27 @@ class EventOverview:
 
     def told(self) -> dict[str, Any]:
         """The worker's row; what was not looked at yet is left out."""
-        redis, newer, held = self.intake.redis, self.follower.newer, self.shelf.holding
-        published = None if held is None else held.live.manifest.events
+        redis, newer_events, served = self.intake.redis, self.follower.newer, self.shelf.holding
+        published = None if served is None else served.live.manifest.events
         return {
             **self.intake.counts.gauges,
             "durability": None if redis.found is None else redis.found.kept,
             "demanded": redis.demanded,
             "lag_s": round(self.follower.lag_s(), 3),
-            "users": len(newer.users),
-            "held_bytes": newer.size_bytes,
+            "users": len(newer_events.users),
+            "held_bytes": newer_events.size_bytes,
             "held_max_bytes": self.follower.limit_bytes,
-            "counted_until": str(Position.of_number(newer.users.last)),
+            "counted_until": str(Position.of_number(newer_events.users.last)),
             "published_until": None if published is None else published.until,
         }
 
 
-def together(told: Sequence[_Row | None]) -> dict[str, Any] | None:
+def together(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
     """Events of all workers by their rows, each as bad and as far as the last of them; None where nobody tells any."""
-    rows = [each for each in told if each]
+    rows = [row for row in worker_rows if row]
     if not rows:
         return None
-    worst = min(rows, key=lambda each: 1.0 if each.get("up") is None else float(each["up"]))
+    worst = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
     numbers = {name: max(_known(rows, name), default=None) for name in NUMBERS}
     return numbers | {
         "up": None if worst.get("up") is None else bool(worst["up"]),
@@ -62,4 +62,4 @@ def together(told: Sequence[_Row | None]) -> dict[str, Any] | None:
 
 
 def _known(rows: Sequence[_Row], name: str) -> list[Any]:
-    return [each[name] for each in rows if each.get(name) is not None]
+    return [row[name] for row in rows if row.get(name) is not None]

@@ -45,23 +45,23 @@ class EventParts:
         config: ServingConfig,
         name: str,
         blocklist: Callable[[], Blocklist],
-        newest: Callable[[], Position],
-        takes: Callable[[], NewItemInputs | None] = lambda: None,
+        newest_position: Callable[[], Position],
+        new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None,
         loops: BackgroundLoops | None = None,
     ) -> Self:
         """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
 
-        New events get positions behind the `newest` that is known. `takes` tells what the live generation can answer
-        with of an item that it does not know.
+        New events get positions behind the `newest_position` that is known. `new_item_inputs` tells what the live
+        generation can answer with of an item that it does not know.
         """
         events, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events.durability)
         counts = EventCounts(redis, keyspace, events.stream_bytes)
         bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
         intake = EventIntake(
-            redis, EventReader(keyspace, events, takes),
-            Acceptor(redis, keyspace, bounds, newest, loops=loops),
-            Acceptor(redis, keyspace, bounds, newest, SCRIPT_AT_MAXMEMORY, loops),
+            redis, EventReader(keyspace, events, new_item_inputs),
+            Acceptor(redis, keyspace, bounds, newest_position, loops=loops),
+            Acceptor(redis, keyspace, bounds, newest_position, SCRIPT_AT_MAXMEMORY, loops),
             Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, name, loops))

@@ -89,18 +89,18 @@ class EventReader:
 
     def of_body(self, events: Sequence[Any], now_s: float, blocklist: Blocklist) -> ReadEvents:
         """Reads the events of a body; `now_s` is the service's clock, Unix seconds."""
-        found = ReadEvents([], [], [])
+        read_events = ReadEvents([], [], [])
         now_us = round(now_s * 1e6)
-        for place, sent in enumerate(events):
+        for index, raw_event in enumerate(events):
             try:
-                event = self._checked(sent, f"events[{place}]", now_us, blocklist)
+                event = self._checked(raw_event, f"events[{index}]", now_us, blocklist)
             except Problem as problem:
-                told = problem.message[:DETAIL_CHARS]
-                found.rejected.append(RejectedEvent(place, problem.reason, told))
+                detail = problem.message[:DETAIL_CHARS]
+                read_events.rejected.append(RejectedEvent(index, problem.reason, detail))
             else:
-                found.places.append(place)
-                found.packed.append(event)
-        return found
+                read_events.places.append(index)
+                read_events.packed.append(event)
+        return read_events
 
     def of_inbox(
         self, fields: Mapping[bytes, bytes], entry: str, now_s: float, blocklist: Blocklist
@@ -108,36 +108,41 @@ class EventReader:
         """Reads an entry of the inbox, whose id is the event's where it has none; raises Problem."""
         try:
             raw = fields.get(_JSON_FIELD)
-            sent = _of_texts(fields) if raw is None else orjson.loads(raw)
+            raw_event = _of_texts(fields) if raw is None else orjson.loads(raw)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
             _refuse_erased(fields.get(b"user", b"").decode(errors="replace"), blocklist)
             raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
-        if isinstance(sent, dict) and sent.get("id") is None:
-            sent = {**sent, "id": entry}
-        return self._checked(sent, "event", round(now_s * 1e6), blocklist)
+        if isinstance(raw_event, dict) and raw_event.get("id") is None:
+            raw_event = {**raw_event, "id": entry}
+        return self._checked(raw_event, "event", round(now_s * 1e6), blocklist)
 
-    def _checked(self, sent: object, field: str, now_us: int, blocklist: Blocklist) -> PackedEvent:
+    def _checked(
+        self, raw_event: object, field: str, now_us: int, blocklist: Blocklist
+    ) -> PackedEvent:
         """The event packed; raises Problem for one of who was erased or blocked, and for one that is too large."""
-        if isinstance(sent, UnreadableEvent):
-            what = f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): {sent.why}"
-            raise unprocessable("invalid_json", what, field)
+        if isinstance(raw_event, UnreadableEvent):
+            detail = (
+                f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
+                f"{raw_event.why}"
+            )
+            raise unprocessable("invalid_json", detail, field)
         # First: nothing is kept of it, whatever else is wrong with it.
-        if isinstance(sent, dict):
-            _refuse_erased(sent.get("user"), blocklist)
-        event = self._event(sent, field, now_us)
+        if isinstance(raw_event, dict):
+            _refuse_erased(raw_event.get("user"), blocklist)
+        event = self._event(raw_event, field, now_us)
         if brings_item(event) and (inputs := self.takes()) is not None:
             try:
                 inputs.check(event)
             except UnfitNewItem as error:
                 raise from_input(error, field) from error
-        found, most = packed(self.keyspace, event), self.config.event_bytes
-        if len(found.body) > most:
-            what = f"the event has {len(found.body)} bytes, {most} are allowed"
-            raise unprocessable("too_large", what, None, limit=most)
-        return found
+        packed_event, event_bytes_max = packed(self.keyspace, event), self.config.event_bytes
+        if len(packed_event.body) > event_bytes_max:
+            detail = f"the event has {len(packed_event.body)} bytes, {event_bytes_max} are allowed"
+            raise unprocessable("too_large", detail, None, limit=event_bytes_max)
+        return packed_event
 
-    def _event(self, sent: object, field: str, now_us: int) -> Event:
-        data = read_object(sent, field, _FIELDS)
+    def _event(self, raw_event: object, field: str, now_us: int) -> Event:
+        data = read_object(raw_event, field, _FIELDS)
         user, item, id_ = (data.get(name) for name in ("user", "item", "id"))
         if id_ is None:
             raise unprocessable("missing_field", f"{field}.id is missing", f"{field}.id")
@@ -145,14 +150,14 @@ class EventReader:
             raise unprocessable("missing_field", f"{field} has neither user nor item", field)
         id_raw = read_id(id_, f"{field}.id")
         if len(id_raw) > ID_BYTES_MAX:
-            what = f"{field}.id has {len(id_raw)} bytes, {ID_BYTES_MAX} are allowed"
-            raise unprocessable("invalid_id", what, f"{field}.id", limit=ID_BYTES_MAX)
+            detail = f"{field}.id has {len(id_raw)} bytes, {ID_BYTES_MAX} are allowed"
+            raise unprocessable("invalid_id", detail, f"{field}.id", limit=ID_BYTES_MAX)
         at_us = read_time(data["time"], f"{field}.time") if "time" in data else now_us
         if at_us > now_us + self.config.ahead_s * 1e6:
             ahead_s = (at_us - now_us) / 1e6
-            what = f"{field}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
-            raise unprocessable("in_future", what, f"{field}.time")
-        told, vector, weight = data.get("features"), data.get("vector"), data.get("weight")
+            detail = f"{field}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
+            raise unprocessable("in_future", detail, f"{field}.time")
+        raw_features, vector, weight = data.get("features"), data.get("vector"), data.get("weight")
         if user is not None and item is not None:
             _refuse(data, field, ("attributes", *_OF_ITEMS), "a user alone or an item alone")
         else:
@@ -160,9 +165,9 @@ class EventReader:
             if user is not None:
                 _refuse(data, field, _OF_ITEMS, "an item alone")
             if not {"attributes", *_OF_ITEMS} & data.keys():
-                what = f"{field} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
-                what += " attributes" + ("" if item is None else ", features or a vector")
-                raise unprocessable("missing_field", what, field)
+                detail = f"{field} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
+                detail += " attributes" + ("" if item is None else ", features or a vector")
+                raise unprocessable("missing_field", detail, field)
         return Event(
             id_raw.decode(),
             at_us,
@@ -171,7 +176,7 @@ class EventReader:
             _type(data["type"], f"{field}.type") if "type" in data else None,
             1.0 if weight is None else _number(weight, f"{field}.weight"),
             _attributes(data["attributes"], f"{field}.attributes") if "attributes" in data else None,
-            None if told is None else read_features(told, f"{field}.features", EVENT_BYTES_MAX),
+            None if raw_features is None else read_features(raw_features, f"{field}.features", EVENT_BYTES_MAX),
             None if vector is None else _vector(vector, f"{field}.vector"),
         )  # fmt: skip
 
@@ -189,17 +194,17 @@ def read_time(value: object, field: str) -> int:
     """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; raises Problem."""
     if isinstance(value, str) and len(value) <= _TIME_CHARS_MAX:
         try:
-            found = iso_time(value)
+            parsed_time = iso_time(value)
         except ValueError as error:
-            what = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
-            raise unprocessable("invalid_field", what, field) from error
-        return _since_1970((found - _BEGIN) // _MICROSECOND, field)
+            detail = f"{field} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
+            raise unprocessable("invalid_field", detail, field) from error
+        return _since_1970((parsed_time - _BEGIN) // _MICROSECOND, field)
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) < _SECONDS_MAX:
             raise unprocessable("invalid_field", f"{field} is in seconds since 1970", field)
         return _since_1970(round(value * 1_000_000), field)
-    what = f"{field} is a time of ISO 8601, or seconds since 1970"
-    raise unprocessable("invalid_field", what, field)
+    detail = f"{field} is a time of ISO 8601, or seconds since 1970"
+    raise unprocessable("invalid_field", detail, field)
 
 
 def _since_1970(at_us: int, field: str) -> int:
@@ -217,8 +222,8 @@ def _refuse(data: Mapping[str, Any], field: str, names: Sequence[str], of: str) 
 
 def _type(value: object, field: str) -> str:
     if not isinstance(value, str) or not 1 <= len(value.encode()) <= TYPE_BYTES_MAX:
-        what = f"{field} is a text of 1 to {TYPE_BYTES_MAX} bytes"
-        raise unprocessable("invalid_field", what, field)
+        detail = f"{field} is a text of 1 to {TYPE_BYTES_MAX} bytes"
+        raise unprocessable("invalid_field", detail, field)
     return value
 
 
@@ -230,33 +235,33 @@ def _number(value: object, field: str) -> float:
 
 def _vector(value: object, field: str) -> tuple[float, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= VECTOR_MAX:
-        what = f"{field} is a list of 1 to {VECTOR_MAX} numbers"
-        raise unprocessable("invalid_field", what, field)
-    return tuple([_number(each, f"{field}[{place}]") for place, each in enumerate(value)])
+        detail = f"{field} is a list of 1 to {VECTOR_MAX} numbers"
+        raise unprocessable("invalid_field", detail, field)
+    return tuple([_number(number, f"{field}[{index}]") for index, number in enumerate(value)])
 
 
 def _attributes(value: object, field: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not 1 <= len(value) <= ATTRIBUTES_MAX:
-        what = f"{field} is an object of 1 to {ATTRIBUTES_MAX} values by name"
-        raise unprocessable("invalid_field", what, field)
-    for name, each in value.items():
+        detail = f"{field} is an object of 1 to {ATTRIBUTES_MAX} values by name"
+        raise unprocessable("invalid_field", detail, field)
+    for name, attribute in value.items():
         if not 1 <= len(name.encode()) <= ATTRIBUTE_NAME_BYTES_MAX:
-            what = f"names in {field} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
-            raise unprocessable("invalid_field", what, field)
-        if not _is_attribute(each):
+            detail = f"names in {field} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
+            raise unprocessable("invalid_field", detail, field)
+        if not _is_attribute(attribute):
             where = f"{field}.{name}"
-            what = (
+            detail = (
                 f"{where} is a text of at most {TEXT_BYTES_MAX} bytes, a list of at most {TEXTS_MAX} of them, a finite "
                 "number, true or false, or null, which clears it"
             )
-            raise unprocessable("invalid_field", what, where)
+            raise unprocessable("invalid_field", detail, where)
     return value
 
 
 def _is_attribute(value: object) -> bool:
     if isinstance(value, list):
         return len(value) <= TEXTS_MAX and all(
-            isinstance(each, str) and _is_attribute(each) for each in value
+            isinstance(element, str) and _is_attribute(element) for element in value
         )
     if isinstance(value, str):
         return len(value.encode()) <= TEXT_BYTES_MAX
@@ -266,9 +271,9 @@ def _is_attribute(value: object) -> bool:
 
 def _of_texts(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     """An event's fields where each is a text; what is no number stays one, and is refused where it stands."""
-    found: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
+    event_fields: dict[str, Any] = {name.decode(): value.decode() for name, value in fields.items()}
     for name in ("time", "weight"):
-        text = found.get(name)
+        text = event_fields.get(name)
         if isinstance(text, str) and _NUMBER.fullmatch(text):
-            found[name] = float(text)
-    return found
+            event_fields[name] = float(text)
+    return event_fields

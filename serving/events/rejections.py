@@ -28,11 +28,11 @@ class Rejections:
     """Rejected events of one process on their way into Redis; beyond a bound they are counted, not kept."""
 
     def __init__(
-        self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, most: int
+        self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, kept_max: int
     ) -> None:
-        """`most`: number of them that Redis keeps, the newest."""
+        """`kept_max`: number of them that Redis keeps, the newest."""
         self._redis, self._key, self._counts, self._most = (
-            redis, keyspace.rejected_events, counts, most,
+            redis, keyspace.rejected_events, counts, kept_max,
         )  # fmt: skip
         self._waiting: deque[_Rejection] = deque()
         self._writing = asyncio.Lock()
@@ -43,8 +43,8 @@ class Rejections:
         if len(self._waiting) >= WAITING_MAX:
             self._counts.dropped += 1
             return
-        told = b"" if reason == ERASED else _shown(event)
-        self._waiting.append(_Rejection(reason, detail, told))
+        event_excerpt = b"" if reason == ERASED else _shown(event)
+        self._waiting.append(_Rejection(reason, detail, event_excerpt))
 
     async def flush(self) -> None:
         """Writes what waits; at Redis' maxmemory it is dropped. Raises EventsUnavailable, and then it waits on."""
@@ -55,8 +55,8 @@ class Rejections:
             try:
                 await self._redis.ask_all([
                     ("XADD", self._key, "MAXLEN", "~", self._most, "*",
-                     "reason", each.reason, "detail", each.detail, "event", each.event)
-                    for each in self._waiting
+                     "reason", rejection.reason, "detail", rejection.detail, "event", rejection.event)
+                    for rejection in self._waiting
                 ])  # fmt: skip
             except EventsFull:  # the inbox would wait for its rejected ones, and fill Redis further
                 self._counts.dropped += count
@@ -74,10 +74,10 @@ class Rejections:
 def _shown(event: Any) -> bytes:
     if isinstance(event, UnreadableEvent):
         return b""
-    if isinstance(event, dict) and all(isinstance(each, bytes) for each in event):
+    if isinstance(event, dict) and all(isinstance(field_name, bytes) for field_name in event):
         event = {
-            name.decode(errors="replace"): each.decode(errors="replace")
-            for name, each in event.items()
+            name.decode(errors="replace"): field_value.decode(errors="replace")
+            for name, field_value in event.items()
         }
     try:
         return orjson.dumps(event)[:SHOWN_BYTES]

@@ -97,21 +97,25 @@ class Arm:
         if self.namespace is None or self.state not in (ArmState.HELD, ArmState.DRAINING):
             return None
         service = self.namespace.service
-        shelf = service.follower.shelf
-        obeys = shelf.is_blocklist_known and shelf.enforcement_error is None
-        return service if obeys and shelf.holding is not None else None
+        holder = service.follower.shelf
+        obeys = holder.is_blocklist_known and holder.enforcement_error is None
+        return service if obeys and holder.holding is not None else None
 
 
 class Routing:
     """Experiments of one version, ready to look keys up in."""
 
     def __init__(self, record: Experiments) -> None:
-        self.experiments: Mapping[str, Experiment] = {each.name: each for each in record.current}
+        self.experiments: Mapping[str, Experiment] = {
+            experiment.name: experiment for experiment in record.current
+        }
         self._layer = record.owners
-        self._arms: Mapping[str, Owners] = {each.name: each.owners for each in record.running}
+        self._arms: Mapping[str, Owners] = {
+            experiment.name: experiment.owners for experiment in record.running
+        }
         self._sampled = {
-            each.name: Split.of(f"{each.salt}/exposures", 100 * each.sample)
-            for each in record.running
+            experiment.name: Split.of(f"{experiment.salt}/exposures", 100 * experiment.sample)
+            for experiment in record.running
         }
 
     def of(self, key: bytes) -> tuple[str, str] | None:
@@ -135,7 +139,7 @@ class Arms:
 
     def __init__(
         self,
-        own: LookupService,
+        own_service: LookupService,
         namespace: str,
         store: ArtefactStore,
         open_namespace: Callable[[str], ArmNamespace],
@@ -144,7 +148,7 @@ class Arms:
         grace_s: float,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.own, self.namespace = own, namespace
+        self.own, self.namespace = own_service, namespace
         self.record = Experiments()
         self.routing: Routing | None = None
         """None while no experiment is held ready or runs."""
@@ -180,12 +184,12 @@ class Arms:
         async with self._looking:
             follower = self.own.follower
             try:
-                newer = await self._in_thread(_newer, self._store, self.record.version)
+                newer_record = await self._in_thread(_newer, self._store, self.record.version)
             except (LarderError, OSError, ValueError) as error:
                 follower.note("experiments", Stale.EXPERIMENTS_UNREADABLE, str(error))
             else:
                 follower.note("experiments", None)
-                self.record = newer or self.record
+                self.record = newer_record or self.record
             self.routing = Routing(self.record) if self.record.current else None
             self.own.metrics.experiments_version.set(self.record.version)
             follower.shelf.divide(by_experiments=bool(self.record.running))
@@ -206,13 +210,13 @@ class Arms:
 
     def told(self) -> list[dict[str, Any]]:
         """Experiments for the dashboard, each with its arms, the control first."""
-        found = []
-        for each in self.record.current:
-            arms = sorted(each.arms, key=lambda arm: arm.namespace != self.namespace)
-            found.append({
-                "experiment": each.name,
-                "share": size_of(each.buckets) / BUCKETS,
-                "started_at": each.started_at,
+        experiment_rows = []
+        for experiment in self.record.current:
+            arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
+            experiment_rows.append({
+                "experiment": experiment.name,
+                "share": size_of(experiment.buckets) / BUCKETS,
+                "started_at": experiment.started_at,
                 "arms": [
                     {
                         "arm": arm.name,
@@ -223,12 +227,12 @@ class Arms:
                     for arm in arms
                 ],
             })  # fmt: skip
-        return found
+        return experiment_rows
 
     def _live(self, namespace: str) -> str | None:
         service = self.service(namespace)
-        holding = None if service is None else service.follower.holding
-        return None if holding is None else holding.live.generation
+        served = None if service is None else service.follower.holding
+        return None if served is None else served.live.generation
 
     async def drain(self) -> None:
         """Sign off in all namespaces, and open no more."""
@@ -245,21 +249,21 @@ class Arms:
 
     def _advance_arms(self) -> None:
         """Move each arm on as the record and the clock say; nothing here waits."""
-        now, named = self._timer(), self.record.namespaces(self.namespace)
+        now_s, named = self._timer(), self.record.namespaces(self.namespace)
         for name in named:
             arm = self._arms.get(name)
             if arm is None:
                 self._begin_start(Arm(name))
             elif arm.state is ArmState.DRAINING:
                 arm.enter(ArmState.HELD)
-            elif arm.state is ArmState.FAILED and now >= arm.retry_at:
+            elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
                 self._begin_start(arm)
         for arm in [arm for arm in self._arms.values() if arm.name not in named]:
             if arm.state is ArmState.HELD:
                 arm.enter(ArmState.DRAINING)
-                arm.draining_since = now
-            if arm.state is not ArmState.DRAINING or now - arm.draining_since >= self._grace_s:
+                arm.draining_since = now_s
+            if arm.state is not ArmState.DRAINING or now_s - arm.draining_since >= self._grace_s:
                 self._begin_close(arm)
 
     def _begin_start(self, arm: Arm) -> None:
@@ -280,11 +284,11 @@ class Arms:
     def _run_task(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
         arm.task = task = asyncio.create_task(work)
 
-        def ended(_task: asyncio.Task[None]) -> None:
+        def clear_task(_task: asyncio.Task[None]) -> None:
             if arm.task is task:
                 arm.task = None
 
-        task.add_done_callback(ended)
+        task.add_done_callback(clear_task)
 
     async def _start(self, arm: Arm) -> None:
         try:
@@ -329,11 +333,11 @@ class Arms:
 
     async def _enforce(self, arm: Arm) -> None:
         """Have an arm obey the own namespace's blocklist, also where that changes meanwhile."""
-        own, is_enforced = self.own.follower.shelf, True
+        own_holder, is_enforced = self.own.follower.shelf, True
         while is_enforced and arm.namespace is not None:
             arm_shelf = arm.namespace.service.follower.shelf
-            is_enforced = await arm_shelf.block_beside(own.blocklist)
-            if arm_shelf.beside is own.blocklist:
+            is_enforced = await arm_shelf.block_beside(own_holder.blocklist)
+            if arm_shelf.beside is own_holder.blocklist:
                 return
 
 

@@ -86,15 +86,17 @@ class ExposureLog:
         window.requests += 1
         if key is None:
             return
-        mark = xxhash.xxh3_64_intdigest(b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), key))
-        if mark in self._seen:
+        exposure_hash = xxhash.xxh3_64_intdigest(
+            b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), key)
+        )
+        if exposure_hash in self._seen:
             return
         if self._waiting >= PENDING_MAX:
             self.dropped += 1
             return
         if len(self._seen) >= SEEN_MAX:
             self._seen.clear()
-        self._seen.add(mark)
+        self._seen.add(exposure_hash)
         self._waiting += 1
         window.exposures.append(Exposure(key, at))
 
@@ -134,10 +136,10 @@ class ExposureLog:
             self._seen_hour = hour
             self._seen.clear()
         arms = self._windows.setdefault(hour, {})
-        found = arms.get((experiment, arm))
-        if found is None:
-            found = arms[experiment, arm] = _Window()
-        return found
+        window = arms.get((experiment, arm))
+        if window is None:
+            window = arms[experiment, arm] = _Window()
+        return window
 
     def _cut(self) -> None:
         """Cuts what was counted since the last flush into parts."""
@@ -146,15 +148,17 @@ class ExposureLog:
             lines: list[dict[str, object]] = []
             room = PART_MAX
             for (experiment, arm), window in arms.items():
-                counted = {"requests": window.requests, "feedback": dict(window.feedback)}
+                arm_counts = {"requests": window.requests, "feedback": dict(window.feedback)}
                 start = 0
                 while start < max(1, len(window.exposures)):
-                    some = window.exposures[start : start + room]
-                    pairs = [[each.key.decode(), round(each.at, 3)] for each in some]
+                    exposures = window.exposures[start : start + room]
+                    pairs = [
+                        [exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures
+                    ]
                     named = {"experiment": experiment, "arm": arm}
-                    lines.append({**named, **counted, "exposures": pairs})
-                    counted = {"requests": 0, "feedback": {}}
-                    start, room = start + max(1, len(some)), room - len(some)
+                    lines.append({**named, **arm_counts, "exposures": pairs})
+                    arm_counts = {"requests": 0, "feedback": {}}
+                    start, room = start + max(1, len(exposures)), room - len(exposures)
                     if not room:
                         self._part(hour, lines)
                         lines, room = [], PART_MAX
@@ -163,6 +167,6 @@ class ExposureLog:
 
     def _part(self, hour: int, arms: list[dict[str, object]]) -> None:
         self._number += 1
-        count = sum(len(each["exposures"]) for each in arms)  # type: ignore[misc, arg-type]
+        count = sum(len(arm_line["exposures"]) for arm_line in arms)  # type: ignore[misc, arg-type]
         path = exposure_part(hour, self._name, self._number)
         self._parts.append((path, orjson.dumps({"arms": arms}), count))

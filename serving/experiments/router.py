@@ -43,22 +43,22 @@ class ExperimentRouter:
 
         Raises Problem (409) for an arm that the caller names and that is not held here.
         """
-        own, routing = self._arms.own, self._arms.routing
+        own_service, routing = self._arms.own, self._arms.routing
         if options.arm is not None:
             return self._forced(options.arm)
         if routing is None:
-            return own, None
+            return own_service, None
         if options.generation is not None:
             return self._aside(self._holder_of(options.generation), "pinned")
-        key = key_of(own.holding(), entities, options)
+        key = key_of(own_service.holding(), entities, options)
         if key is None:
-            return self._aside(own, "no_key")
-        if (found := routing.of(key)) is None:
-            return self._aside(own, "not_in_experiment")
-        name, arm = found
+            return self._aside(own_service, "no_key")
+        if (experiment_and_arm := routing.of(key)) is None:
+            return self._aside(own_service, "not_in_experiment")
+        name, arm = experiment_and_arm
         service = self._serving(name, arm)
         if service is None or not _can_answer(service, entities):
-            return self._aside(own, "not_held")
+            return self._aside(own_service, "not_held")
         return service, Assigned(name, arm, key, routing.is_sampled(name, key))
 
     def mark(self, assigned: Assigned | None, answers: list[Answer]) -> list[Answer]:
@@ -66,37 +66,39 @@ class ExperimentRouter:
         if assigned is None:
             return answers
         name, arm, key, _ = assigned
-        for each in answers:
-            each["experiment"], each["arm"] = name, arm
+        for answer in answers:
+            answer["experiment"], answer["arm"] = name, arm
         if key is not None:
             self._note(assigned, key)
             self._metrics.experiment_requests.labels(name, arm).inc()
-            for each in answers:
-                self._metrics.experiment_answers.labels(name, arm, each["source"]).inc()
+            for answer in answers:
+                self._metrics.experiment_answers.labels(name, arm, answer["source"]).inc()
         return answers
 
-    def feedback(self, told: Reported) -> dict[str, str | None]:
+    def feedback(self, report: Reported) -> dict[str, str | None]:
         """Counts what a caller reports, for the arm of an experiment and for that of a canary in its namespace."""
         service = self._arms.own
-        found: tuple[str, str] | None = told.arm
-        if told.key is not None and (routing := self._arms.routing) is not None:
-            found = routing.of(told.key)
-        elif told.generation is not None:
-            service = self._holder_of(told.generation)
-        if found is not None:
-            serving = self._running(*found)
-            service, found = (service, None) if serving is None else (serving, found)
-        arm = None
-        if told.arm is None:
-            arm = service.trial.feedback(
-                service.holding(), told.generation, told.key, told.event, told.count
+        experiment_and_arm: tuple[str, str] | None = report.arm
+        if report.key is not None and (routing := self._arms.routing) is not None:
+            experiment_and_arm = routing.of(report.key)
+        elif report.generation is not None:
+            service = self._holder_of(report.generation)
+        if experiment_and_arm is not None:
+            serving = self._running(*experiment_and_arm)
+            service, experiment_and_arm = (
+                (service, None) if serving is None else (serving, experiment_and_arm)
             )
-        if found is None:
+        arm = None
+        if report.arm is None:
+            arm = service.trial.feedback(
+                service.holding(), report.generation, report.key, report.event, report.count
+            )
+        if experiment_and_arm is None:
             return {"arm": arm}
-        event = self._events.of(told.event)
-        self.exposures.heard(*found, event, told.count)
-        self._metrics.experiment_feedback.labels(*found, event).inc(told.count)
-        return {"arm": arm, "experiment": "=".join(found)}
+        event = self._events.of(report.event)
+        self.exposures.heard(*experiment_and_arm, event, report.count)
+        self._metrics.experiment_feedback.labels(*experiment_and_arm, event).inc(report.count)
+        return {"arm": arm, "experiment": "=".join(experiment_and_arm)}
 
     def _note(self, assigned: Assigned, key: bytes) -> None:
         """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
@@ -107,43 +109,51 @@ class ExperimentRouter:
     def _running(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm of an experiment that runs."""
         routing = self._arms.routing
-        known = None if routing is None else routing.experiments.get(experiment)
-        return self._serving(experiment, arm) if known is not None and known.is_running else None
+        held_experiment = None if routing is None else routing.experiments.get(experiment)
+        return (
+            self._serving(experiment, arm)
+            if held_experiment is not None and held_experiment.is_running
+            else None
+        )
 
-    def _forced(self, asked: RequestedArm) -> tuple[LookupService, Assigned]:
-        service = self._serving(asked.experiment, asked.arm)
+    def _forced(self, requested_arm: RequestedArm) -> tuple[LookupService, Assigned]:
+        service = self._serving(requested_arm.experiment, requested_arm.arm)
         if service is None:
             routing = self._arms.routing
-            known = {} if routing is None else routing.experiments
+            held_experiments = {} if routing is None else routing.experiments
             raise Problem(
-                409, "arm_gone", f"no arm {asked.arm!r} of an experiment {asked.experiment!r} is held here",
+                409, "arm_gone",
+                f"no arm {requested_arm.arm!r} of an experiment {requested_arm.experiment!r} is held here",
                 field="arm",
-                held=[f"{each.name}={arm.name}" for each in known.values() for arm in each.arms],
+                held=[
+                    f"{held_experiment.name}={arm.name}"
+                    for held_experiment in held_experiments.values() for arm in held_experiment.arms
+                ],
             )  # fmt: skip
-        return service, Assigned(asked.experiment, asked.arm, None)
+        return service, Assigned(requested_arm.experiment, requested_arm.arm, None)
 
     def _serving(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm; None where that is not held."""
         routing = self._arms.routing
-        known = None if routing is None else routing.experiments.get(experiment)
-        found = None if known is None else known.arm(arm)
-        return None if found is None else self._arms.service(found.namespace)
+        held_experiment = None if routing is None else routing.experiments.get(experiment)
+        held_arm = None if held_experiment is None else held_experiment.arm(arm)
+        return None if held_arm is None else self._arms.service(held_arm.namespace)
 
     def _holder_of(self, generation: str) -> LookupService:
         """The namespace that has a pinned generation, the own one first; the own one if none has."""
-        own = self._arms.own
-        for service in (own, *self._arms.services):
-            held = service.follower.holding
-            if held is not None and held.find(generation) is not None:
+        own_service = self._arms.own
+        for service in (own_service, *self._arms.services):
+            served = service.follower.holding
+            if served is not None and served.find(generation) is not None:
                 return service
-        return own
+        return own_service
 
-    def _aside(self, service: LookupService, why: str) -> tuple[LookupService, None]:
-        self._metrics.experiment_aside.labels(why).inc()
+    def _aside(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
+        self._metrics.experiment_aside.labels(reason).inc()
         return service, None
 
 
 def _can_answer(service: LookupService, entities: Sequence[RequestedEntity]) -> bool:
     """True if the namespace has every table asked for: a later night of its own may have left one out."""
     tables = service.holding().live.manifest.tables
-    return all(each.table in tables for each in entities)
+    return all(entity.table in tables for entity in entities)

@@ -57,26 +57,26 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def answer_to(
-    sent: argparse.Namespace,
+    arguments: argparse.Namespace,
     parser: argparse.ArgumentParser,
     route: str,
     show: Callable[[dict[str, Any]], None],
 ) -> int:
     """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
     try:
-        target = _target(sent.url)
-        body, tls = question_of(sent), context_of(sent)
+        target = _target(arguments.url)
+        body, tls = question_of(arguments), context_of(arguments)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
-        told = ask(target, sent, body, tls, route=route)
+        document = ask(target, arguments, body, tls, route=route)
     except Failed as error:
         print(printable_lines(f"larder: {error}"), file=sys.stderr)
         return 1
-    if sent.json:
-        print(printable_lines(json_text(told)))
+    if arguments.json:
+        print(printable_lines(json_text(document)))
     else:
-        show(told)
+        show(document)
     return 0
 
 
@@ -92,22 +92,29 @@ def _target(url: str) -> tuple[str, str, int, str]:
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
-def question_of(sent: argparse.Namespace) -> dict[str, Any] | None:
+def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Request body to post; None where a GET says all. Raises ValueError."""
-    if all(each is None for each in (sent.history, sent.features, sent.filter, sent.rerank)):
+    if all(
+        argument is None
+        for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
+    ):
         return None
-    entity: dict[str, Any] = {"id": sent.entity}
-    if sent.history is not None:
-        entity["history"] = _history(sent.history)
-    if sent.features is not None:
-        entity["features"] = _json(sent.features, "--features")
-    options: dict[str, Any] = {"k": sent.k, "generation": sent.generation, "as_of": sent.as_of}
-    if sent.filter is not None:
-        is_name = NAME.fullmatch(sent.filter)
-        options["filter"] = sent.filter if is_name else _json(sent.filter, "--filter")
-    if sent.rerank is not None:
-        is_json = sent.rerank.startswith("{")
-        options["rerank"] = _json(sent.rerank, "--rerank") if is_json else sent.rerank
+    entity: dict[str, Any] = {"id": arguments.entity}
+    if arguments.history is not None:
+        entity["history"] = _history(arguments.history)
+    if arguments.features is not None:
+        entity["features"] = _json(arguments.features, "--features")
+    options: dict[str, Any] = {
+        "k": arguments.k,
+        "generation": arguments.generation,
+        "as_of": arguments.as_of,
+    }
+    if arguments.filter is not None:
+        is_name = NAME.fullmatch(arguments.filter)
+        options["filter"] = arguments.filter if is_name else _json(arguments.filter, "--filter")
+    if arguments.rerank is not None:
+        is_json = arguments.rerank.startswith("{")
+        options["rerank"] = _json(arguments.rerank, "--rerank") if is_json else arguments.rerank
     return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
 
 
@@ -120,7 +127,7 @@ def _json(text: str, option: str) -> Any:
 
 def _history(text: str) -> list[str]:
     if not text.startswith("@"):
-        return [each.strip() for each in text.split(",") if each.strip()]
+        return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
     try:
         # Not `splitlines`: ids may hold the other signs at which that ends a line.
         lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")
@@ -131,7 +138,7 @@ def _history(text: str) -> list[str]:
 
 def ask(
     target: tuple[str, str, int, str],
-    sent: argparse.Namespace,
+    arguments: argparse.Namespace,
     body: dict[str, Any] | None,
     tls: ssl.SSLContext | None = None,
     *,
@@ -140,22 +147,24 @@ def ask(
     """Sends the request and returns what the service says of the entity; raises Failed."""
     scheme, host, port, root = target
     where = f"{scheme}://{host}:{port}{root}"
-    token = sent.token if sent.token is not None else os.environ.get("LARDER_TOKEN", "")
+    token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")
     headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
-    path = f"{root}/v1/{route}/{quote(sent.table, safe='')}"
+    path = f"{root}/v1/{route}/{quote(arguments.table, safe='')}"
     if body is None:
-        options = {"k": sent.k, "generation": sent.generation, "as_of": sent.as_of}
+        options = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
         query = "&".join(
             f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None
         )
-        path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
-    made: http.client.HTTPConnection
+        path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
+    http_connection: http.client.HTTPConnection
     if scheme == "https":
-        made = http.client.HTTPSConnection(host, port, timeout=sent.timeout, context=tls)
+        http_connection = http.client.HTTPSConnection(
+            host, port, timeout=arguments.timeout, context=tls
+        )
     else:
-        made = http.client.HTTPConnection(host, port, timeout=sent.timeout)
+        http_connection = http.client.HTTPConnection(host, port, timeout=arguments.timeout)
     try:
-        with contextlib.closing(made) as connection:
+        with contextlib.closing(http_connection) as connection:
             connection.request(
                 "GET" if body is None else "POST",
                 path,
@@ -165,7 +174,9 @@ def ask(
             response = connection.getresponse()
             raw = response.read(_BODY_MAX)
     except TimeoutError as error:
-        raise Failed(f"{where} did not answer within {sent.timeout:g} s (--timeout)") from error
+        raise Failed(
+            f"{where} did not answer within {arguments.timeout:g} s (--timeout)"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise Failed(
             f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
@@ -175,12 +186,12 @@ def ask(
 
 def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
     try:
-        told = orjson.loads(raw)
+        document = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        told = None
-    if status == 200 and isinstance(told, dict) and _ANSWERED & told.keys():
-        return told
-    error = told.get("error") if isinstance(told, dict) else None
+        document = None
+    if status == 200 and isinstance(document, dict) and _ANSWERED & document.keys():
+        return document
+    error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
         raise Failed(f"{where} answered {status} with what is no answer of Larder; is --url right?")
     raise Failed(f"{where}: {error.get('message', status)}{_remedy(error)}")

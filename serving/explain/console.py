@@ -13,12 +13,15 @@ _SHOWN = 10
 """Items of a list, or numbers of a vector, that are shown."""
 
 
-def show(told: Mapping[str, Any]) -> None:
+def show(explanation: Mapping[str, Any]) -> None:
     """Prints the explanation to standard output."""
-    title, sentence = printable(f"{told['table']} {told['id']}"), printable(told["sentence"])
+    title, sentence = (
+        printable(f"{explanation['table']} {explanation['id']}"),
+        printable(explanation["sentence"]),
+    )
     sections: list[Section] = [
         (name, [(printable(label), printable(text)) for label, text in rows])
-        for name, rows in sections_of(told)
+        for name, rows in sections_of(explanation)
     ]
     try:
         from rich.markup import escape
@@ -51,58 +54,67 @@ def _plain(title: str, sentence: str, sections: list[Section]) -> None:
     sys.stdout.flush()
 
 
-def sections_of(told: Mapping[str, Any]) -> Iterator[Section]:
+def sections_of(explanation: Mapping[str, Any]) -> Iterator[Section]:
     """Names and values, in the order of the ladder."""
-    answer = told["answer"]
+    answer = explanation["answer"]
     rows = [("tier", answer["tier"])]
     rows += [(name, answer[name]) for name in ("reason", "live") if answer[name]]
-    rows += [("generation", f"{told['generation']} (epoch {told['epoch']})")]
-    rows += [("published", told["published_at"]), ("age", _age(told["age_seconds"]))]
-    rows += [(name, told[name]) for name in ("stale", "degraded") if told[name]]
+    rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
+    rows += [("published", explanation["published_at"]), ("age", _age(explanation["age_seconds"]))]
+    rows += [(name, explanation[name]) for name in ("stale", "degraded") if explanation[name]]
     yield "Answer", rows
-    yield "Where", list(_where(told))
-    if (record := told["record"]) is not None:
+    yield "Where", list(_where(explanation))
+    if (record := explanation["record"]) is not None:
         yield "Record", list(_record(record))
-    model = told["model"]
+    model = explanation["model"]
     rows = [("computed from", _or(model["computed_from"], "nothing"))]
     rows += [(name, str(model[name])) for name in ("reason", "precision") if model[name]]
     rows += list(_prediction(model))
     yield "Model now", rows
-    if (events := told.get("events")) is not None:  # none from an earlier version
-        counted = [f"{each['item']} ({each['position']})" for each in events["counted"]]
-        rows = [("counted", _text(counted)), ("as of", events["as_of"])]
+    if (events := explanation.get("events")) is not None:  # none from an earlier version
+        event_texts = [f"{event['item']} ({event['position']})" for event in events["counted"]]
+        rows = [("counted", _text(event_texts)), ("as of", events["as_of"])]
         yield "Newer events", [*rows, ("night's until", events["until"])]
-    if (found := told["difference"]) is not None:
-        yield "Difference", [(name.replace("_", " "), _text(each)) for name, each in found.items()]
-    if (default := told.get("default")) is not None:
+    if (difference := explanation["difference"]) is not None:
+        yield (
+            "Difference",
+            [(name.replace("_", " "), _text(value)) for name, value in difference.items()],
+        )
+    if (default := explanation.get("default")) is not None:
         yield "Default", list(_prediction(default))
 
 
-def _where(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    directory = told["directory"]
-    place = f"position {directory['position']} of {directory['entities']}"
-    known = place if directory["known"] else f"not among the {directory['entities']} of this night"
-    yield "directory", f"{known}, hash {directory['hash']}"
-    if (page := told["page"]) is not None:
+def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    directory = explanation["directory"]
+    position_text = f"position {directory['position']} of {directory['entities']}"
+    directory_text = (
+        position_text
+        if directory["known"]
+        else f"not among the {directory['entities']} of this night"
+    )
+    yield "directory", f"{directory_text}, hash {directory['hash']}"
+    if (page := explanation["page"]) is not None:
         yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
         yield (
             "checksum",
             f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
         )
     for tier in STORED:
-        yield tier.upper(), _tier(told[tier])
-    if (same := told["same_bytes"]) is not None:
-        yield "same bytes", "yes" if same else "NO"
-    if (previous := told["previous"]) is not None:
-        found = "has it" if previous["found"] else f"has not: {previous['reason']}"
-        yield "previous", f"{previous['generation']} {found}"
+        yield tier.upper(), _tier(explanation[tier])
+    if (is_same_bytes := explanation["same_bytes"]) is not None:
+        yield "same bytes", "yes" if is_same_bytes else "NO"
+    if (previous := explanation["previous"]) is not None:
+        previous_state = "has it" if previous["found"] else f"has not: {previous['reason']}"
+        yield "previous", f"{previous['generation']} {previous_state}"
 
 
 def _tier(tier: Mapping[str, Any]) -> str:
     if not tier["found"]:
         return str(tier["reason"])
-    left = tier.get("expires_in_seconds")
-    return f"there, {tier['by']}" + ("" if left is None else f", for {left:.0f} s more")
+    remaining_s = tier.get("expires_in_seconds")
+    return f"there, {tier['by']}" + (
+        "" if remaining_s is None else f", for {remaining_s:.0f} s more"
+    )
 
 
 def _record(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -113,13 +125,13 @@ def _record(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _prediction(record)
 
 
-def _prediction(held: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if "items" in held:
-        pairs = zip(held["items"], held["scores"], strict=True)
+def _prediction(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "items" in prediction:
+        pairs = zip(prediction["items"], prediction["scores"], strict=True)
         yield "items", _text([f"{item} ({score:.5g})" for item, score in pairs])
     for name in ("vector", "values"):
-        if held.get(name) is not None:
-            yield name, _text([f"{each:.5g}" for each in held[name]])
+        if prediction.get(name) is not None:
+            yield name, _text([f"{number:.5g}" for number in prediction[name]])
 
 
 def _text(value: object) -> str:

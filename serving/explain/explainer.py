@@ -53,7 +53,7 @@ class Explainer:
         admission: Admission,
         store: ArtefactStore,
         filters: Filters,
-        newer: NewerEvents,
+        newer_events: NewerEvents,
         *,
         in_thread: InThread,
     ) -> None:
@@ -62,52 +62,61 @@ class Explainer:
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking)
         self._filters = filters
-        self._newer = newer
+        self._newer = newer_events
         self._under_way = 0
         self._unheard = Unheard()
 
-    async def explain(self, holding: Holding, ask: Ask) -> dict[str, Any]:
+    async def explain(self, served: Holding, request: Ask) -> dict[str, Any]:
         """Explains the one entity asked; raises Problem for several, for what never can be answered, and when busy."""
-        if len(ask.entities) != 1:
+        if len(request.entities) != 1:
             raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
         if self._under_way >= AT_ONCE:
             raise Problem(503, "overloaded", f"{AT_ONCE} explanations are under way here")
         self._under_way += 1
         try:
-            return await self._told(holding.pinned(ask.options.generation), ask)
+            return await self._told(served.pinned(request.options.generation), request)
         finally:
             self._under_way -= 1
 
-    async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
-        snapshot = holding.live
-        (case,) = await cases_of(snapshot, ask)
+    async def _told(self, served: Holding, request: Ask) -> dict[str, Any]:
+        snapshot = served.live
+        (case,) = await cases_of(snapshot, request)
 
-        async def read_records(wants: Sequence[Want]) -> Sequence[Outcome]:
-            return [await self._looking.record(snapshot.view, want) for want in wants]
+        async def read_records(record_keys: Sequence[Want]) -> Sequence[Outcome]:
+            return [
+                await self._looking.record(snapshot.view, record_key) for record_key in record_keys
+            ]
 
-        await count_newer(self._newer, snapshot, [case], ask.options, read_records)
-        deadline = time.monotonic() + ask.options.deadline_s
-        passing = await self._filters.passing(snapshot, ask.options.filter, deadline)
-        reranker = await self._filters.reranker(snapshot, ask.options.rerank, deadline)
-        table, want, raw, asked = case.table, case.of_the_night, case.entity.raw, case.want
+        await count_newer(self._newer, snapshot, [case], request.options, read_records)
+        deadline = time.monotonic() + request.options.deadline_s
+        filter_mask = await self._filters.passing(snapshot, request.options.filter, deadline)
+        reranker = await self._filters.reranker(snapshot, request.options.rerank, deadline)
+        table, night_key, raw, requested_key = (
+            case.table,
+            case.of_the_night,
+            case.entity.raw,
+            case.want,
+        )
         view = snapshot.view
-        l1, l2 = self._looking.l1(view, asked), await self._looking.l2(view, asked)
-        beside = self._looking.beside(view, asked)
-        barred = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
+        l1, l2 = self._looking.l1(view, requested_key), await self._looking.l2(view, requested_key)
+        live_result = self._looking.beside(view, requested_key)
+        excluded_ordinals = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
         if case.counted is not None:
-            barred |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
-        records = Records(snapshot, case, barred)
+            excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
+        records = Records(snapshot, case, excluded_ordinals)
         if snapshot.blocks(table, raw):
             case.reason = "entity_blocked"
-        stored = records.of_the_night(l1, l2)
-        said = await self._rescorer.say(snapshot, case, stored and stored[0])
-        replay = Replay(self._looking, l1, l2, beside, said)
-        answered = await replay.answered(holding, case, ask.options, self._unheard)
-        previous = await self._previous(holding, answered, replay)
-        answer = _answer(answered, said)
+        night_record_and_hit = records.of_the_night(l1, l2)
+        rescore_result = await self._rescorer.say(
+            snapshot, case, night_record_and_hit and night_record_and_hit[0]
+        )
+        replay = Replay(self._looking, l1, l2, live_result, rescore_result)
+        answered = await replay.answered(served, case, request.options, self._unheard)
+        previous = await self._previous(served, answered, replay)
+        answer = _answer(answered, rescore_result)
         is_stored = answer["tier"] in STORED
-        chosen = await replay.look(view, answered.want) if is_stored else None
-        told: dict[str, Any] = {
+        answer_read_result = await replay.look(view, answered.want) if is_stored else None
+        explanation: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,
             "generation": snapshot.generation,
@@ -117,49 +126,59 @@ class Explainer:
             "stale": self._follower.stale,
             "degraded": snapshot.degraded,
             "answer": answer,
-            "directory": self._directory(snapshot, want),
+            "directory": self._directory(snapshot, night_key),
             "events": _events(snapshot, case.counted),
             "new_items": _new_items(answered),
-            "page": await self._pages.told(snapshot, want.table, want)
-            if want.position >= 0
+            "page": await self._pages.told(snapshot, night_key.table, night_key)
+            if night_key.position >= 0
             else None,
             "l1": self._tier(l1),
             "l2": self._tier(l2),
             "same_bytes": _same(l1, l2),
             "record": None,
-            "filter": passing and {"passing": passing.count, "items": snapshot.numbered},
-            "rerank": ask.options.rerank and {"by": ask.options.rerank.named},
+            "filter": filter_mask and {"passing": filter_mask.count, "items": snapshot.numbered},
+            "rerank": request.options.rerank and {"by": request.options.rerank.named},
             "previous": previous,
-            "model": said.told(),
+            "model": rescore_result.told(),
             "difference": None,
         }
-        shown = stored or records.any_of(chosen, l1, l2)
-        now = None if said.record is None else records.prediction(said.record)
-        told["model"] |= now or {}
-        if shown is not None:
-            prediction = records.prediction(shown[0])
-            told["record"] = _record(*shown, prediction)
-            if passing is not None and shown[0].items is not None:
-                told["filter"] |= _within(records.prediction(shown[0], passing), shown[0], table)
-                told["filter"] |= {"table": want.table.name}
-            if reranker is not None and shown[0].items is not None:
-                within = records.prediction(shown[0], passing, reranker)
-                told["rerank"] |= {"items_of_list": within["items"]}
-            if now is not None and want.table is table:
-                told["difference"] = difference(prediction, now)
+        shown_record_and_hit = night_record_and_hit or records.any_of(answer_read_result, l1, l2)
+        live_prediction = (
+            None if rescore_result.record is None else records.prediction(rescore_result.record)
+        )
+        explanation["model"] |= live_prediction or {}
+        if shown_record_and_hit is not None:
+            prediction = records.prediction(shown_record_and_hit[0])
+            explanation["record"] = _record(*shown_record_and_hit, prediction)
+            if filter_mask is not None and shown_record_and_hit[0].items is not None:
+                explanation["filter"] |= _within(
+                    records.prediction(shown_record_and_hit[0], filter_mask),
+                    shown_record_and_hit[0],
+                    table,
+                )
+                explanation["filter"] |= {"table": night_key.table.name}
+            if reranker is not None and shown_record_and_hit[0].items is not None:
+                within = records.prediction(shown_record_and_hit[0], filter_mask, reranker)
+                explanation["rerank"] |= {"items_of_list": within["items"]}
+            if live_prediction is not None and night_key.table is table:
+                explanation["difference"] = difference(prediction, live_prediction)
         if answer["tier"] == Source.DEFAULT and raw is not None:
-            had = frozenset(answered.had_by_night(snapshot).tolist())
-            told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred, had))
-        return told | {"sentence": sentence(told)}
+            history_ordinals = frozenset(answered.had_by_night(snapshot).tolist())
+            explanation["default"] = from_defaults(
+                snapshot, table, case.entity, case.k, (excluded_ordinals, history_ordinals)
+            )
+        return explanation | {"sentence": sentence(explanation)}
 
-    def _directory(self, snapshot: Snapshot, want: Want) -> dict[str, Any]:
-        entities = snapshot.manifest.entity_sets[want.table.entity]
-        hash_ = f"{want.key:016x}" if isinstance(want.key, int) else want.key.hex()
+    def _directory(self, snapshot: Snapshot, record_key: Want) -> dict[str, Any]:
+        entities = snapshot.manifest.entity_sets[record_key.table.entity]
+        hash_ = (
+            f"{record_key.key:016x}" if isinstance(record_key.key, int) else record_key.key.hex()
+        )
         return {
-            "known": want.position >= 0,
+            "known": record_key.position >= 0,
             "hash": hash_,
             "seed": entities.seed,
-            "position": want.position if want.position >= 0 else None,
+            "position": record_key.position if record_key.position >= 0 else None,
             "entities": entities.count,
         }
 
@@ -173,41 +192,43 @@ class Explainer:
             {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
         )
 
-    async def _previous(
-        self, holding: Holding, case: Case, replay: Replay
-    ) -> dict[str, Any] | None:
+    async def _previous(self, served: Holding, case: Case, replay: Replay) -> dict[str, Any] | None:
         """Result of a read from the previous generation; None where none is held."""
-        previous = holding.previous
+        previous = served.previous
         if previous is None:
             return None
-        told: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
-        want = want_of_previous(previous, case)
-        if isinstance(want, str):
-            return told | {"reason": want}
-        outcome = await replay.look(previous.view, want)
+        previous_report: dict[str, Any] = {
+            "generation": previous.generation,
+            "found": False,
+            "reason": None,
+        }
+        record_key = want_of_previous(previous, case)
+        if isinstance(record_key, str):
+            return previous_report | {"reason": record_key}
+        outcome = await replay.look(previous.view, record_key)
         if isinstance(outcome, Missed):
-            return told | {"reason": outcome.reason.value}
+            return previous_report | {"reason": outcome.reason.value}
         try:
-            decode(want.table.layout, outcome.record, previous.items.count)
+            decode(record_key.table.layout, outcome.record, previous.items.count)
         except CorruptArtefact:
-            return told | {"reason": MissReason.CORRUPT}
-        return told | {"found": True}
+            return previous_report | {"reason": MissReason.CORRUPT}
+        return previous_report | {"found": True}
 
 
-def _events(snapshot: Snapshot, counted: CountedEvents | None) -> dict[str, Any] | None:
+def _events(snapshot: Snapshot, counted_events: CountedEvents | None) -> dict[str, Any] | None:
     """Events that the answer counts, and the position up to which the generation has them; None without any."""
-    if counted is None or snapshot.events is None:
+    if counted_events is None or snapshot.events is None:
         return None
     return {
         "until": str(Position.of_number(snapshot.events.until)),
-        "as_of": counted.as_of,
+        "as_of": counted_events.as_of,
         "counted": [
             {
-                "item": each.item.decode(),
-                "time": iso_of(each.at_us / 1e6),
-                "position": str(Position.of_number(each.number)),
+                "item": event.item.decode(),
+                "time": iso_of(event.at_us / 1e6),
+                "position": str(Position.of_number(event.number)),
             }
-            for each in counted.input.events
+            for event in counted_events.input.events
         ],
     }
 
@@ -215,20 +236,20 @@ def _events(snapshot: Snapshot, counted: CountedEvents | None) -> dict[str, Any]
 def _new_items(case: Case) -> list[dict[str, str]]:
     """New items in the answer, and the positions that brought them."""
     named = () if case.answer is None else case.answer.get("items") or ()
-    found = {each.raw.decode(): each.number for each in case.new_items.items}
+    number_by_item = {new_item.raw.decode(): new_item.number for new_item in case.new_items.items}
     return [
-        {"item": item, "position": str(Position.of_number(found[item]))}
+        {"item": item, "position": str(Position.of_number(number_by_item[item]))}
         for item in named
-        if item in found
+        if item in number_by_item
     ]
 
 
-def _answer(case: Case, said: Said) -> dict[str, Any]:
+def _answer(case: Case, rescore_result: Said) -> dict[str, Any]:
     """The source of the answer, why it is no plain hit, and why live gave none although it had an input."""
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED
     reason = None if case.answer is None else case.answer.get("reason")
-    live = said.reason if said.is_of_input and not is_stored else None
+    live = rescore_result.reason if rescore_result.is_of_input and not is_stored else None
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
@@ -242,27 +263,36 @@ class Records:
 
     def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
         """The record that the night computed, from the first tier that has it."""
-        return next((each for each in self._readable(outcomes) if not each[1].live), None)
+        return next(
+            (
+                record_and_hit
+                for record_and_hit in self._readable(outcomes)
+                if not record_and_hit[1].live
+            ),
+            None,
+        )
 
     def any_of(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
         """The first record that can be read."""
         return next(iter(self._readable(outcomes)), None)
 
     def prediction(
-        self, record: Record, passing: Passing | None = None, reranker: Reranker | None = None
+        self, record: Record, filter_mask: Passing | None = None, reranker: Reranker | None = None
     ) -> Prediction:
         """Prediction as it would be answered: without what is blocked, seen, filtered out or beyond `k`."""
-        case, barred = self.case, (self.barred,)
-        return from_record(self.snapshot, case.table, record, case.k, barred, passing, reranker)
+        case, exclusions = self.case, (self.barred,)
+        return from_record(
+            self.snapshot, case.table, record, case.k, exclusions, filter_mask, reranker
+        )
 
     def _readable(self, outcomes: tuple[Outcome | None, ...]) -> list[tuple[Record, Found]]:
-        found = [each for each in outcomes if isinstance(each, Found)]
-        decoded = [(self._decoded(each), each) for each in found]
-        return [(record, each) for record, each in decoded if record is not None]
+        hits = [read_result for read_result in outcomes if isinstance(read_result, Found)]
+        decoded = [(self._decoded(hit), hit) for hit in hits]
+        return [(record, hit) for record, hit in decoded if record is not None]
 
-    def _decoded(self, found: Found) -> Record | None:
+    def _decoded(self, hit: Found) -> Record | None:
         try:
-            return self.case.decoded(self.snapshot, found.record)
+            return self.case.decoded(self.snapshot, hit.record)
         except CorruptArtefact:
             return None
 
@@ -273,11 +303,11 @@ def _within(prediction: Prediction, record: Record, table: Table) -> dict[str, A
     return {"items_of_list": prediction["items"], "from": source}
 
 
-def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:
+def _record(record: Record, hit: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "by": "live" if is_live(found.record) else "batch",
-        "bytes": len(found.record),
-        "format": peek_format(found.record),
+        "by": "live" if is_live(hit.record) else "batch",
+        "bytes": len(hit.record),
+        "format": peek_format(hit.record),
         "fingerprint": f"{record.fingerprint:016x}",
         "scored_at": record.scored_at,
         "count": len(record.numbers),

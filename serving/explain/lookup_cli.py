@@ -28,31 +28,31 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
 
 
-def _show(told: Mapping[str, Any]) -> None:
-    for line in lines_of(told["answers"][0] if "answers" in told else told):
+def _show(document: Mapping[str, Any]) -> None:
+    for line in lines_of(document["answers"][0] if "answers" in document else document):
         print(printable(line))
 
 
 def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     """An answer for eyes: what it is and where it came from, then an item or a number a line."""
     rows = list(_rows(answer))
-    found = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
-    told = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
+    count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
+    notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
     age = f"{answer['age_seconds']:,.0f} s old"
-    about = ", ".join([f"{found} from {answer['source']}", *told, answer["generation"], age])
+    about = ", ".join([f"{count_text} from {answer['source']}", *notes, answer["generation"], age])
     yield f"{answer['table']} {answer['id']}: {about}"
     if (near := answer.get("near")) is not None:
         yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
-    if dropped := answer.get("dropped_history"):
-        yield f"       {dropped} of the history are no items of this generation, and count for nothing"
+    if dropped_count := answer.get("dropped_history"):
+        yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
-        sent = (
+        input_clause = (
             "what was sent is nothing to compute from"
             if answer.get("live")
             else "nothing was sent to compute from"
         )
         instead = "these items suit most users" if answer.get("items") else "there is no answer"
-        yield f"       nothing is known of this id (is it right?), and {sent}: {instead}"
+        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
     for number, (name, value) in enumerate(rows, 1):
         if "vector" in answer and number > _SHOWN:
             yield f"  ... and {len(rows) - _SHOWN} more (--json)"
@@ -64,6 +64,6 @@ def _rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     if "items" in answer:
         yield from zip(answer["items"], answer["scores"], strict=True)
     elif "vector" in answer:
-        yield from (("", each) for each in answer["vector"] or ())
+        yield from (("", number) for number in answer["vector"] or ())
     else:
         yield from zip(answer.get("labels", ()), answer.get("values") or (), strict=False)

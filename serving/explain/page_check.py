@@ -36,31 +36,37 @@ class PageChecks:
     in_thread: InThread
     _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
-    async def told(self, snapshot: Snapshot, table: Table, want: Want) -> dict[str, Any]:
+    async def told(self, snapshot: Snapshot, table: Table, record_key: Want) -> dict[str, Any]:
         """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
-        place, position = snapshot.directories[table.entity].place(want.position)
-        part = table.parts[place]
-        number, offset = table.locate(place, position)
+        shard, position = snapshot.directories[table.entity].place(record_key.position)
+        part = table.parts[shard]
+        number, offset = table.locate(shard, position)
         within = number - part.first_page
         records = min(table.records_per_page, part.count - within * table.records_per_page)
         size_bytes = records * table.layout.size_bytes
         generation = snapshot.generation
-        told: dict[str, Any] = {
+        page_report: dict[str, Any] = {
             "key": self.keyspace.page(generation, table.name, number),
             "number": number,
-            "shard": place,
+            "shard": shard,
             "offset_bytes": offset,
             "size_bytes": size_bytes,
             "records": records,
         }
-        found = await self.looking.page(PageRead(generation, table.name, number, 0, size_bytes))
-        expected, why = await self._expected(generation, part, within)
-        if isinstance(found, Missed):
-            return told | {"state": found.reason.value, "expected": expected, "checksum": None}
-        checksum = f"{xxhash.xxh3_64_intdigest(found):016x}"
+        page_result = await self.looking.page(
+            PageRead(generation, table.name, number, 0, size_bytes)
+        )
+        expected, sums_error = await self._expected(generation, part, within)
+        if isinstance(page_result, Missed):
+            return page_report | {
+                "state": page_result.reason.value,
+                "expected": expected,
+                "checksum": None,
+            }
+        checksum = f"{xxhash.xxh3_64_intdigest(page_result):016x}"
         state = "unchecked" if expected is None else "ok" if checksum == expected else "damaged"
-        told |= {"state": state, "expected": expected, "checksum": checksum}
-        return told | ({"why": why} if why else {})
+        page_report |= {"state": state, "expected": expected, "checksum": checksum}
+        return page_report | ({"why": sums_error} if sums_error else {})
 
     async def _expected(
         self, generation: str, part: TablePart, within: int

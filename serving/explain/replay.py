@@ -34,50 +34,59 @@ class Replay:
     """
 
     def __init__(
-        self, looking: Looking, l1: Outcome | None, l2: Outcome, beside: Outcome | None, said: Said
+        self,
+        looking: Looking,
+        l1: Outcome | None,
+        l2: Outcome,
+        live_result: Outcome | None,
+        rescore_result: Said,
     ) -> None:
         self._looking = looking
-        self._said = said
+        self._said = rescore_result
         self._seen: dict[tuple[str, int | bytes], Outcome] = {}
-        found = l2 if l1 is None else l1
-        if isinstance(found, Missed) and found.reason in OUTAGES and isinstance(beside, Found):
-            found = beside._replace(reason=found.reason)
-        self.stored = found
+        stored_result = l2 if l1 is None else l1
+        if (
+            isinstance(stored_result, Missed)
+            and stored_result.reason in OUTAGES
+            and isinstance(live_result, Found)
+        ):
+            stored_result = live_result._replace(reason=stored_result.reason)
+        self.stored = stored_result
 
     async def answered(
-        self, holding: Holding, case: Case, asked: RequestOptions, metrics: Metrics
+        self, served: Holding, case: Case, requested_options: RequestOptions, metrics: Metrics
     ) -> Case:
         """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
-        self._seen[holding.live.generation, case.want.key] = self.stored
+        self._seen[served.live.generation, case.want.key] = self.stored
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
         options = dataclasses.replace(
-            asked,
+            requested_options,
             deadline_s=_PLENTY_S,
             filter=None,
             rerank=None,
             max_events=0,  # the case counts them already
         )
         case = dataclasses.replace(case, reason=None)
-        await ladder.resolve(holding, [case], Turn.of(options, time.monotonic()))
+        await ladder.resolve(served, [case], Turn.of(options, time.monotonic()))
         return case
 
-    async def look(self, view: View, want: Want) -> Outcome:
+    async def look(self, view: View, record_key: Want) -> Outcome:
         """The outcome of a look at both tiers, made once for each generation and record."""
-        seen = view.generation, want.key
-        if seen not in self._seen:
-            self._seen[seen] = await self._looking.record(view, want)
-        return self._seen[seen]
+        result_key = view.generation, record_key.key
+        if result_key not in self._seen:
+            self._seen[result_key] = await self._looking.record(view, record_key)
+        return self._seen[result_key]
 
     async def get_many(
         self,
         view: View,
-        wants: Sequence[Want],
+        record_keys: Sequence[Want],
         deadline: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[Outcome]:
         """Outcomes as they were seen."""
-        return [await self.look(view, want) for want in wants]
+        return [await self.look(view, record_key) for record_key in record_keys]
 
-    def discard(self, view: View, want: Want) -> None:
+    def discard(self, view: View, record_key: Want) -> None:
         """Keeps a damaged record where it is: somebody only looks."""
 
     def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:

@@ -70,9 +70,9 @@ class Rescorer:
     admission: Admission
     looking: Looking
 
-    async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
+    async def say(self, snapshot: Snapshot, case: Case, stored_record: Record | None) -> Said:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
-        began = time.monotonic()
+        began_at = time.monotonic()
         precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
             return Said(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
@@ -84,11 +84,11 @@ class Rescorer:
             record, computed, reason = await self._live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
-        elif stored is not None and stored.items is not None:
-            record = await self._from_vector(snapshot, case, stored)
+        elif stored_record is not None and stored_record.items is not None:
+            record = await self._from_vector(snapshot, case, stored_record)
             if record is not None:
                 reason, computed_from = None, "stored_vector"
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - began_at
         return Said(record, reason, computed_from, seconds, precision, computed)
 
     async def _live(
@@ -114,9 +114,11 @@ class Rescorer:
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
             return None, None, LiveReason.FAILED
 
-    async def _from_vector(self, snapshot: Snapshot, case: Case, stored: Record) -> Record | None:
+    async def _from_vector(
+        self, snapshot: Snapshot, case: Case, stored_record: Record
+    ) -> Record | None:
         """The stored list, scored and ordered by the stored vector; None without one."""
-        raw, items, predictor = case.entity.raw, stored.items, snapshot.predictor
+        raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
         if raw is None or items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
@@ -125,12 +127,12 @@ class Rescorer:
             table = vector_table(snapshot)
         except Problem:
             return None
-        want = want_in(snapshot, table, raw)
-        outcome = await self.looking.record(snapshot.view, want)
+        record_key = want_in(snapshot, table, raw)
+        outcome = await self.looking.record(snapshot.view, record_key)
         if not isinstance(outcome, Found):
             return None
         try:
-            vector = Case(case.entity, table, table.layout.width, want, case.digest).decoded(
+            vector = Case(case.entity, table, table.layout.width, record_key, case.digest).decoded(
                 snapshot, outcome.record
             )
         except CorruptArtefact:
@@ -140,7 +142,7 @@ class Rescorer:
             predictor.score_vector, case.table.name, vector.numbers, ordinals
         )
         order = np.lexsort((ordinals, -scores))
-        return stored._replace(numbers=scores[order], items=items[order])
+        return stored_record._replace(numbers=scores[order], items=items[order])
 
 
 def _input(case: Case) -> Input | None:

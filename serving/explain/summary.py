@@ -31,41 +31,45 @@ _TIERS = {
 }
 
 
-def sentence(told: Mapping[str, Any]) -> str:
+def sentence(explanation: Mapping[str, Any]) -> str:
     """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
-    answer = told["answer"]
+    answer = explanation["answer"]
     parts = [_TIERS[answer["tier"]]]
     if (reason := answer["reason"]) is not None:
         parts[0] += f", since {_REASONS.get(reason, reason)}"
     if answer["live"]:
         parts.append(f"live inference could not: {answer['live']}")
-    elif answer["tier"] in FALLBACKS and not told["model"]["computed_from"]:
+    elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
         parts.append("live inference needs a history or features")
-    away = told["l2"].get("reason")
-    if answer["tier"] == Source.L1 and away in _AWAY and reason is None:
-        parts.append(_AWAY[away])
-    if (told["page"] or {}).get("state") == "damaged":
+    l2_reason = explanation["l2"].get("reason")
+    if answer["tier"] == Source.L1 and l2_reason in _AWAY and reason is None:
+        parts.append(_AWAY[l2_reason])
+    if (explanation["page"] or {}).get("state") == "damaged":
         parts.append("its page in Redis is not the one that the night made: restore it")
-    if told["same_bytes"] is False and told["record"] and told["record"]["by"] == "batch":
+    if (
+        explanation["same_bytes"] is False
+        and explanation["record"]
+        and explanation["record"]["by"] == "batch"
+    ):
         parts.append("L1 and Redis hold different records")
-    found = told["difference"]
-    if found is not None:
-        parts.append(_compared(found, told["model"]["computed_from"]))
+    difference = explanation["difference"]
+    if difference is not None:
+        parts.append(_compared(difference, explanation["model"]["computed_from"]))
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _compared(found: Mapping[str, Any], computed_from: str) -> str:
+def _compared(difference: Mapping[str, Any], computed_from: str) -> str:
     by = {
         "sent": "the model, from what was sent,",
         "own": "the model",
         "events": "the model, from the night's input and newer events,",
         "stored_vector": "the stored vector",
     }[computed_from]
-    if found["exact"]:
+    if difference["exact"]:
         return f"{by} says the same now"
-    if "overlap" not in found:
-        return f"{by} differs by up to {found.get('delta_max')} now"
-    if found["overlap"] == 1.0:
+    if "overlap" not in difference:
+        return f"{by} differs by up to {difference.get('delta_max')} now"
+    if difference["overlap"] == 1.0:
         return f"{by} has the same items in another order now"
-    return f"{by} shares {found['overlap']:.0%} of the items now"
+    return f"{by} shares {difference['overlap']:.0%} of the items now"

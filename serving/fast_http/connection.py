@@ -70,13 +70,13 @@ class LookupConnection(Connection):
 
     __slots__ = ("_block", "_caller", "_cycle", "_later", "_shared")
 
-    def __init__(self, shared: Shared, *given: Any, **named: Any) -> None:
+    def __init__(self, shared: Shared, *arguments: Any, **named: Any) -> None:
         self._shared = shared
         self._block = b""
         self._later = b""
         self._cycle: Cycle | None = None
         self._caller: Caller = STRANGER
-        super().__init__(shared.connections, *given, **named)
+        super().__init__(shared.connections, *arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Opens the connection; while work waits, one whose peer has closed it already ends before it is read."""
@@ -175,26 +175,28 @@ class LookupConnection(Connection):
             CALLER: allowed.caller, IS_GONE: self.transport.is_closing,
         }  # fmt: skip
         front = self._shared.front
-        asked = told = None
+        parsed_get = group_future = None
         try:
-            if (asked := fast.asked(scope)) is not None:
-                told = front.joins(asked)
+            if (parsed_get := fast.asked(scope)) is not None:
+                group_future = front.joins(parsed_get)
         except Exception:  # whoever comes next says what is wrong
             log.exception("a lookup failed")
-        if asked is None:
+        if parsed_get is None:
             return False
         self._is_waited_for, self._caller = True, allowed.caller
-        if told is None:
-            self._begin(self._look_up(front.stored(asked, scope), data))
+        if group_future is None:
+            self._begin(self._look_up(front.stored(parsed_get, scope), data))
         else:
-            told.add_done_callback(functools.partial(self._joined, asked, data))
+            group_future.add_done_callback(functools.partial(self._joined, parsed_get, data))
         return True
 
-    def _joined(self, asked: ParsedGet, data: bytes, told: asyncio.Future[Any]) -> None:
+    def _joined(
+        self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]
+    ) -> None:
         """Sends the answer that came with those of others; else goes on alone, in a task."""
         front = self._shared.front
-        if (body := front.joined(told)) is None:
-            self._begin(self._look_up(front.after(asked, told), data))
+        if (body := front.joined(group_future)) is None:
+            self._begin(self._look_up(front.after(parsed_get, group_future), data))
             return
         self._is_waited_for = False
         self._caller.asked.requests += 1

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Peer(Protocol):
     """A connection that can be checked for progress, and dropped."""
 
-    def look(self, now: float) -> None:
+    def look(self, now_s: float) -> None:
         """Ends the connection if it has not moved on in time."""
 
     def drop(self) -> None:
@@ -62,17 +62,19 @@ class Connections:
         shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_LOOK_S, shortest / 4)
 
-    async def look(self, connections: Collection[Peer], now: float) -> None:
+    async def look(self, connections: Collection[Peer], now_s: float) -> None:
         """Looks at each connection, a few in a turn of the loop."""
-        for number, each in enumerate(list(connections), 1):
-            each.look(now)
+        for number, connection in enumerate(list(connections), 1):
+            connection.look(now_s)
             if not number % _AT_ONCE:
                 await asyncio.sleep(0)
         self._tell()
 
     def _tell(self) -> None:
         """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
-        if (ended := self.ended.total()) > self._told:
+        if (ended_count := self.ended.total()) > self._told:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended.most_common())
-            log.warning("%d connections ended (since the start: %s)", ended - self._told, reasons)
-            self._told = ended
+            log.warning(
+                "%d connections ended (since the start: %s)", ended_count - self._told, reasons
+            )
+            self._told = ended_count

@@ -66,25 +66,25 @@ class Blocks:
         return self._known[block]
 
     def _judge(self, fast: Fast, block: bytes) -> Allowed | None:
-        sent, watch = plain(block), self._front.watch
-        if sent is None or not fast.takes(sent):
+        headers, watch = plain(block), self._front.watch
+        if headers is None or not fast.takes(headers):
             return None
-        caller = self._front.callers.identify(sent)
+        caller = self._front.callers.identify(headers)
         if not caller.may("read"):
             return None
-        names = [name for name, _ in sent]
-        is_unwatched = watch is None or watch.leaves({"headers": sent})
+        names = [name for name, _ in headers]
+        is_unwatched = watch is None or watch.leaves({"headers": headers})
         length_at = names.index(_LENGTH) if _LENGTH in names else -1
-        return Allowed(sent, is_unwatched, caller, length_at)
+        return Allowed(headers, is_unwatched, caller, length_at)
 
 
 def without_length(block: bytes) -> tuple[bytes, bytes]:
     """Headers of a request with a body as `Blocks` knows them, and the digits of its length; none if it says none."""
-    found = _LENGTH_LINE.search(block)
-    if found is None:
+    length_match = _LENGTH_LINE.search(block)
+    if length_match is None:
         return block, b""
-    start, end = found.span(1)
-    return b"".join((block[:start], b"0", block[end:])), found[1]
+    start, end = length_match.span(1)
+    return b"".join((block[:start], b"0", block[end:])), length_match[1]
 
 
 class _Told:
@@ -115,12 +115,18 @@ def plain(block: bytes) -> Headers | None:
     None unless this is all of one request whose body, if it has one, is of a told length, and that leaves its
     connection open, and that breaks no rule. A length of 0 stands for any.
     """
-    told = _Told()
+    parsed_request = _Told()
     try:
-        told.parser.feed_data(b"POST / HTTP/1.1" + block)
-        body_length(b"1.1", told.found)
+        parsed_request.parser.feed_data(b"POST / HTTP/1.1" + block)
+        body_length(b"1.1", parsed_request.found)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade, Violation):
         return None
-    if told.messages != 1 or not block.endswith(b"\r\n\r\n") or not told.keeps_alive:
+    if (
+        parsed_request.messages != 1
+        or not block.endswith(b"\r\n\r\n")
+        or not parsed_request.keeps_alive
+    ):
         return None
-    return None if any(name in _UNUSUAL for name, _ in told.found) else told.found
+    return (
+        None if any(name in _UNUSUAL for name, _ in parsed_request.found) else parsed_request.found
+    )

@@ -106,11 +106,11 @@ class Inbound:
         self._quiet += size
         return self._quiet <= self._bounds.head_bytes + PIECE
 
-    def late(self, stage: Stage | None, now: float) -> Kind | None:
+    def late(self, stage: Stage | None, now_s: float) -> Kind | None:
         """The kind of this stage if the connection has stood there for longer than it may."""
         if stage != self._stage:
-            self._stage, self._since = stage, now
-        elif stage is not None and now - self._since > self._allowed_s(stage.kind):
+            self._stage, self._since = stage, now_s
+        elif stage is not None and now_s - self._since > self._allowed_s(stage.kind):
             self._stage = None
             return stage.kind
         return None

@@ -17,7 +17,7 @@ class Heads:
         """Status line and headers up to the length; None while they close connections, which is uvicorn's to do."""
         if headers is not self._of or len(headers) != self._count:
             self._of, self._count = headers, len(headers)
-            lines = b"".join(b"%b: %b\r\n" % each for each in headers)
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             closes = any(name == b"connection" for name, _ in headers)
             self._found = None if closes else _STATUS + lines + b"content-length: "
         return self._found

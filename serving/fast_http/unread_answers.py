@@ -37,22 +37,22 @@ class UnreadAnswers:
         """Bytes held, as of when each connection was looked at last."""
         return self._held
 
-    def add(self, reader: Reader, now: float) -> None:
+    def add(self, reader: Reader, now_s: float) -> None:
         """Count what a connection holds whose buffer is full."""
-        self._since.setdefault(reader, now)
+        self._since.setdefault(reader, now_s)
         self._count(reader)
         if self._held > self.bytes_max:
-            self._cut_slow(now)
+            self._cut_slow(now_s)
 
     def remove(self, reader: Reader) -> None:
         """Stop counting a connection that can be written to again, or is gone."""
         if self._since.pop(reader, None) is not None:
             self._held -= self._bytes.pop(reader)
 
-    def is_full(self, now: float) -> bool:
+    def is_full(self, now_s: float) -> bool:
         """Return whether the budget is spent on peers that are not slow enough to be cut off."""
         if self._held > self.bytes_max:
-            self._cut_slow(now)
+            self._cut_slow(now_s)
         return self._held > self.bytes_max
 
     def _count(self, reader: Reader) -> None:
@@ -60,11 +60,11 @@ class UnreadAnswers:
         self._held += size - self._bytes.get(reader, 0)
         self._bytes[reader] = size
 
-    def _cut_slow(self, now: float) -> None:
+    def _cut_slow(self, now_s: float) -> None:
         for reader in self._since:
             self._count(reader)
-        for reader, since in list(self._since.items()):
-            if self._held <= self.bytes_max or now - since < SLOW_S:
+        for reader, full_since_s in list(self._since.items()):
+            if self._held <= self.bytes_max or now_s - full_since_s < SLOW_S:
                 return
             self.remove(reader)
             self.cut += 1

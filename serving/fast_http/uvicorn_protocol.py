@@ -34,13 +34,13 @@ class Connection(Http1Protocol):
         "server_state", "timeout_keep_alive_task", "transport",
     )  # fmt: skip
 
-    def __init__(self, connections: Connections, *given: Any, **named: Any) -> None:
+    def __init__(self, connections: Connections, *arguments: Any, **named: Any) -> None:
         self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
         self._was_asked = self._is_ending = self._is_full = False
         self._is_waited_for = False
         self._connections = connections
         self._inbound = Inbound(connections.bounds)
-        super().__init__(*given, **named)
+        super().__init__(*arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Opens the connection as uvicorn does; one too many is refused with 503."""
@@ -143,9 +143,9 @@ class Connection(Http1Protocol):
         if not self._is_waited_for:
             self.transport.abort()
 
-    def look(self, now: float) -> None:
+    def look(self, now_s: float) -> None:
         """Ends the connection if it has stood where it stands for longer than it may."""
-        kind = self._inbound.late(self._stage(), now)
+        kind = self._inbound.late(self._stage(), now_s)
         if kind is None:
             return
         if kind == "head":
@@ -177,8 +177,8 @@ class Connection(Http1Protocol):
         """The stage in which the peer is to move next; None while that is up to the application or the idle clock."""
         is_closing = self.transport.is_closing()
         if is_closing or self._is_full:
-            left = self.transport.get_write_buffer_size()
-            return Stage("close" if is_closing else "write", (left >> 16,))
+            unsent_bytes = self.transport.get_write_buffer_size()
+            return Stage("close" if is_closing else "write", (unsent_bytes >> 16,))
         if self._is_waited_for or self.is_discarding:
             return None
         if not self._open:
@@ -217,7 +217,7 @@ class Connection(Http1Protocol):
         closes = any(name == b"connection" for name, _ in headers)
         if self._is_ending and not closes:
             headers.append((b"connection", b"close"))
-        lines = [b"%b: %b\r\n" % each for each in headers]
+        lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
         self._done()
         if closes or self._is_ending:

@@ -53,9 +53,9 @@ class Batches:
             texts += self._texts(lookup, resolved, slice(start, start + _SLICE))
         if resolved.answers:
             by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
-            for place, answer in resolved.answers.items():
-                by_place[place] = orjson.dumps(answer, option=JSON)
-            texts = [by_place[place] for place in range(len(lookup.raws))]
+            for request_index, answer in resolved.answers.items():
+                by_place[request_index] = orjson.dumps(answer, option=JSON)
+            texts = [by_place[request_index] for request_index in range(len(lookup.raws))]
         return b'{"answers":[%b]}' % b",".join(texts)
 
     async def stream(self, lookup: Lookup) -> bytes:
@@ -78,22 +78,29 @@ class Batches:
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet: rows as they are stored, all others as the ladder has them."""
-        wants, is_plain = self._wanted(lookup)
-        places = is_plain.nonzero()[0]
-        if len(places) == len(lookup.raws):
-            return await self._stored(lookup, places, wants)
-        others = {
-            place: _case(lookup, place, wants.one(place))
-            for place in np.flatnonzero(~is_plain).tolist()
+        record_keys, is_plain = self._wanted(lookup)
+        plain_indexes = is_plain.nonzero()[0]
+        if len(plain_indexes) == len(lookup.raws):
+            return await self._stored(lookup, plain_indexes, record_keys)
+        pending_by_index = {
+            request_index: _case(lookup, request_index, record_keys.one(request_index))
+            for request_index in np.flatnonzero(~is_plain).tolist()
         }
-        if not len(places):
+        if not len(plain_indexes):
             none = np.empty(0, lookup.table.layout.dtype)
-            return Resolved(places, none, np.empty(0, bool), await self._resolved(lookup, others))
+            return Resolved(
+                plain_indexes,
+                none,
+                np.empty(0, bool),
+                await self._resolved(lookup, pending_by_index),
+            )
         # At the same time: what they read travels in one turn.
-        async with asyncio.TaskGroup() as both:
-            below = both.create_task(self._resolved(lookup, others))
-            stored = both.create_task(self._stored(lookup, places, wants.of(places.tolist())))
-        resolved = stored.result()
+        async with asyncio.TaskGroup() as task_group:
+            below = task_group.create_task(self._resolved(lookup, pending_by_index))
+            stored_task = task_group.create_task(
+                self._stored(lookup, plain_indexes, record_keys.of(plain_indexes.tolist()))
+            )
+        resolved = stored_task.result()
         resolved.answers.update(below.result())
         return resolved
 
@@ -104,99 +111,107 @@ class Batches:
         hashes = hash_ids(lookup.raws, directory.seed)
         positions = directory.find_many(hashes)
         digest = live.digest_without_input(table)
-        wants = Wants(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
+        record_keys = Wants(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
         is_plain = positions >= 0
         if live.has_blocked_entities:
             is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
         if live.changed_facet(table) is not None:
             is_plain[:] = False
-        newer = self._ladder.newer
-        if newer.packed and not newer.packed.keys().isdisjoint(lookup.raws):
-            is_plain &= [not newer.changes(live, table, raw) for raw in lookup.raws]
-        return wants, is_plain
+        newer_events = self._ladder.newer
+        if newer_events.packed and not newer_events.packed.keys().isdisjoint(lookup.raws):
+            is_plain &= [not newer_events.changes(live, table, raw) for raw in lookup.raws]
+        return record_keys, is_plain
 
-    async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:
+    async def read(self, lookup: Lookup, record_keys: Wants) -> tuple[Rows, NDArray[np.bool_]]:
         """Reads the rows of ids that the night knows from the tiers; the mask says which of them are plain answers."""
         live, table = lookup.holding.live, lookup.table
         deadline = None  # the tier keeps its own
         if lookup.options.deadline_s < self._service.l2_bound_s():
-            deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
-        found = await self._tiers.get_rows(live.view, wants, deadline)
-        is_plain = plain(live, table, found.records, lookup.k)
-        if found.others:
-            is_plain[list(found.others)] = False
-        return found, is_plain
+            deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(record_keys))
+        rows = await self._tiers.get_rows(live.view, record_keys, deadline)
+        is_plain = plain(live, table, rows.records, lookup.k)
+        if rows.others:
+            is_plain[list(rows.others)] = False
+        return rows, is_plain
 
-    async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
-        began = self._service.timer()
-        found, is_plain = await self.read(lookup, wants)
-        note("stored", self._service.timer() - began, len(wants))
+    async def _stored(
+        self, lookup: Lookup, request_indexes: NDArray[np.int64], record_keys: Wants
+    ) -> Resolved:
+        began_at = self._service.timer()
+        rows, is_plain = await self.read(lookup, record_keys)
+        note("stored", self._service.timer() - began_at, len(record_keys))
         if np.count_nonzero(is_plain) == len(is_plain):
-            resolved = Resolved(places, found.records, found.is_l2)
+            resolved = Resolved(request_indexes, rows.records, rows.is_l2)
         else:
-            resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
+            resolved = Resolved(
+                request_indexes[is_plain], rows.records[is_plain], rows.is_l2[is_plain]
+            )
         if not (l2 := np.count_nonzero(resolved.is_l2)) or l2 == len(resolved.is_l2):
             self._count(lookup, resolved.places, STORED[bool(l2)])
         else:
             self._count(lookup, resolved.places[~resolved.is_l2], Source.L1)
             self._count(lookup, resolved.places[resolved.is_l2], Source.L2)
-        self._note(lookup, resolved, wants, is_plain)
-        if len(resolved.places) < len(places):
-            others = {}
+        self._note(lookup, resolved, record_keys, is_plain)
+        if len(resolved.places) < len(request_indexes):
+            pending_by_index = {}
             for at in np.flatnonzero(~is_plain).tolist():
-                place = int(places[at])
-                others[place] = _case(lookup, place, wants.one(at))
-                others[place].take(outcome_at(found, at))
-            resolved.answers.update(await self._resolved(lookup, others))
+                request_index = int(request_indexes[at])
+                pending_by_index[request_index] = _case(lookup, request_index, record_keys.one(at))
+                pending_by_index[request_index].take(outcome_at(rows, at))
+            resolved.answers.update(await self._resolved(lookup, pending_by_index))
         return resolved
 
     async def _resolved(self, lookup: Lookup, cases: dict[int, Case]) -> dict[int, Answer]:
         """The ladder's answers, by place."""
-        turn = Turn.of(lookup.options, lookup.started)
-        answers = await self._ladder.resolve(lookup.holding, list(cases.values()), turn)
+        context = Turn.of(lookup.options, lookup.started)
+        answers = await self._ladder.resolve(lookup.holding, list(cases.values()), context)
         return dict(zip(cases, self._service.marked(answers), strict=True))
 
-    def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Source) -> None:
+    def _count(self, lookup: Lookup, request_indexes: NDArray[np.int64], tier: Source) -> None:
         """Counts the answers that a tier gave just now."""
-        if len(places):
+        if len(request_indexes):
             name, raws = lookup.table.name, lookup.raws
-            is_all = len(places) == len(raws)
-            asked = raws if is_all else [raws[place] for place in places.tolist()]
-            self._ladder.recent.add(name, asked)
+            is_all = len(request_indexes) == len(raws)
+            answered_raws = (
+                raws
+                if is_all
+                else [raws[request_index] for request_index in request_indexes.tolist()]
+            )
+            self._ladder.recent.add(name, answered_raws)
             seconds = self._service.timer() - lookup.started
-            self._metrics.hot(name, tier, seconds, len(places))
+            self._metrics.hot(name, tier, seconds, len(request_indexes))
 
     def _note(
-        self, lookup: Lookup, resolved: Resolved, wants: Wants, is_plain: NDArray[np.bool_]
+        self, lookup: Lookup, resolved: Resolved, record_keys: Wants, is_plain: NDArray[np.bool_]
     ) -> None:
         """Notes the keys read from Redis, and the answers that the sampler looks at again."""
         generation, table = lookup.holding.live.generation, lookup.table.name
         count = len(resolved.places)
         if l2 := int(np.count_nonzero(resolved.is_l2)):
-            keys: Sequence[int] = wants.keys
+            keys: Sequence[int] = record_keys.keys
             if l2 < len(keys):
                 at = np.flatnonzero(is_plain)[resolved.is_l2]
-                keys = [keys[each] for each in at.tolist()]
+                keys = [keys[key_index] for key_index in at.tolist()]
             self._watch.read_many(generation, table, keys)
-        picks = self._watch.picks
-        picks.left -= count
-        for each in picks.places(count) if picks.left < 0 else ():
-            raw = lookup.raws[int(resolved.places[each])]
-            source = STORED[bool(resolved.is_l2[each])]
-            picks.put(Pick(
+        sampler = self._watch.picks
+        sampler.left -= count
+        for row_index in sampler.places(count) if sampler.left < 0 else ():
+            raw = lookup.raws[int(resolved.places[row_index])]
+            source = STORED[bool(resolved.is_l2[row_index])]
+            sampler.put(Pick(
                 generation, table, raw, source, "batch", self._clock(), lookup.k,
-                resolved.rows[each].tobytes(),
+                resolved.rows[row_index].tobytes(),
             ))  # fmt: skip
 
     def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
         live, raws = lookup.holding.live, lookup.raws
-        marks = self.marks(live)
-        ends = marks.ends(marks.age(self._clock()))
+        static_tail = self.marks(live)
+        ends = static_tail.ends(static_tail.age(self._clock()))
         by_tier = ends[Source.L1], ends[Source.L2]
         return texts_of(
             live,
             lookup.table,
-            [raws[place].decode() for place in resolved.places[part].tolist()],
+            [raws[request_index].decode() for request_index in resolved.places[part].tolist()],
             resolved.rows[part],
             lookup.k,
             [by_tier[is_l2] for is_l2 in resolved.is_l2[part].tolist()],
@@ -204,20 +219,22 @@ class Batches:
 
     def marks(self, live: Snapshot) -> Marks:
         """The marks of answers from `live` at this moment, made once for as long as they hold."""
-        found, stale = self._marks, self._service.follower.stale
-        if found is None or found.snapshot is not live or found.stale != stale:
-            found = self._marks = Marks(live, stale)
-        return found
+        static_tail, stale = self._marks, self._service.follower.stale
+        if static_tail is None or static_tail.snapshot is not live or static_tail.stale != stale:
+            static_tail = self._marks = Marks(live, stale)
+        return static_tail
 
 
-def _case(lookup: Lookup, place: int, want: Want) -> Case:
-    raw = lookup.raws[place]
-    entity = RequestedEntity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
-    return plain_case(lookup.holding.live, lookup.table, lookup.k, want, entity)
+def _case(lookup: Lookup, request_index: int, record_key: Want) -> Case:
+    raw = lookup.raws[request_index]
+    entity = RequestedEntity(lookup.table.name, raw.decode(), raw, f"entities[{request_index}]")
+    return plain_case(lookup.holding.live, lookup.table, lookup.k, record_key, entity)
 
 
-def outcome_at(found: Rows, at: int) -> Outcome:
+def outcome_at(rows: Rows, at: int) -> Outcome:
     """The outcome of row `at`, as a single read would have it."""
-    other = found.others.get(at)
-    tier: Tier = "l2" if found.is_l2[at] else "l1"
-    return Found(found.records[at].tobytes(), tier, False, None) if other is None else other
+    read_result = rows.others.get(at)
+    tier: Tier = "l2" if rows.is_l2[at] else "l1"
+    return (
+        Found(rows.records[at].tobytes(), tier, False, None) if read_result is None else read_result
+    )

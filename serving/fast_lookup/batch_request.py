@@ -35,7 +35,7 @@ class Posted:
         form: Forms,
         table: Table,
         deadline_s: float,
-        holding: Holding,
+        served: Holding,
         started: float,
     ) -> bytes | None:
         """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
@@ -43,7 +43,7 @@ class Posted:
         if batch is None:
             if form != _JSON_BOTH:
                 return None
-            return await self._from_ladder(scope, body, table.name, deadline_s, holding, started)
+            return await self._from_ladder(scope, body, table.name, deadline_s, served, started)
         if refuses(table, batch.k):
             return None
         try:
@@ -53,7 +53,7 @@ class Posted:
             return None
         options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
         options = fast_parse.tighter(options, deadline_s)
-        lookup = Lookup(holding, table, batch.raws, options, started)
+        lookup = Lookup(served, table, batch.raws, options, started)
         answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer
         return await answered(lookup)
 
@@ -62,13 +62,13 @@ class Posted:
         if len(body) > LARGE:  # ids alone hardly ever are
             return None
         try:
-            found = peek(scope, body, form, limits)
+            parsed_body = peek(scope, body, form, limits)
         except Problem:
             return None
         return (
-            lookup_arrow.batch(found)
+            lookup_arrow.batch(parsed_body)
             if form == "arrow"
-            else fast_parse.batch(found, limits.max_batch)
+            else fast_parse.batch(parsed_body, limits.max_batch)
         )
 
     async def _from_ladder(
@@ -77,20 +77,20 @@ class Posted:
         body: bytes,
         table: str,
         deadline_s: float,
-        holding: Holding,
+        served: Holding,
         started: float,
     ) -> bytes | None:
         service, limits = self._service, self._service.limits
         try:
-            ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
+            request = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
             # No namespace but the own one is known here.
-            if ask.options.arm is not None or ask.options.generation is not None:
+            if request.options.arm is not None or request.options.generation is not None:
                 return None
             service.metrics.stage("parse", service.timer() - started)
-            spend(scope, len(ask.entities))
-            ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))
-            lookup = service.lookup(is_reshaped=ask.options.is_reshaped)
-            answers = await lookup(holding, ask, started)
+            spend(scope, len(request.entities))
+            request = Ask(request.entities, fast_parse.tighter(request.options, deadline_s))
+            lookup = service.lookup(is_reshaped=request.options.is_reshaped)
+            answers = await lookup(served, request, started)
         except (Problem, InvalidInput) as error:
             refuse(scope, error)
             return None

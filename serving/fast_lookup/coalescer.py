@@ -43,9 +43,9 @@ class _Member(NamedTuple):
     get: Get
     told: asyncio.Future[Told]
 
-    def tell(self, what: Told) -> None:
+    def tell(self, group_result: Told) -> None:
         if not self.told.done():
-            self.told.set_result(what)
+            self.told.set_result(group_result)
 
 
 class Together:
@@ -69,8 +69,8 @@ class Together:
         return get.started + get.options.deadline_s >= self._until
 
     def _still_have_time(self, members: list[_Member]) -> bool:
-        until = self._service.timer() + self._service.l2_bound_s()
-        return min([get.started + get.options.deadline_s for get, _ in members]) >= until
+        l2_ends_at = self._service.timer() + self._service.l2_bound_s()
+        return min([get.started + get.options.deadline_s for get, _ in members]) >= l2_ends_at
 
     def pays(self) -> bool:
         """Counts one more request; returns whether it is likely to have company: as many came together of late."""
@@ -88,13 +88,13 @@ class Together:
 
     def ask(self, get: Get) -> asyncio.Future[Told]:
         """Returns the future result of a request that is counted and has the time that L2 may take."""
-        told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        result_future: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
-        members.append(_Member(get, told))
+        members.append(_Member(get, result_future))
         if len(members) == MOST:
             self._start(self._turn.pop(key))
-        return told
+        return result_future
 
     def _flush(self) -> None:
         self._turns += 1
@@ -102,11 +102,11 @@ class Together:
             self._seen = self._came
             asyncio.get_running_loop().call_soon(self._flush)  # whoever comes next comes along, too
             return
-        turn, self._turn = self._turn, {}
+        members_by_key, self._turn = self._turn, {}
         # Callers come in waves: a small one between large ones says little.
         self._expected, self._is_open = max(self._came, self._expected // 2), False
         self._came = self._seen = self._turns = 0
-        for members in turn.values():
+        for members in members_by_key.values():
             self._start(members)
 
     def _start(self, members: list[_Member]) -> None:
@@ -128,57 +128,65 @@ class Together:
             _leave(members)
 
     async def _tell(self, lookup: Lookup, members: list[_Member]) -> None:
-        wants = _wants(lookup, members)
-        found, is_plain = await self._batches.read(lookup, wants)
-        for place in np.flatnonzero(~is_plain).tolist():
-            members[place].tell(outcome_at(found, place))
+        record_keys = _wants(lookup, members)
+        read_rows, is_plain = await self._batches.read(lookup, record_keys)
+        for index in np.flatnonzero(~is_plain).tolist():
+            members[index].tell(outcome_at(read_rows, index))
         if np.count_nonzero(is_plain):
-            self._tell_plain(lookup, members, found, is_plain)
+            self._tell_plain(lookup, members, read_rows, is_plain)
 
     def _tell_plain(
         self,
         lookup: Lookup,
         members: list[_Member],
-        found: Rows,
+        read_rows: Rows,
         is_plain: NDArray[np.bool_],
     ) -> None:
         live = lookup.holding.live
-        own = [members[place] for place in np.flatnonzero(is_plain).tolist()]
-        is_l2 = found.is_l2[is_plain].tolist()
-        rows = found.records if len(own) == len(is_plain) else found.records[is_plain]
-        marks = self._batches.marks(live)
-        ends = marks.ends(marks.age(self._clock()))
+        plain_members = [members[index] for index in np.flatnonzero(is_plain).tolist()]
+        is_l2 = read_rows.is_l2[is_plain].tolist()
+        rows = (
+            read_rows.records
+            if len(plain_members) == len(is_plain)
+            else read_rows.records[is_plain]
+        )
+        static_tail = self._batches.marks(live)
+        ends = static_tail.ends(static_tail.age(self._clock()))
         by_tier = ends[Source.L1], ends[Source.L2]
         bodies = texts_of(
             live,
             lookup.table,
-            [get.asked.id for get, _ in own],
+            [get.asked.id for get, _ in plain_members],
             rows,
             lookup.k,
-            [by_tier[each] for each in is_l2],
+            [by_tier[is_from_l2] for is_from_l2 in is_l2],
         )
-        now, watch = self._service.timer(), self._service.ladder.watch
-        picks, read = watch.picks, list[int | bytes]()
-        for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
+        now_s, watch = self._service.timer(), self._service.ladder.watch
+        sampler, read = watch.picks, list[int | bytes]()
+        for at, (member, body, is_from_l2) in enumerate(
+            zip(plain_members, bodies, is_l2, strict=True)
+        ):
             if member.told.done():  # its caller has left
                 continue
-            get, tier = member.get, STORED[each]
+            get, tier = member.get, STORED[is_from_l2]
             name = get.asked.table, get.asked.raw
             self._service.ladder.recent.append(name)
-            self._service.metrics.hot(name[0], tier, now - get.started)
-            if not each and marks.stale is None:
+            self._service.metrics.hot(name[0], tier, now_s - get.started)
+            if not is_from_l2 and static_tail.stale is None:
                 start = body[: -len(ends[Source.L1])]
                 is_facet = get.table.is_facet
-                ready = marks.ready(start, name, get.request, get.events, by_attributes=is_facet)
+                ready = static_tail.ready(
+                    start, name, get.request, get.events, by_attributes=is_facet
+                )
                 self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
-            if each:
+            if is_from_l2:
                 read.append(get.want.key)
-            picks.left -= 1
-            if picks.left < 0:
-                picks.places(1)
+            sampler.left -= 1
+            if sampler.left < 0:
+                sampler.places(1)
                 record = rows[at].tobytes()
-                picks.put(Pick(
+                sampler.put(Pick(
                     live.generation, *name, tier, "batch", self._clock(), lookup.k, record
                 ))  # fmt: skip
         if read:
@@ -193,13 +201,13 @@ def _lookup(members: Sequence[_Member]) -> Lookup:
 
 
 def _wants(lookup: Lookup, members: Sequence[_Member]) -> Wants:
-    wants = [get.want for get, _ in members]
+    record_keys = [get.want for get, _ in members]
     return Wants(
         lookup.table,
-        [cast(int, want.key) for want in wants],
-        np.array([want.fingerprint for want in wants], np.uint64),
-        np.array([want.position for want in wants], np.int64),
-        wants[0].digest,
+        [cast(int, record_key.key) for record_key in record_keys],
+        np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
+        np.array([record_key.position for record_key in record_keys], np.int64),
+        record_keys[0].digest,
     )
 
 

@@ -91,18 +91,18 @@ class Hot:
         ready = self._ready(target)
         if ready is None:
             return None
-        holding, sent = self._shelf.holding, self._sent
-        if holding is None or self._shelf.is_divided or self._concerns.text is not None:
+        served, sent_answers = self._shelf.holding, self._sent
+        if served is None or self._shelf.is_divided or self._concerns.text is not None:
             return None
-        if ready.stamp != holding.live.stamp and ready.stamp != holding.live.values_stamp:
+        if ready.stamp != served.live.stamp and ready.stamp != served.live.values_stamp:
             return None
         if self._events(ready.asked[1]) is not ready.events:
             return None
         if ready.touch is not None:
-            sent.touched(ready)
-        sent.append(ready)
-        if len(sent) >= sent.due:
-            sent.turn()
+            sent_answers.touched(ready)
+        sent_answers.append(ready)
+        if len(sent_answers) >= sent_answers.due:
+            sent_answers.turn()
         age = orjson.dumps(round(self._clock() - ready.data_until, 3))
         return b"".join((ready.head, age, ready.tail))
 
@@ -126,58 +126,69 @@ class Hot:
         if not caller_of(scope).may("read"):  # first: what a stranger asks leaves no trace
             return None
         started = self._timer()
-        deadline_s, holding = self._gate.headers.deadline_s(scope["headers"]), self._holding()
-        if deadline_s is None or holding is None:
+        deadline_s, served = self._gate.headers.deadline_s(scope["headers"]), self._holding()
+        if deadline_s is None or served is None:
             return None
-        asked = fast_parse.single(scope.get("raw_path") or b"")
-        if asked is None or (options := self._queries.of(scope["query_string"])) is None:
+        single_lookup = fast_parse.single(scope.get("raw_path") or b"")
+        if single_lookup is None or (options := self._queries.of(scope["query_string"])) is None:
             return None
-        live = holding.live
-        table = live.manifest.tables.get(asked.table)
+        live = served.live
+        table = live.manifest.tables.get(single_lookup.table)
         if table is None or refuses(table, options.k):
             return None
-        want, passing = plain_want(live, table, asked.raw), None
+        record_key, filter_mask = plain_want(live, table, single_lookup.raw), None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
             if live.filtering is not None and table.kind == "topk" and not table.is_facet:
-                passing = live.filtering.kept(options.filter)
-            if passing is None:
+                filter_mask = live.filtering.kept(options.filter)
+            if filter_mask is None:
                 return None
-            want = made_under_filter(live, want, options)
+            record_key = made_under_filter(live, record_key, options)
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
         is_plain = (
-            want.position >= 0
-            and not live.blocks(table, asked.raw)
+            record_key.position >= 0
+            and not live.blocks(table, single_lookup.raw)
             and live.changed_facet(table) is None
         )
-        if (events := self._events(asked.raw)) is not None:
-            is_plain = is_plain and not self._newer.changes(live, table, asked.raw)
+        if (events := self._events(single_lookup.raw)) is not None:
+            is_plain = is_plain and not self._newer.changes(live, table, single_lookup.raw)
         return Get(
-            holding, table, asked, want, options, started, request, is_plain, passing, events
+            served,
+            table,
+            single_lookup,
+            record_key,
+            options,
+            started,
+            request,
+            is_plain,
+            filter_mask,
+            events,
         )
 
-    def joins(self, asked: Get) -> asyncio.Future[Told] | None:
+    def joins(self, parsed_get: Get) -> asyncio.Future[Told] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
-        return self._singles.joins(asked)
+        return self._singles.joins(parsed_get)
 
-    def joined(self, told: asyncio.Future[Told]) -> bytes | None:
+    def joined(self, group_future: asyncio.Future[Told]) -> bytes | None:
         """The body that came with those of others, counted; None if whoever joined has to go on alone."""
-        body = told.result()
+        body = group_future.result()
         if not isinstance(body, bytes):
             return None
         self._requests[GET_ROUTE] += 1
         return body
 
-    async def get(self, asked: Get, told: asyncio.Future[Told] | None = None) -> Messages | None:
+    async def get(
+        self, parsed_get: Get, group_future: asyncio.Future[Told] | None = None
+    ) -> Messages | None:
         """The answer to a GET of one id, which may have joined others before."""
         singles = self._singles
         try:
-            if told is None:
-                body = await singles.answer(asked)
+            if group_future is None:
+                body = await singles.answer(parsed_get)
             else:
-                body = await singles.after(asked, told.result())
+                body = await singles.after(parsed_get, group_future.result())
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None
@@ -191,10 +202,10 @@ class Hot:
         started, path = self._timer() - waited_in(scope), scope.get("raw_path") or b""
         if not path.startswith(fast_parse.PREFIX) or not caller_of(scope).may("read"):
             return None, receive
-        if (holding := self._holding()) is None:
+        if (served := self._holding()) is None:
             return None, receive
         try:
-            table = holding.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))
+            table = served.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))
         except UnicodeDecodeError:
             return None, receive
         deadline_s = self._gate.headers.deadline_s(scope["headers"])
@@ -204,23 +215,25 @@ class Hot:
             form = forms(scope["headers"])
         except Problem:  # told by the routes behind
             return None, receive
-        body, again = await self._gate.body(scope, receive)
+        body, replay_receive = await self._gate.body(scope, receive)
         # Captured once more: the body may have taken its time.
-        if body is None or self._holding() is not holding:
-            return None, again
+        if body is None or self._holding() is not served:
+            return None, replay_receive
         try:
-            found = await self._posted.answer(
-                scope, body, form, table, deadline_s, holding, started
+            response_body = await self._posted.answer(
+                scope, body, form, table, deadline_s, served, started
             )
         except Problem:  # late, which the routes behind would be, too
             raise
         except Exception:  # as above
             log.exception("the hot route failed")
-            return None, again
-        if found is None:
-            return None, again
+            return None, replay_receive
+        if response_body is None:
+            return None, replay_receive
         self._requests[POST_ROUTE] += 1
-        return _arrow(found) if form.wanted == "arrow" else self._messages(found), again
+        return _arrow(response_body) if form.wanted == "arrow" else self._messages(
+            response_body
+        ), replay_receive
 
     def _holding(self) -> Holding | None:
         """The generations to answer from; None while there are none, or a canary or experiments take some requests."""

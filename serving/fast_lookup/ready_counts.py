@@ -61,17 +61,17 @@ class SentReady(list[Ready]):
         """Counts all answers in the list, and begins anew."""
         if not self:
             return
-        asked = list(map(_asked, self))
-        self._recent.extend(asked)
+        entity_names = list(map(_asked, self))
+        self._recent.extend(entity_names)
         if self._observes:
-            self._count(asked)
+            self._count(entity_names)
         self.clear()
         self.times.clear()
         self.due = self._step
         self.at_turn()
 
-    def _count(self, asked: list[Name]) -> None:
-        count = len(asked)
+    def _count(self, entity_names: list[Name]) -> None:
+        count = len(entity_names)
         self._counters.ready += count
         self._tally.requests[GET_ROUTE] += count
         times = self.times or [0.0]
@@ -79,33 +79,37 @@ class SentReady(list[Ready]):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
             self._answer_seconds.observe(Source.L1, seconds, stands_for)
         if any(map(_is_newer, self)):
-            self._changed.update([_table(each.asked) for each in self if each.is_newer])
+            self._changed.update(
+                [_table(ready_answer.asked) for ready_answer in self if ready_answer.is_newer]
+            )
         tables = self._local.ready_tables
-        each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
-        for name, found in each.items():
-            self._tally.answers[name, Source.L1] += found
-        picks = self._picks
-        picks.left -= count
-        if picks.left < 0:
-            for place in picks.places(count):
-                if picks.has_room():
-                    self._pick(self[place])
+        count_by_table = (
+            dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, entity_names))
+        )
+        for name, answer_count in count_by_table.items():
+            self._tally.answers[name, Source.L1] += answer_count
+        sampler = self._picks
+        sampler.left -= count
+        if sampler.left < 0:
+            for index in sampler.places(count):
+                if sampler.has_room():
+                    self._pick(self[index])
 
     def touched(self, ready: Ready) -> None:
         """Records that an answer of the sample is about to be sent."""
-        touch = ready.touch
-        if touch is not None and touch[0] <= self._trace.last:
-            self._trace.append(touch)
+        trace_entry = ready.touch
+        if trace_entry is not None and trace_entry[0] <= self._trace.last:
+            self._trace.append(trace_entry)
         else:  # since its answer was kept the sample shrank
             self._local.unsampled(ready)
 
     def _pick(self, ready: Ready) -> None:
         """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
-        holding, now = self._shelf.holding, self._clock()
-        stamps = () if holding is None else (holding.live.stamp, holding.live.values_stamp)
-        if holding is not None and ready.stamp in stamps and not ready.is_newer:
-            age = orjson.dumps(round(now - ready.data_until, 3))
+        served, now_s = self._shelf.holding, self._clock()
+        stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
+        if served is not None and ready.stamp in stamps and not ready.is_newer:
+            age = orjson.dumps(round(now_s - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(
-                Pick(holding.live.generation, *ready.asked, Source.L1, "batch", now, body=body)
+                Pick(served.live.generation, *ready.asked, Source.L1, "batch", now_s, body=body)
             )

@@ -37,6 +37,6 @@ class Get(NamedTuple):
     @property
     def case(self) -> Case:
         """The request as the ladder has it."""
-        asked = self.asked
-        entity = RequestedEntity(asked.table, asked.id, asked.raw, "id")
+        single_lookup = self.asked
+        entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
         return plain_case(self.holding.live, self.table, self.k, self.want, entity)

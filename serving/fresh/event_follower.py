@@ -55,8 +55,8 @@ class EventFollower:
         self,
         url: str,
         keyspace: Keyspace,
-        newer: NewerEvents,
-        shelf: Shelf,
+        newer_events: NewerEvents,
+        holder: Shelf,
         note: Note,
         *,
         limit_bytes: int,
@@ -66,8 +66,8 @@ class EventFollower:
         """Entries of the stream that are no events."""
         self._url = url
         self._stream = keyspace.events
-        self.newer = newer
-        self._shelf = shelf
+        self.newer = newer_events
+        self._shelf = holder
         self._note = note
         self.limit_bytes = limit_bytes
         self._timer = timer
@@ -151,72 +151,77 @@ class EventFollower:
             return 0.0
         if self._floor is None:
             return 0.0 if self._waits_since is None else self._timer() - self._waits_since
-        newest = Position.of_number(self.newer.users.last).ms / 1000
-        return max(0.0, self._clock() - max(newest, self._at_end_at))
+        latest_event_at = Position.of_number(self.newer.users.last).ms / 1000
+        return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
 
     def _wanted_floor(self) -> int | None:
         """Oldest position that generations held were made at; None where none tells of any."""
-        held = self._shelf.holding
-        if held is None:
+        served = self._shelf.holding
+        if served is None:
             return None
-        return min([each.events.until for each in held.snapshots if each.events], default=None)
+        return min(
+            [snapshot.events.until for snapshot in served.snapshots if snapshot.events],
+            default=None,
+        )
 
     async def _read(
         self,
         client: Redis,
-        newer: NewerEvents,
+        newer_events: NewerEvents,
         wait_ms: int | None,
         *,
-        until: int = NO_LIMIT,
+        until_number: int = NO_LIMIT,
         of: "_Sources | None" = None,
     ) -> int:
         """Takes the next entries in, up to a position's number, of some sources or all; how many there were."""
-        last = str(Position.of_number(newer.users.last))
+        last = str(Position.of_number(newer_events.users.last))
         streams: Any = await client.xread({self._stream: last}, count=_AT_ONCE, block=wait_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = streams[0][1] if streams else []
         for id_, fields in entries:
             position = Position.parse(id_)
-            if position.number > until:
+            if position.number > until_number:
                 return 0
             try:
                 event = entry_of(fields)
             except CorruptArtefact:
                 self.unreadable += 1
                 log.warning("entry %s of the stream is no event", position)
-                newer.users.last = position.number
+                newer_events.users.last = position.number
                 continue
             if self._blocked.has(event) or (of is not None and not of.has(event)):
-                newer.users.last = position.number
+                newer_events.users.last = position.number
             else:
-                newer.add(position, event)
+                newer_events.add(position, event)
         return len(entries)
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forgets events of who is blocked now, and reads again those of who is no more."""
-        newer = self.newer
+        newer_events = self.newer
         if blocklist is not self._blocklist:
-            before, self._blocked = self._blocked, _blocked(blocklist)
+            previous_sources, self._blocked = self._blocked, _blocked(blocklist)
             self._blocklist = blocklist
             self._free = _Sources(
-                (self._free.users | before.users) - self._blocked.users,
-                (self._free.items | before.items) - self._blocked.items,
+                (self._free.users | previous_sources.users) - self._blocked.users,
+                (self._free.items | previous_sources.items) - self._blocked.items,
             )
-            newer.forget(self._blocked.users & newer.packed.keys(), self._blocked.items)
+            newer_events.forget(
+                self._blocked.users & newer_events.packed.keys(), self._blocked.items
+            )
         if self._floor is not None and (self._free.users or self._free.items):
-            newer.forget(*self._free)  # where this was tried before, and an outage ended it
-            await self._read_aside(client, self._floor, newer.users.last, self._free)
+            newer_events.forget(*self._free)  # where this was tried before, and an outage ended it
+            await self._read_aside(client, self._floor, newer_events.users.last, self._free)
             if self._free.items:
                 self._shelf.look_again()
         self._free = _Sources()
 
-    async def _read_earlier(self, client: Redis, floor: int, before: int) -> None:
+    async def _read_earlier(self, client: Redis, floor: int, known_floor: int) -> None:
         """Reads what lies before everything that is known."""
-        if await self._read_aside(client, floor, before):
+        if await self._read_aside(client, floor, known_floor):
             self.newer.users.since = self.newer.values.since = floor
             self._floor = floor
 
     async def _read_aside(
-        self, client: Redis, after: int, until: int, of: "_Sources | None" = None
+        self, client: Redis, after: int, until_number: int, of: "_Sources | None" = None
     ) -> bool:
         """Reads a piece of the stream again and puts it in front, while the newest are taken in as ever.
 
@@ -224,7 +229,7 @@ class EventFollower:
         """
         self._fall_behind()
         aside = _nothing_since(after)
-        while await self._read(client, aside, None, until=until, of=of):
+        while await self._read(client, aside, None, until_number=until_number, of=of):
             if aside.size_bytes + self.newer.size_bytes >= self.limit_bytes:
                 await self._read_whole(client, after)
                 return False
@@ -293,6 +298,6 @@ def _blocked(blocklist: Blocklist) -> _Sources:
 
 
 def _nothing_since(number: int) -> NewerEvents:
-    found = NewerEvents()
-    found.users.last = found.users.since = found.values.since = number
-    return found
+    empty_events = NewerEvents()
+    empty_events.users.last = empty_events.users.since = empty_events.values.since = number
+    return empty_events

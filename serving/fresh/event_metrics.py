@@ -16,26 +16,26 @@ class EventMetrics(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Metric families."""
-        follower, newer = self._follower, self._follower.newer
+        follower, newer_events = self._follower, self._follower.newer
         for name, text, value in (
             (
                 "lag_seconds",
                 "Since everything was counted that had been accepted",
                 follower.lag_s(),
             ),
-            ("users", "Users with events in memory", len(newer.users)),
-            ("held_bytes", "Bytes of events in memory", newer.size_bytes),
-            ("new_items", "Items in memory that events brought", len(newer.items)),
+            ("users", "Users with events in memory", len(newer_events.users)),
+            ("held_bytes", "Bytes of events in memory", newer_events.size_bytes),
+            ("new_items", "Items in memory that events brought", len(newer_events.items)),
             ("held_max_bytes", "Bytes of them that a worker may have", follower.limit_bytes),
         ):
             yield GaugeMetricFamily(f"larder_events_{name}", text, value)
         yield CounterMetricFamily(
             "larder_event_values_refused",
             "Events whose values were not taken in: their item or user has too many attributes",
-            newer.values.refusals,
+            newer_events.values.refusals,
         )
         yield CounterMetricFamily(
             "larder_event_new_items_evicted",
             "Items that events brought and that went for newer ones",
-            newer.items.evicted,
+            newer_events.items.evicted,
         )

@@ -49,7 +49,7 @@ class CountedEvents(NamedTuple):
     @property
     def items(self) -> tuple[bytes, ...]:
         """Items of the events, by their ids."""
-        return tuple([each.item for each in self.input.events if each.item])
+        return tuple([event.item for event in self.input.events if event.item])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +81,11 @@ class NewerEvents:
         self.values.add(position, event)
         self.items.add(position, event)
 
-    def become_in_turns(self, other: "NewerEvents") -> Iterator[None]:
+    def become_in_turns(self, replacement: "NewerEvents") -> Iterator[None]:
         """Holds in the end what another one holds, which is given up with that; some users between two yields."""
-        yield from self.users.become_in_turns(other.users)
-        self.values.become(other.values)
-        self.items.become(other.items)
+        yield from self.users.become_in_turns(replacement.users)
+        self.values.become(replacement.values)
+        self.items.become(replacement.items)
 
     def forget(self, users: Iterable[bytes], items: frozenset[bytes]) -> None:
         """Forgets events of users, and new items and values of items, whether night or events brought these."""
@@ -115,14 +115,14 @@ class NewerEvents:
         table: Table,
         raw: bytes,
         position: int,
-        sent: tuple[LiveInput, bytes] | None = None,
+        sent_input: tuple[LiveInput, bytes] | None = None,
         as_of: int = NO_LIMIT,
     ) -> CountedEvents | None:
         """Events of the user that an answer of the table counts, up to a position's number; None without any.
 
-        `position` is the user's in the directory (-1: the night did not know it). `sent` is what the caller sent, with
-        its digest: it counts for users of whom the night and these events have no input that the model takes. Of a user
-        with a record in the table it is None.
+        `position` is the user's in the directory (-1: the night did not know it). `sent_input` is what the caller sent,
+        with its digest: it counts for users of whom the night and these events have no input that the model takes. Of a
+        user with a record in the table it is None.
         """
         events_of_night = snapshot.events
         if events_of_night is None or not events_of_night.changes(table, position, snapshot.seen):
@@ -130,23 +130,27 @@ class NewerEvents:
         if snapshot.blocks(table, raw):
             return None
         features = events_of_night.tables[table.name]
-        found = self.users.newer(raw, events_of_night.until)
+        newer_events = self.users.newer(raw, events_of_night.until)
         values = self.values.of_user(raw, events_of_night.until)
         is_of_values = takes_any(values, features)
         events = tuple(
-            [each for each in found if each.number <= as_of and (each.item or is_of_values)]
+            [
+                event
+                for event in newer_events
+                if event.number <= as_of and (event.item or is_of_values)
+            ]
         )
         if not events:
             return None
-        counted, digest = EventInput(position, events, None, values), b""
-        if sent is not None and not events_of_night.has_input(table, counted):
-            source, digest = sent
-            counted = counted._replace(sent=source)
+        event_input, digest = EventInput(position, events, None, values), b""
+        if sent_input is not None and not events_of_night.has_input(table, event_input):
+            source, digest = sent_input
+            event_input = event_input._replace(sent=source)
         is_whole = events_of_night.until >= self.users.since
         is_past = as_of < NO_LIMIT
         is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
         return CountedEvents(
-            counted, _digest(raw, events, digest), is_whole, is_past, is_approximate
+            event_input, _digest(raw, events, digest), is_whole, is_past, is_approximate
         )
 
 
@@ -156,9 +160,9 @@ def iso_of(at: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-def _digest(raw: bytes, events: Sequence[UserEvent], sent: bytes) -> bytes:
+def _digest(raw: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
     # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
     numbers = struct.pack(
-        f"<II{len(events)}Q", len(raw), len(events), *[each.number for each in events]
+        f"<II{len(events)}Q", len(raw), len(events), *[event.number for event in events]
     )
-    return xxhash.xxh3_128_digest(numbers + raw + sent)
+    return xxhash.xxh3_128_digest(numbers + raw + sent_digest)

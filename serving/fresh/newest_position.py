@@ -24,8 +24,8 @@ class NewestPosition:
     A Redis that comes back without its stream, and with a clock that is behind, would begin below it.
     """
 
-    def __init__(self, newer: NewerEvents, shelf: Shelf, store: ArtefactStore) -> None:
-        self._newer, self._shelf, self._store = newer, shelf, store
+    def __init__(self, newer_events: NewerEvents, holder: Shelf, store: ArtefactStore) -> None:
+        self._newer, self._shelf, self._store = newer_events, holder, store
         self._taken = BEGINNING
 
     async def look(self, in_thread: InThread) -> None:
@@ -37,6 +37,6 @@ class NewestPosition:
             log.warning("what nights took of the stream of events is not known: %s", error)
 
     def __call__(self) -> Position:
-        held = () if self._shelf.holding is None else self._shelf.holding.snapshots
-        numbers = [each.events.until for each in held if each.events is not None]
+        snapshots = () if self._shelf.holding is None else self._shelf.holding.snapshots
+        numbers = [snapshot.events.until for snapshot in snapshots if snapshot.events is not None]
         return max(self._taken, Position.of_number(max([self._newer.users.last, *numbers])))

@@ -18,8 +18,8 @@ _LONGEST_S = 640.0
 class Mending:
     """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
 
-    def __init__(self, shelf: Shelf, timer: Callable[[], float]) -> None:
-        self._shelf = shelf
+    def __init__(self, holder: Shelf, timer: Callable[[], float]) -> None:
+        self._shelf = holder
         self._timer = timer
         self._at, self._wait_s = 0.0, _FIRST_S
         self._task: asyncio.Task[None] | None = None
@@ -31,8 +31,8 @@ class Mending:
 
     def mend(self, pointer: Pointer | None) -> None:
         """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
-        held = self._shelf.holding
-        if held is None or pointer is None or held.live.degraded is None:
+        served = self._shelf.holding
+        if served is None or pointer is None or served.live.degraded is None:
             return
         if self._timer() < self._at or (self._task is not None and not self._task.done()):
             return
@@ -53,11 +53,15 @@ class Mending:
 
     async def _open(self, pointer: Pointer) -> None:
         try:
-            whole = await self._shelf.load(pointer)
+            reopened_snapshot = await self._shelf.load(pointer)
         except Exception:
             log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
             return
-        held = self._shelf.holding
+        served = self._shelf.holding
         # Another release may have become live meanwhile, also of this very generation: it has another epoch.
-        if whole.degraded is None and held is not None and held.live.epoch == pointer.epoch:
-            self._shelf.put(dataclasses.replace(held, live=whole))
+        if (
+            reopened_snapshot.degraded is None
+            and served is not None
+            and served.live.epoch == pointer.epoch
+        ):
+            self._shelf.put(dataclasses.replace(served, live=reopened_snapshot))

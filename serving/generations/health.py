@@ -34,18 +34,18 @@ class Health:
 class Concerns:
     """Reasons why answers may lag behind: at most one word about each thing that is followed."""
 
-    def __init__(self, about: About, why: str) -> None:
-        self.text: str | None = why
+    def __init__(self, about: About, reason: str) -> None:
+        self.text: str | None = reason
         """All reasons, with commas between, or None; what callers and probes read."""
-        self._by_subject: dict[About, str] = {about: why}
+        self._by_subject: dict[About, str] = {about: reason}
 
-    def note(self, about: About, why: str | None) -> bool:
+    def note(self, about: About, reason: str | None) -> bool:
         """Sets a concern, None ends it; returns whether that is news."""
-        if self._by_subject.get(about) == why:
+        if self._by_subject.get(about) == reason:
             return False
-        if why is None:
+        if reason is None:
             del self._by_subject[about]
         else:
-            self._by_subject[about] = why
-        self.text = ",".join(why for _, why in sorted(self._by_subject.items())) or None
+            self._by_subject[about] = reason
+        self.text = ",".join(reason for _, reason in sorted(self._by_subject.items())) or None
         return True

@@ -111,8 +111,10 @@ class Shelf:
 
     async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Opens a superseded generation as it was last released; None when that cannot be."""
-        found = await self._in_thread(open_published, store, self._open, generation, self.blocklist)
-        return None if found is None else await self._current(found)
+        snapshot = await self._in_thread(
+            open_published, store, self._open, generation, self.blocklist
+        )
+        return None if snapshot is None else await self._current(snapshot)
 
     async def open(self, generation: str) -> Snapshot:
         """Opens a generation that is staged, where it holds up no other; raises when it cannot be loaded."""
@@ -129,8 +131,8 @@ class Shelf:
 
     def is_worse(self, coming: Snapshot) -> str | None:
         """Reason to refuse it, or None: a generation whose models do not open here answers less than the live one."""
-        held = self.holding
-        if coming.degraded is None or held is None or held.live.degraded is not None:
+        served = self.holding
+        if coming.degraded is None or served is None or served.live.degraded is not None:
             return None
         return f"its models do not open: {coming.degraded}"
 
@@ -143,45 +145,45 @@ class Shelf:
 
     def take(self, live: Snapshot, pointer: Pointer) -> None:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
-        held, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
+        served, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
         self._first, self.canary = None, pointer.canary
         self.divide(by_experiments=self._by_experiments)
         previous = next_ = None
-        if held is not None:
-            previous = held.find(pointer.previous)
-            next_ = None if held.next is None else self._kept(held.next, live, previous)
-        if held is None or held.live.generation != live.generation:
+        if served is not None:
+            previous = served.find(pointer.previous)
+            next_ = None if served.next is None else self._kept(served.next, live, previous)
+        if served is None or served.live.generation != live.generation:
             self.swap = Swap(
-                live.generation, self._timer(), pointer.published_at, is_flip=held is not None
+                live.generation, self._timer(), pointer.published_at, is_flip=served is not None
             )
-        if held is not None and held.live.generation != live.generation:
-            self._flipped(held.live.generation)
+        if served is not None and served.live.generation != live.generation:
+            self._flipped(served.live.generation)
         self.put(Holding(released, previous, next_))
-        if held is not None and held.live.generation != live.generation:
+        if served is not None and served.live.generation != live.generation:
             self._metrics.flipped()
         self.changed()
 
     @staticmethod
     def _kept(coming: Snapshot, live: Snapshot, previous: Snapshot | None) -> Snapshot | None:
-        taken = (live.generation, None if previous is None else previous.generation)
-        return None if coming.generation in taken else coming
+        role_generations = (live.generation, None if previous is None else previous.generation)
+        return None if coming.generation in role_generations else coming
 
     def divide(self, *, by_experiments: bool) -> None:
         """Notes whether experiments run, which send some requests elsewhere."""
         self._by_experiments = by_experiments
         self.is_divided = by_experiments or self.canary is not None
 
-    def put(self, holding: Holding) -> None:
-        """Replaces `holding`: the one place where what is held changes, except for the blocklist."""
-        if not self._is_enforced(holding):
+    def put(self, served: Holding) -> None:
+        """Replaces `served`: the one place where what is held changes, except for the blocklist."""
+        if not self._is_enforced(served):
             # It changed while this one was loading.
-            holding = holding.with_blocklist(self.blocklist)
+            served = served.with_blocklist(self.blocklist)
         canary, split = self.canary, None
-        if canary is not None and holding.next and holding.next.generation == canary.generation:
+        if canary is not None and served.next and served.next.generation == canary.generation:
             split = Split.of(canary.generation, canary.percent)
-            next_ = holding.next.released_as(holding.live.epoch, canary.since)
-            holding = dataclasses.replace(holding, next=next_)
-        self.holding = dataclasses.replace(holding, canary=split)
+            next_ = served.next.released_as(served.live.epoch, canary.since)
+            served = dataclasses.replace(served, next=next_)
+        self.holding = dataclasses.replace(served, canary=split)
         live = self.holding.live
         self._metrics.hold(self.holding.roles, is_degraded=live.degraded is not None)
         self._metrics.fallback.set(live.fallback is not None)
@@ -195,10 +197,10 @@ class Shelf:
             await self.pass_on()
         return is_enforced
 
-    async def block_beside(self, other: Blocklist) -> bool:
+    async def block_beside(self, foreign_blocklist: Blocklist) -> bool:
         """Put in force what another namespace blocks, beside the own blocklist; return `enforce()`."""
-        if other is not self.beside:
-            self.beside = other
+        if foreign_blocklist is not self.beside:
+            self.beside = foreign_blocklist
             self._combine()
         return await self.enforce()
 
@@ -210,9 +212,9 @@ class Shelf:
         """
         try:
             # The newest each time: where both lists change at once, both callers end with the same.
-            while (holding := self.holding) is not None and not self._is_enforced(holding):
-                obeying = await asyncio.to_thread(holding.with_blocklist, self.blocklist)
-                if self.holding is holding:
+            while (served := self.holding) is not None and not self._is_enforced(served):
+                obeying = await asyncio.to_thread(served.with_blocklist, self.blocklist)
+                if self.holding is served:
                     self.holding = obeying
         except Exception as error:  # no thread, no memory: both may pass
             self.enforcement_error = str(error)
@@ -228,28 +230,32 @@ class Shelf:
         is_alone = self.beside == Blocklist()
         self.blocklist = self._own if is_alone else self._own.with_all_of(self.beside)
 
-    def _is_enforced(self, holding: Holding) -> bool:
-        return all(snapshot.blocklist is self.blocklist for snapshot in holding.snapshots)
+    def _is_enforced(self, served: Holding) -> bool:
+        return all(snapshot.blocklist is self.blocklist for snapshot in served.snapshots)
 
     async def take_values(self) -> None:
         """Puts newer values of items' attributes, and new items, in force for all that is held."""
-        while (held := self.holding) is not None and any(map(self._is_behind, held.snapshots)):
-            taking = self._taking(held.snapshots)
-            changed = await asyncio.to_thread(held.each, taking.into)
-            if self.holding is held:
-                self.holding = changed
-                self._metrics.set_by_events(taking.counts[held.live.generation])
+        while (served := self.holding) is not None and any(map(self._is_behind, served.snapshots)):
+            taking = self._taking(served.snapshots)
+            updated_served = await asyncio.to_thread(served.each, taking.into)
+            if self.holding is served:
+                self.holding = updated_served
+                self._metrics.set_by_events(taking.counts[served.live.generation])
                 return
 
     def look_again(self) -> None:
         """Has `take_values` look at all values anew: older ones than those that were looked at came to be here."""
         if self.holding is not None:
-            self.holding = self.holding.each(lambda each: each.lacking_values())
+            self.holding = self.holding.each(lambda snapshot: snapshot.lacking_values())
 
     def _taking(self, snapshots: Iterable[Snapshot]) -> SnapshotUpdate:
-        behind = [each for each in snapshots if self._is_behind(each)]
-        newer = [NewerOfItems.of(self.attributes, self.new_items, each) for each in behind]
-        named = {each.generation: lack for each, lack in zip(behind, newer, strict=True)}
+        behind = [snapshot for snapshot in snapshots if self._is_behind(snapshot)]
+        item_updates = [
+            NewerOfItems.of(self.attributes, self.new_items, snapshot) for snapshot in behind
+        ]
+        named = {
+            snapshot.generation: lack for snapshot, lack in zip(behind, item_updates, strict=True)
+        }
         return SnapshotUpdate(named, self._failed, self._timer())
 
     async def _current(self, snapshot: Snapshot) -> Snapshot:

@@ -45,7 +45,7 @@ class Follower:
         self,
         store: ArtefactStore,
         control: ControlPlane,
-        shelf: Shelf,
+        holder: Shelf,
         metrics: Metrics,
         *,
         load_bound_s: float,
@@ -55,9 +55,9 @@ class Follower:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
-        self.shelf = shelf
+        self.shelf = holder
         self.pursuit = Pursuit(load_bound_s, timer)
-        self.staged = Staged(shelf, clock, timer)
+        self.staged = Staged(holder, clock, timer)
         self._store = store
         self._control = control
         self._metrics = metrics
@@ -66,7 +66,7 @@ class Follower:
         self._timer = timer
         self.concerns = Concerns("pointer", Stale.STARTING)
         self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
-        self._mending = Mending(shelf, timer)
+        self._mending = Mending(holder, timer)
         self._looking = asyncio.Lock()
         self._fetching: asyncio.Task[None] | None = None
 
@@ -88,8 +88,8 @@ class Follower:
     @property
     def is_expecting(self) -> bool:
         """True while a publisher waits for its replicas: the pointer may move any moment."""
-        held = self.holding
-        return self.staged.expected(None if held is None else held.live.generation) is not None
+        served = self.holding
+        return self.staged.expected(None if served is None else served.live.generation) is not None
 
     @property
     def stale(self) -> str | None:
@@ -102,15 +102,15 @@ class Follower:
 
         One that cannot load in time what it saw published does not, nor one that cannot obey the blocklist it read.
         """
-        held, overdue = self.holding, self.pursuit.overdue()
+        served, overdue = self.holding, self.pursuit.overdue()
         if self.is_draining:
             overdue = "this replica is stopping"
-        elif held is not None and overdue is None and not self.shelf.is_blocklist_known:
+        elif served is not None and overdue is None and not self.shelf.is_blocklist_known:
             overdue = "no version of the blocklist could be read"
-        elif held is not None and overdue is None and self.shelf.enforcement_error is not None:
+        elif served is not None and overdue is None and self.shelf.enforcement_error is not None:
             overdue = f"version {self.shelf.blocklist.version} of the blocklist is not in force"
-        degraded = None if held is None else held.live.degraded
-        ready = held is not None and overdue is None
+        degraded = None if served is None else served.live.degraded
+        ready = served is not None and overdue is None
         failed = overdue or self.failed
         outside = self.pursuit.outside() if failed == self.failed else overdue
         return Health(ready, self.stale, degraded, failed, outside)
@@ -118,17 +118,17 @@ class Follower:
     @property
     def failures(self) -> dict[str, str]:
         """Load failures: generation -> why it cannot be loaded here."""
-        found = {}
+        reason_by_generation = {}
         if self.staged.wanted is not None and self.staged.failed is not None:
-            found[self.staged.wanted] = self.staged.failed
+            reason_by_generation[self.staged.wanted] = self.staged.failed
         if self.pursuit.seen is not None and self.failed is not None:
-            found[self.pursuit.seen.generation] = self.failed
-        return found
+            reason_by_generation[self.pursuit.seen.generation] = self.failed
+        return reason_by_generation
 
-    def note(self, about: About, why: str | None, remedy: str = "") -> None:
+    def note(self, about: About, reason: str | None, remedy: str = "") -> None:
         """Sets a reason to trust this replica less, or None when it has passed; logged when it is news."""
-        if self.concerns.note(about, why) and why is not None:
-            log.warning("stale: %s%s", why, remedy and f": {remedy}")
+        if self.concerns.note(about, reason) and reason is not None:
+            log.warning("stale: %s%s", reason, remedy and f": {remedy}")
 
     async def look(self) -> None:
         """Reads the pointer, follows a newer one, stages what may come next and reopens a degraded generation."""
@@ -173,12 +173,14 @@ class Follower:
 
     def _stage(self) -> None:
         """Stages at most one generation beside live and previous: the one that the note asks for, else the canary's."""
-        followed, wanted = self.pursuit.followed, None
+        followed, wanted_generation = self.pursuit.followed, None
         if not self.pursuit.is_behind:  # what should be live already comes first
-            wanted = self.staged.expected(None if followed is None else followed.generation)
-            if wanted is None and followed is not None and followed.canary is not None:
-                wanted = followed.canary.generation
-        self.staged.want(wanted)
+            wanted_generation = self.staged.expected(
+                None if followed is None else followed.generation
+            )
+            if wanted_generation is None and followed is not None and followed.canary is not None:
+                wanted_generation = followed.canary.generation
+        self.staged.want(wanted_generation)
 
     async def settled(self) -> None:
         """Returns once the previous generation, the next and what is being mended are here, or cannot be."""
@@ -190,9 +192,9 @@ class Follower:
     async def aclose(self) -> None:
         """Stops loading."""
         tasks = self.staged.drop(), self._mending.drop(), self._fetching
-        pending = {each for each in tasks if each is not None}
-        for each in pending:
-            each.cancel()
+        pending = {task for task in tasks if task is not None}
+        for task in pending:
+            task.cancel()
         if pending:
             await asyncio.wait(pending)
 
@@ -200,12 +202,14 @@ class Follower:
         if self.pursuit.followed is not None or (self.failed and self._timer() < self._retry_at):
             return
         try:
-            newest = await self._in_thread(newest_pointer, self._store)
+            recorded_pointer = await self._in_thread(newest_pointer, self._store)
         except (LarderError, OSError, ValueError):
             log.exception("the release records cannot be read")
             return
-        if newest is not None and (pointer is None or pointer.epoch < newest.epoch):
-            await self._follow(newest, trusted=False)
+        if recorded_pointer is not None and (
+            pointer is None or pointer.epoch < recorded_pointer.epoch
+        ):
+            await self._follow(recorded_pointer, trusted=False)
 
     async def _follow(self, pointer: Pointer, *, trusted: bool = True) -> None:
         self.pursuit.saw(pointer)
@@ -237,9 +241,9 @@ class Follower:
         if pointer.previous is not None and self.holding and self.holding.previous is None:
             self._fetching = asyncio.create_task(self._fetch(pointer, pointer.previous))
 
-    async def _give_up(self, pointer: Pointer, why: str) -> None:
-        why = masked(why)
-        self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {why}"
+    async def _give_up(self, pointer: Pointer, reason: str) -> None:
+        reason = masked(reason)
+        self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {reason}"
         self._retry_at = self._timer() + self._retry_s
         self._mark(Stale.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
@@ -251,18 +255,18 @@ class Follower:
         task = asyncio.create_task(work)
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=self._poll_s)
-                if (newer := await self._overtaken(pointer)) is not None:
-                    return newer
-                if done:
+                finished_tasks, _ = await asyncio.wait({task}, timeout=self._poll_s)
+                if (newer_pointer := await self._overtaken(pointer)) is not None:
+                    return newer_pointer
+                if finished_tasks:
                     return await task
         finally:
             if not task.cancel():  # else its thread goes on to its end, for nothing
                 task.exception()
 
     async def _brought(self, pointer: Pointer) -> Snapshot | Pointer:
-        if (held := self.shelf.held(pointer.generation)) is not None:
-            return held
+        if (snapshot := self.shelf.held(pointer.generation)) is not None:
+            return snapshot
         return await self._unless_overtaken(pointer, self._load(pointer))
 
     async def _load(self, pointer: Pointer) -> Snapshot:
@@ -288,17 +292,17 @@ class Follower:
     async def _overtaken(self, pointer: Pointer) -> Pointer | None:
         if (heard := await self._heard()) is None:
             return None
-        now, _ = heard
-        return now if judge(now, pointer) == "newer" else None
+        current_pointer, _ = heard
+        return current_pointer if judge(current_pointer, pointer) == "newer" else None
 
     async def _fetch(self, pointer: Pointer, generation: str) -> None:
         previous = await self.shelf.published(self._store, generation)
         if previous is not None and self.holding is not None and self.pursuit.followed is pointer:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
-    def _mark(self, why: str, remedy: str = "") -> None:
-        self.note("pointer", why, remedy)
-        self._metrics.refreshes.labels(why).inc()
+    def _mark(self, reason: str, remedy: str = "") -> None:
+        self.note("pointer", reason, remedy)
+        self._metrics.refreshes.labels(reason).inc()
 
     def _unmark(self) -> None:
         self.note("pointer", None)

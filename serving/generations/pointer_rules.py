@@ -8,15 +8,15 @@ from cache.store.releases import Pointer, Release
 Verdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
 
 
-def judge(pointer: Pointer | None, seen: Pointer | None) -> Verdict:
-    """Verdict on the pointer for a reader that has seen `seen`."""
+def judge(pointer: Pointer | None, seen_pointer: Pointer | None) -> Verdict:
+    """Verdict on the pointer for a reader that has seen `seen_pointer`."""
     if pointer is None:
         return "vanished"
-    if seen is None or pointer.epoch > seen.epoch:
+    if seen_pointer is None or pointer.epoch > seen_pointer.epoch:
         return "newer"
-    if pointer.epoch < seen.epoch:
+    if pointer.epoch < seen_pointer.epoch:
         return "backwards"
-    return "same" if pointer.generation == seen.generation else "conflicting"
+    return "same" if pointer.generation == seen_pointer.generation else "conflicting"
 
 
 def as_pointer(release: Release) -> Pointer:

@@ -23,6 +23,6 @@ class RedisClock:
         """A moment of this process's monotonic clock in Redis' time."""
         return monotonic + self._offset_s
 
-    def set(self, told: float, asked_at: float) -> None:
-        """Sets the clock: Redis said `told` half-way between the question, at monotonic `asked_at`, and now."""
-        self._offset_s = told - (asked_at + self._timer()) / 2
+    def set(self, redis_time_s: float, asked_at: float) -> None:
+        """Sets the clock: Redis said `redis_time_s` half-way between the question, at monotonic `asked_at`, and now."""
+        self._offset_s = redis_time_s - (asked_at + self._timer()) / 2

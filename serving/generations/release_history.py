@@ -27,9 +27,9 @@ def open_published(
     """A generation as it was last released; None, said in the log, when it never was or cannot be opened."""
     try:
         made_live = [
-            each
-            for each in all_releases(store)
-            if each.done and each.generation == generation and each.action in MOVES
+            release
+            for release in all_releases(store)
+            if release.done and release.generation == generation and release.action in MOVES
         ]
         if made_live:
             return open_snapshot(as_pointer(made_live[-1]), blocklist)

@@ -33,9 +33,11 @@ class Holding:
             return self
         # What is only staged has not been published to anybody.
         offered = (self.live, self.previous, None if self.canary is None else self.next)
-        for each in offered:
-            if each is not None and each.generation == generation:
-                return dataclasses.replace(self, live=each, previous=None, next=None, canary=None)
+        for snapshot in offered:
+            if snapshot is not None and snapshot.generation == generation:
+                return dataclasses.replace(
+                    self, live=snapshot, previous=None, next=None, canary=None
+                )
         raise Problem(
             409, "generation_gone", f"generation {generation!r} is not live or previous here",
             field="generation", held=list(self.generations),
@@ -50,12 +52,14 @@ class Holding:
         """Generation of each role: live, previous, and next or canary."""
         named = {"live": self.live, "previous": self.previous}
         named["next" if self.canary is None else "canary"] = self.next
-        return {role: each.generation for role, each in named.items() if each is not None}
+        return {
+            role: snapshot.generation for role, snapshot in named.items() if snapshot is not None
+        }
 
     @property
     def generations(self) -> tuple[str, ...]:
         """Ids of what is held, the live one first."""
-        return tuple(each.generation for each in self.snapshots)
+        return tuple(snapshot.generation for snapshot in self.snapshots)
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """All generations under another blocklist."""
@@ -72,12 +76,16 @@ class Holding:
 
     def find(self, generation: str | None) -> Snapshot | None:
         """The held snapshot of a generation."""
-        return next((each for each in self.snapshots if each.generation == generation), None)
+        return next(
+            (snapshot for snapshot in self.snapshots if snapshot.generation == generation), None
+        )
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
         """Snapshots that are held, the live one first."""
-        return tuple(each for each in (self.live, self.previous, self.next) if each is not None)
+        return tuple(
+            snapshot for snapshot in (self.live, self.previous, self.next) if snapshot is not None
+        )
 
 
 class NewerOfItems(NamedTuple):
@@ -90,9 +98,9 @@ class NewerOfItems(NamedTuple):
 
     @classmethod
     def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
-        until = 0 if snapshot.events is None else snapshot.events.until
-        new_items = tuple(events.newer(until)) if snapshot.takes is not None else ()
-        values = attributes.of_items((each.raw for each in new_items), until)
+        until_number = 0 if snapshot.events is None else snapshot.events.until
+        new_items = tuple(events.newer(until_number)) if snapshot.takes is not None else ()
+        values = attributes.of_items((new_item.raw for new_item in new_items), until_number)
         return cls(attributes.items_since(snapshot.values_until), new_items, values, events.version)
 
 
@@ -102,20 +110,22 @@ class SnapshotUpdate:
     `failed` are generations where that failed, which is logged once.
     """
 
-    def __init__(self, newer: Mapping[str, NewerOfItems], failed: set[str], now: float) -> None:
+    def __init__(
+        self, item_update_by_generation: Mapping[str, NewerOfItems], failed: set[str], now_s: float
+    ) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self._newer = newer
+        self._newer = item_update_by_generation
         self._failed = failed
-        self._now = now
+        self._now = now_s
 
     def into(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
-        if (newer := self._newer.get(snapshot.generation)) is None:
+        if (item_update := self._newer.get(snapshot.generation)) is None:
             return snapshot
         # Anybody sends events: a generation that cannot take one over answers as it did before, and can be loaded.
-        for take in (self._with_values, self._with_new_items):
+        for apply_update in (self._with_values, self._with_new_items):
             try:
-                snapshot = take(snapshot, newer)
+                snapshot = apply_update(snapshot, item_update)
             except Exception:
                 if snapshot.generation not in self._failed:
                     self._failed.add(snapshot.generation)
@@ -124,33 +134,44 @@ class SnapshotUpdate:
                     )
         return snapshot
 
-    def _with_values(self, snapshot: Snapshot, newer: NewerOfItems) -> Snapshot:
+    def _with_values(self, snapshot: Snapshot, item_update: NewerOfItems) -> Snapshot:
         if (filtering := snapshot.filtering) is None:
-            return snapshot.with_filtering(None, newer.values.until)
-        values, of_new_items = list(newer.values.values()), newer.of_new_items.packed
-        ordinals = snapshot.items.ordinals_of([each.raw for each in values]).tolist()
-        known = [
-            ItemValue(ordinal, each.attribute, each.value)
-            for ordinal, each in zip(ordinals, values, strict=True)
+            return snapshot.with_filtering(None, item_update.values.until)
+        values, of_new_items = list(item_update.values.values()), item_update.of_new_items.packed
+        ordinals = snapshot.items.ordinals_of(
+            [attribute_value.raw for attribute_value in values]
+        ).tolist()
+        item_values = [
+            ItemValue(ordinal, attribute_value.attribute, attribute_value.value)
+            for ordinal, attribute_value in zip(ordinals, values, strict=True)
             if ordinal >= 0
         ]
-        made, found = filtering.changed_by(known)
+        changed_filtering, changed_columns = filtering.changed_by(item_values)
         counts = self.counts[snapshot.generation]
         pairs = zip(ordinals, values, strict=True)
-        unknown = [at < 0 and each.raw not in of_new_items for at, each in pairs]
+        unknown = [
+            at < 0 and attribute_value.raw not in of_new_items for at, attribute_value in pairs
+        ]
         counts["unknown item"] = sum(unknown)
-        counts["unknown attribute"] = found.unknown
-        for reasons in found.unfit.values():
-            counts.update({why: len(each) for why, each in reasons.items()})
+        counts["unknown attribute"] = changed_columns.unknown
+        for reasons in changed_columns.unfit.values():
+            counts.update(
+                {reason: len(unfit_ordinals) for reason, unfit_ordinals in reasons.items()}
+            )
         counts["set"] = len(values) - counts.total()
-        return snapshot.with_filtering(made, newer.values.until)
+        return snapshot.with_filtering(changed_filtering, item_update.values.until)
 
-    def _with_new_items(self, snapshot: Snapshot, newer: NewerOfItems) -> Snapshot:
+    def _with_new_items(self, snapshot: Snapshot, item_update: NewerOfItems) -> Snapshot:
         tower = None if snapshot.events is None else snapshot.events.item_tower
         if tower is None:
             return snapshot
-        of_each = {each.raw: newer.of_new_items.of(each.raw) for each in newer.new_items}
-        found = tower.items(snapshot.items, newer.new_items, of_each, snapshot.new_items, self._now)
-        values = [of_each[each.raw] for each in found.items]
-        filtering = snapshot.filtering and snapshot.filtering.with_new(values, found.vectors)
-        return snapshot.with_new_items(found, filtering, newer.version)
+        values_by_item = {
+            new_item.raw: item_update.of_new_items.of(new_item.raw)
+            for new_item in item_update.new_items
+        }
+        new_items = tower.items(
+            snapshot.items, item_update.new_items, values_by_item, snapshot.new_items, self._now
+        )
+        values = [values_by_item[new_item.raw] for new_item in new_items.items]
+        filtering = snapshot.filtering and snapshot.filtering.with_new(values, new_items.vectors)
+        return snapshot.with_new_items(new_items, filtering, item_update.version)

@@ -96,23 +96,33 @@ class Snapshot:
         A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
         """
         manifest = read_manifest(store, generation)
-        guests = {each.path for each in live_files(manifest)}
+        guests = {live_file.path for live_file in live_files(manifest)}
         for artefact in manifest.artefacts():
             if artefact.path not in guests:
                 fetch_checked(store, generation, artefact)
         root = store.local(generation_path(generation))
         directories = {
-            name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
+            name: Directory.open(root, entity_set)
+            for name, entity_set in manifest.entity_sets.items()
         }
         items = ItemTable.open(root, manifest)
         predictor, degraded, fallback = open_predictor(
             store, manifest, items, precision, threads, cores, accelerator
         )
-        seen = SeenItems.open(root, manifest, directories["user"])
-        has = None if events is None or seen is None else GenerationEvents.of(manifest, events.namespace)  # fmt: skip
-        if events is not None and seen is not None and has is not None and predictor is not None:
+        seen_items = SeenItems.open(root, manifest, directories["user"])
+        has = (
+            None
+            if events is None or seen_items is None
+            else GenerationEvents.of(manifest, events.namespace)
+        )
+        if (
+            events is not None
+            and seen_items is not None
+            and has is not None
+            and predictor is not None
+        ):
             opened = functools.partial(
-                has.opened, manifest, root, items, seen, predictor, threads=threads, cores=cores,
+                has.opened, manifest, root, items, seen_items, predictor, threads=threads, cores=cores,
                 exact_bytes=events.exact_bytes,
             )  # fmt: skip
             has, degraded = open_event_models(store, manifest, opened, has)
@@ -135,7 +145,7 @@ class Snapshot:
             blocked_ordinals=blocked_ordinals,
             filtering=Filtering.open(root, manifest, items),
             values_until=_until(manifest),
-            seen=seen,
+            seen=seen_items,
             events=has,
         )
 
@@ -164,11 +174,11 @@ class Snapshot:
         """Snapshot of this generation that is yet to know what events set behind the night's position."""
         return self._alike(values_until=_until(self.manifest))
 
-    def _alike(self, **changed: Any) -> Self:
-        found = dataclasses.replace(self, **changed)
+    def _alike(self, **changed_fields: Any) -> Self:
+        changed_snapshot = dataclasses.replace(self, **changed_fields)
         # Events set values all day: answers that depend on none stay what they are.
-        object.__setattr__(found, "stamp", self.stamp)
-        return found
+        object.__setattr__(changed_snapshot, "stamp", self.stamp)
+        return changed_snapshot
 
     @property
     def takes(self) -> NewItemInputs | None:
@@ -190,13 +200,13 @@ class Snapshot:
 
     def table(self, name: str) -> Table:
         """The table of that name, or a 404."""
-        found = self.manifest.tables.get(name)
-        if found is None:
+        table = self.manifest.tables.get(name)
+        if table is None:
             raise Problem(
                 404, "unknown_table", f"there is no table {name!r}",
                 field="table", tables=sorted(self.manifest.tables),
             )  # fmt: skip
-        return found
+        return table
 
     @property
     def has_blocked_entities(self) -> bool:
@@ -263,6 +273,6 @@ def _blocked(
     """(numbers of all blocked items, ordinals of those of the night)."""
     raws = sorted(blocklist.items)
     ordinals = items.ordinals_of(raws)
-    known: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
+    known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
     numbers = new_items.numbers_of(raws, ordinals)
-    return frozenset(numbers[numbers >= 0].tolist()), known
+    return frozenset(numbers[numbers >= 0].tolist()), known_ordinals

@@ -21,14 +21,14 @@ class Staged:
     """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
 
     def __init__(
-        self, shelf: Shelf, clock: Callable[[], float], timer: Callable[[], float]
+        self, holder: Shelf, clock: Callable[[], float], timer: Callable[[], float]
     ) -> None:
         self.wanted: str | None = None
         self.is_ready = False
         self.failed: str | None = None
         self.warm_s: float | None = None
         self._note: Staging | None = None
-        self._shelf = shelf
+        self._shelf = holder
         self._clock = clock
         self._timer = timer
         self._task: asyncio.Task[None] | None = None
@@ -83,11 +83,11 @@ class Staged:
         self._task = asyncio.create_task(work(self.wanted))
 
     async def _load(self, generation: str) -> None:
-        began = self._timer()
+        started_at = self._timer()
         try:
             snapshot = self._shelf.held(generation) or await self._shelf.open(generation)
-            if (why := self._shelf.is_worse(snapshot)) is not None:
-                self._fail(generation, why)
+            if (reason := self._shelf.is_worse(snapshot)) is not None:
+                self._fail(generation, reason)
                 return
             await self._shelf.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
@@ -95,14 +95,14 @@ class Staged:
             self._fail(generation, masked(str(error)) or type(error).__name__)
             return
         self.failed, self.is_ready = None, True
-        self.warm_s = self._timer() - began
+        self.warm_s = self._timer() - started_at
         self._next_at = self._timer() + _TOP_UP_S
         self._shelf.hold(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
-    def _fail(self, generation: str, why: str) -> None:
-        log.warning("generation %s is not ready: %s", generation, why)
-        self.failed, self._next_at = why, self._timer() + _RETRY_S
+    def _fail(self, generation: str, reason: str) -> None:
+        log.warning("generation %s is not ready: %s", generation, reason)
+        self.failed, self._next_at = reason, self._timer() + _RETRY_S
 
     async def _top_up(self, generation: str) -> None:
         if (snapshot := self._shelf.held(generation)) is not None:

@@ -24,16 +24,18 @@ from serving.http.json_schema import list_of, object_of
 from serving.requests.error_codes import CODES
 
 REASON = open_words(
-    "Reason", ((word, word.meaning) for word in TOLD), "Why an answer is not a plain hit"
+    "Reason",
+    ((miss_reason, miss_reason.meaning) for miss_reason in TOLD),
+    "Why an answer is not a plain hit",
 )
 LIVE_REASON = open_words(
     "LiveReason",
-    ((word, word.meaning) for word in LiveReason),
+    ((live_reason, live_reason.meaning) for live_reason in LiveReason),
     "Why live inference did not answer, though there was something to compute from",
 )
 STALE = open_words(
     "StaleReason",
-    ((word, word.meaning) for word in Stale),
+    ((stale_reason, stale_reason.meaning) for stale_reason in Stale),
     "Why this replica may lag behind; where there are several reasons, they stand with commas between",
 )
 _WORDS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE}

@@ -47,13 +47,15 @@ class Fast(Protocol):
     def asked(self, scope: Scope) -> ParsedGet | None:
         """A GET of one id, read."""
 
-    def joins(self, asked: Any) -> asyncio.Future[Any] | None:
+    def joins(self, parsed_get: Any) -> asyncio.Future[Any] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
 
-    def joined(self, told: asyncio.Future[Any]) -> bytes | None:
+    def joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
         """The body that came with those of others; None if whoever joined has to go on alone."""
 
-    async def get(self, asked: Any, told: asyncio.Future[Any] | None = None) -> Messages | None:
+    async def get(
+        self, parsed_get: Any, group_future: asyncio.Future[Any] | None = None
+    ) -> Messages | None:
         """The answer to a GET that was read, and may have joined others."""
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
@@ -114,8 +116,8 @@ class Front(FastAPI):
         if gate is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)
         elif scope["method"] != "GET":
-            with self.bodies.of(receive) as counted:
-                await self._watched(gate, scope, counted, send)
+            with self.bodies.of(receive) as counted_receive:
+                await self._watched(gate, scope, counted_receive, send)
         elif fast is not None and (answer := fast.ready(scope)) is not None:
             await _sent(answer, send)
         else:
@@ -166,7 +168,7 @@ class Front(FastAPI):
             return
         answer, is_short = OVERLOADED, scope["method"] == "GET"
         if gate.admission.enter():
-            place = _Admitted(gate.admission, send)
+            admission_slot = _Admitted(gate.admission, send)
             work = gate.admission.work
             paced = PACER.set(work)
             try:
@@ -175,15 +177,15 @@ class Front(FastAPI):
                 judged: Receive | None = receive
                 if gate.admission.may_be_late(waited_s):
                     judged = await gate.late(scope, receive, waited_s)
-                found: Messages | None = OVERLOADED
+                response_messages: Messages | None = OVERLOADED
                 if not is_short and not self.has_room():
                     gate.admission.shed["full"] += 1
                 elif judged is not None:
-                    found, asked, receive = await self._plain(gate, scope, judged)
-                if found is None:
-                    await self._behind(asked, scope, receive, place.send, watch)
+                    response_messages, parsed_get, receive = await self._plain(gate, scope, judged)
+                if response_messages is None:
+                    await self._behind(parsed_get, scope, receive, admission_slot.send, watch)
                     return
-                answer = found
+                answer = response_messages
             except CallerGone:
                 gate.admission.shed["gone"] += 1
                 return
@@ -191,26 +193,26 @@ class Front(FastAPI):
                 answer = refusal_of(problem)
             finally:
                 PACER.reset(paced)
-                place.leave()
+                admission_slot.leave()
         await _sent(gate.counted(answer), send)
 
     async def _plain(
         self, gate: AdmissionGate, scope: Scope, receive: Receive
     ) -> tuple[Messages | None, ParsedGet | None, Receive]:
         """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
-        fast, answer, asked = self.fast, None, None
+        fast, answer, parsed_get = self.fast, None, None
         is_post = scope["method"] == "POST"
-        if fast is not None and scope["method"] == "GET" and (asked := fast.asked(scope)):
-            answer = await fast.get(asked) if asked.is_plain else None
+        if fast is not None and scope["method"] == "GET" and (parsed_get := fast.asked(scope)):
+            answer = await fast.get(parsed_get) if parsed_get.is_plain else None
         if answer is None and ADMITTED not in scope and not gate.admission.admit_costly():
             return OVERLOADED, None, receive
         if fast is not None and is_post:
             answer, receive = await fast.post(scope, receive)
-        return answer, asked, receive
+        return answer, parsed_get, receive
 
     async def _behind(
         self,
-        asked: ParsedGet | None,
+        parsed_get: ParsedGet | None,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -218,21 +220,23 @@ class Front(FastAPI):
     ) -> None:
         """The complete way: what was read already goes to the ladder, all else through the router."""
         below = super().__call__
-        if asked is not None and not asked.is_plain:
-            below = functools.partial(self._resolved, asked)
+        if parsed_get is not None and not parsed_get.is_plain:
+            below = functools.partial(self._resolved, parsed_get)
         if watch is not None:
             await watch(below, scope, receive, send)
         else:
             await below(scope, receive, send)
 
-    async def _resolved(self, asked: ParsedGet, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = None if self.fast is None else await self.fast.get(asked)
+    async def _resolved(
+        self, parsed_get: ParsedGet, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        answer = None if self.fast is None else await self.fast.get(parsed_get)
         if answer is not None:
             await _sent(answer, send)
         elif "type" in scope:  # of a connection that reads requests itself it is not whole
             await super().__call__(scope, receive, send)
 
-    def joins(self, asked: ParsedGet) -> asyncio.Future[Any] | None:
+    def joins(self, parsed_get: ParsedGet) -> asyncio.Future[Any] | None:
         """The future answer to a GET that goes along with others, for `joined` or `after`; None if it does not."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
@@ -240,29 +244,31 @@ class Front(FastAPI):
         admission = gate.admission
         if admission.under_way >= admission.requests_max or admission.is_behind:
             return None
-        told = fast.joins(asked)
-        if told is not None:
+        group_future = fast.joins(parsed_get)
+        if group_future is not None:
             admission.enter()
-        return told
+        return group_future
 
-    def joined(self, told: asyncio.Future[Any]) -> bytes | None:
+    def joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
         """The body that came with those of others; None if that is for `after` to find."""
         gate, fast = self.gate, self.fast
-        body = None if fast is None else fast.joined(told)
+        body = None if fast is None else fast.joined(group_future)
         if body is not None and gate is not None:
             gate.admission.leave()
         return body
 
-    async def after(self, asked: ParsedGet, told: asyncio.Future[Any]) -> Messages | None:
+    async def after(
+        self, parsed_get: ParsedGet, group_future: asyncio.Future[Any]
+    ) -> Messages | None:
         """The answer to a GET that joined others in vain; None if it takes a router."""
         gate, fast = self.gate, self.fast
         try:
-            return None if fast is None else await fast.get(asked, told)
+            return None if fast is None else await fast.get(parsed_get, group_future)
         finally:
             if gate is not None:
                 gate.admission.leave()
 
-    async def stored(self, asked: ParsedGet, scope: Scope) -> Messages | None:
+    async def stored(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
         """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
@@ -277,14 +283,14 @@ class Front(FastAPI):
                 if not (
                     gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)
                 ):
-                    found: Messages | None = OVERLOADED
-                    if asked.is_plain:
-                        found = await fast.get(asked)
+                    response_messages: Messages | None = OVERLOADED
+                    if parsed_get.is_plain:
+                        response_messages = await fast.get(parsed_get)
                     elif gate.admission.admit_costly():
-                        found = await self._told(asked, scope)
-                    if found is None:
+                        response_messages = await self._told(parsed_get, scope)
+                    if response_messages is None:
                         return None
-                    answer = found
+                    answer = response_messages
             except CallerGone:
                 gate.admission.shed["gone"] += 1
                 return None  # nobody reads what would be sent
@@ -293,16 +299,16 @@ class Front(FastAPI):
                 gate.admission.leave()
         return gate.counted(answer)
 
-    async def _told(self, asked: ParsedGet, scope: Scope) -> Messages | None:
+    async def _told(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
         """The answer of the ladder under the observer."""
-        sent: list[Message] = []
+        sent_messages: list[Message] = []
 
         async def keep(message: Message) -> None:
-            sent.append(message)
+            sent_messages.append(message)
 
         scope = {**scope, "path": unquote(scope["raw_path"].decode("ascii"))}
-        await self._behind(asked, scope, _no_body, keep, self.watch)
-        return (sent[0], sent[1]) if sent else None
+        await self._behind(parsed_get, scope, _no_body, keep, self.watch)
+        return (sent_messages[0], sent_messages[1]) if sent_messages else None
 
     def refusal(self) -> Messages | None:
         """The refusal of a request with a body before anybody looks at it, counted; None if it may go on."""

@@ -38,8 +38,12 @@ class Guard:
             started = self.timer() - waited_in(request.scope)
             try:
                 caller_of(request.scope).demand(needs)
-                found = await handler(request, started)
-                response = found if isinstance(found, Response) else as_json(200, found)
+                handler_result = await handler(request, started)
+                response = (
+                    handler_result
+                    if isinstance(handler_result, Response)
+                    else as_json(200, handler_result)
+                )
             except Problem as problem:
                 response = refused(problem)
             except ClientDisconnect:
@@ -56,8 +60,8 @@ class Guard:
                 response = refused(Problem(503, error.code, error.message))
             except Exception:
                 log.exception("%s failed", route)
-                why = "this is a defect; the log has more"
-                response = refused(Problem(500, "internal_error", why))
+                problem_message = "this is a defect; the log has more"
+                response = refused(Problem(500, "internal_error", problem_message))
             if is_counted:
                 self.metrics.requested(route, response.status_code)
             return response

@@ -21,9 +21,9 @@ class Exposition:
 
     async def __call__(self) -> bytes:
         """The text, at most a moment old."""
-        now = self._timer()
-        self._left = min(BURST, self._left + (now - self._at) * PER_S)
-        self._at = now
+        now_s = self._timer()
+        self._left = min(BURST, self._left + (now_s - self._at) * PER_S)
+        self._at = now_s
         if self._left >= 1 or not self._body:
             self._left -= 1
             self._body = await self._make()

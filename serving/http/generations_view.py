@@ -8,19 +8,19 @@ from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 
 
-def overview(holding: Holding, health: Health, canary: Canary | None) -> dict[str, Any]:
+def overview(served: Holding, health: Health, canary: Canary | None) -> dict[str, Any]:
     """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
-    previous, next_ = holding.previous, holding.next
+    previous, next_ = served.previous, served.next
     return {
-        "live": _snapshot(holding.live),
+        "live": _snapshot(served.live),
         "previous": None if previous is None else _snapshot(previous),
         "next": None if next_ is None else _snapshot(next_),
         "canary": canary
         and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
         "blocklist": {
-            "version": holding.live.blocklist.version,
-            "items": len(holding.live.blocklist.items),
-            "entities": len(holding.live.blocklist.entities) + len(holding.live.blocklist.users),
+            "version": served.live.blocklist.version,
+            "items": len(served.live.blocklist.items),
+            "entities": len(served.live.blocklist.entities) + len(served.live.blocklist.users),
         },
         "ready": health.ready,
         "stale": health.stale,
@@ -38,7 +38,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
         "epoch": snapshot.epoch,
         "published_at": snapshot.published_at,
         "data_until": manifest.data_until,
-        "entities": {name: each.count for name, each in manifest.entity_sets.items()},
+        "entities": {name: entity_set.count for name, entity_set in manifest.entity_sets.items()},
         "tables": {
             name: {
                 "kind": table.kind,
@@ -55,7 +55,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
                 # What runs here, which is fp32 where the night could not quantize.
                 "precision": precisions.get(name),
                 "provider": providers.get(name),
-                "fp32_bytes": sum(each.size_bytes for each in model.fp32_files),
+                "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),
                 "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
                 "agreement": dict(model.agreement),
             }

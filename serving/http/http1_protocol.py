@@ -286,11 +286,11 @@ class Http1Protocol(HttpToolsProtocol):
         except Violation as violation:
             self.refuse(violation)
         except httptools.HttpParserError as error:
-            why = error.__context__  # the parser hides what its callbacks raise
-            if not isinstance(why, Violation):
+            cause = error.__context__  # the parser hides what its callbacks raise
+            if not isinstance(cause, Violation):
                 self.logger.debug("a request cannot be parsed: %s", error)
-                why = Violation(400, "the request is not HTTP/1.1")
-            self.refuse(why)
+                cause = Violation(400, "the request is not HTTP/1.1")
+            self.refuse(cause)
         if data and self.is_deaf:
             self._discard(len(data))
 
@@ -428,10 +428,10 @@ class Http1Protocol(HttpToolsProtocol):
         """Feed the parser up to the end of the head; return what stands behind it."""
         if not self._is_line_read and not (data := self._take_line(data)):
             return b""
-        known = self._tail + data
-        end = known.find(_HEAD_END)
+        head_window = self._tail + data
+        end = head_window.find(_HEAD_END)
         if end < 0:
-            size, self._tail = len(data), known[1 - len(_HEAD_END) :]
+            size, self._tail = len(data), head_window[1 - len(_HEAD_END) :]
         else:
             size, self._tail = end + len(_HEAD_END) - len(self._tail), b""
             self._is_head_fed = True

@@ -17,7 +17,7 @@ def _closed(name: str, properties: Json, required: tuple[str, ...] = (), **more:
 
 def _each_or_null(properties: Json) -> Json:
     """Fields that may be left out of a body; one that is null is not sent."""
-    return {name: or_null(each) for name, each in properties.items()}
+    return {name: or_null(field_schema) for name, field_schema in properties.items()}
 
 
 def list_of(of: Json, **more: object) -> Json:
@@ -207,10 +207,10 @@ def _entity_or_id(limits: Limits) -> Json:
     return NamedSchema("Entity", {"oneOf": [ID, _entity(limits)]})
 
 
-def lookup(limits: Limits, most: int | None = None) -> Json:
-    """The body of POST /v1/lookup/{table}; `most` entities, if there is a limit of its own."""
-    entities = list_of(_entity_or_id(limits), minItems=1, maxItems=most or limits.max_batch)
-    name = "LookupRequest" if most is None else "ExplainRequest"
+def lookup(limits: Limits, entities_max: int | None = None) -> Json:
+    """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
+    entities = list_of(_entity_or_id(limits), minItems=1, maxItems=entities_max or limits.max_batch)
+    name = "LookupRequest" if entities_max is None else "ExplainRequest"
     return _closed(name, {"entities": entities, **_options(limits)}, ("entities",))
 
 

@@ -123,13 +123,17 @@ class Operation:
         optional += [("header", dict(_HEADERS))] if self.has_options else []
         return parameters + [
             {
-                "in": place,
+                "in": location,
                 "name": name,
                 "required": False,
                 "description": schema["description"],
-                "schema": {key: each for key, each in schema.items() if key != "description"},
+                "schema": {
+                    key: keyword_value
+                    for key, keyword_value in schema.items()
+                    if key != "description"
+                },
             }
-            for place, schemas in optional
+            for location, schemas in optional
             for name, schema in schemas.items()
         ]
 
@@ -144,12 +148,16 @@ class Operation:
         meanings: dict[int, list[str]] = {}
         for code in self._codes(has_tokens=has_tokens):
             meanings.setdefault(CODES[code].status, []).append(f"`{code}`: {CODES[code].meaning}")
-        told = {str(status): "; ".join(lines) for status, lines in meanings.items()}
+        description_by_status = {
+            str(status): "; ".join(lines) for status, lines in meanings.items()
+        }
         if has_tokens:
-            told["403"] += f". It needs the scope {self.scope}"
+            description_by_status["403"] += f". It needs the scope {self.scope}"
         if self.body is not None or self.has_options:
-            told["422"] = _UNANSWERABLE
-        refusals = {status: _refusal(text, status) for status, text in sorted(told.items())}
+            description_by_status["422"] = _UNANSWERABLE
+        refusals = {
+            status: _refusal(text, status) for status, text in sorted(description_by_status.items())
+        }
         return responses | refusals | {"default": _refusal(_REFUSED)}
 
     def _codes(self, *, has_tokens: bool) -> Iterable[str]:

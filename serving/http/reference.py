@@ -30,8 +30,11 @@ def _operations() -> tuple[Operation, ...]:
     return (*described_operations(limits_of(ServingConfig())), *PROBES)
 
 
-def _words(field: str, words: Iterable[tuple[str, str]]) -> str:
-    return _table((f"`{field}`", "says"), ((f"`{word}`", meaning) for word, meaning in words))
+def _words(field: str, described_values: Iterable[tuple[str, str]]) -> str:
+    return _table(
+        (f"`{field}`", "says"),
+        ((f"`{field_value}`", meaning) for field_value, meaning in described_values),
+    )
 
 
 def sections() -> Mapping[str, str]:
@@ -52,9 +55,9 @@ def sections() -> Mapping[str, str]:
             ("option", "meaning"),
             ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
         ),
-        "reason": _words("reason", ((word, word.meaning) for word in TOLD)),
-        "live": _words("live", ((word, word.meaning) for word in LiveReason)),
-        "stale": _words("stale", ((word, word.meaning) for word in Stale)),
+        "reason": _words("reason", ((miss_reason, miss_reason.meaning) for miss_reason in TOLD)),
+        "live": _words("live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)),
+        "stale": _words("stale", ((stale_reason, stale_reason.meaning) for stale_reason in Stale)),
         "codes": _table(
             ("status", "code", "meaning"),
             (
@@ -68,7 +71,9 @@ def sections() -> Mapping[str, str]:
 def written(page: str) -> str:
     """Return the page with its generated parts made anew."""
     parts = sections()
-    return _SECTION.sub(lambda found: found[1] + parts[found[2]] + found[4], page)
+    return _SECTION.sub(
+        lambda section_match: section_match[1] + parts[section_match[2]] + section_match[4], page
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -61,66 +61,78 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        ask = lookup_url(raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits)
-        return (await _answers(service, request, ask, started))[0][0]
+        lookup_request = lookup_url(
+            raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits
+        )
+        return (await _answers(service, request, lookup_request, started))[0][0]
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
-        ask = await _asked(service, request, form.sent, request.path_params["table"])
-        answers, of = await _answers(service, request, ask, started)
+        lookup_request = await _asked(service, request, form.sent, request.path_params["table"])
+        answers, of = await _answers(service, request, lookup_request, started)
         if form.wanted == "json":
             return {"answers": answers}
         table = of.table(request.path_params["table"])
-        ids = [entity.raw for entity in ask.entities]
+        ids = [entity.raw for entity in lookup_request.entities]
         return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
-        ask = await _asked(service, request, "json", None)
-        return {"answers": (await _answers(service, request, ask, started))[0]}
+        lookup_request = await _asked(service, request, "json", None)
+        return {"answers": (await _answers(service, request, lookup_request, started))[0]}
 
     async def score(request: Request, started: float) -> object:
-        ask = score_ask(await _json(service, request), service.limits)
+        score_request = score_ask(await _json(service, request), service.limits)
         spend(request.scope, 1)
-        ask = ask.with_options(_with_headers(service, request, ask.options))
-        user = ask.user.of_table(vector_table(service.holding().live).name)
-        of, assigned = service.experiments.route((user,), ask.options)
-        holding, part = of.trial.route(of.holding(), (user,), ask.options)
-        answer = await rank_candidates(of.ladder, service.filters, holding, ask, started)
+        score_request = score_request.with_options(
+            _with_headers(service, request, score_request.options)
+        )
+        user = score_request.user.of_table(vector_table(service.holding().live).name)
+        of, assigned = service.experiments.route((user,), score_request.options)
+        served, part = of.trial.route(of.holding(), (user,), score_request.options)
+        answer = await rank_candidates(of.ladder, service.filters, served, score_request, started)
         of.trial.count(part, [{"source": answer["source"]}])  # its scores are of the caller's items
         return of.marked(service.experiments.mark(assigned, [answer]))[0]
 
     async def feedback(request: Request, _started: float) -> object:
-        told = feedback_of(await _json(service, request))
-        return service.experiments.feedback(told)
+        reported_feedback = feedback_of(await _json(service, request))
+        return service.experiments.feedback(reported_feedback)
 
     async def events(request: Request, _started: float) -> object:
         intake = service.events
         if intake is None:
-            what = "this service takes no events in: set enabled = true in [events]"
-            raise Problem(409, "events_disabled", what)
-        sent = intake.reader.listed(await _events(service, request, intake.reader.config.batch))
-        spend(request.scope, len(sent))
-        return as_json(202, await intake.take(sent))
+            problem_message = "this service takes no events in: set enabled = true in [events]"
+            raise Problem(409, "events_disabled", problem_message)
+        sent_events = intake.reader.listed(
+            await _events(service, request, intake.reader.config.batch)
+        )
+        spend(request.scope, len(sent_events))
+        return as_json(202, await intake.take(sent_events))
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        ask = lookup_url(raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits)
-        return await explained(request, ask)
+        lookup_request = lookup_url(
+            raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits
+        )
+        return await explained(request, lookup_request)
 
     async def explain_input(request: Request, _started: float) -> object:
-        ask = await _asked(service, request, "json", request.path_params["table"])
-        return await explained(request, ask)
+        lookup_request = await _asked(service, request, "json", request.path_params["table"])
+        return await explained(request, lookup_request)
 
-    async def explained(request: Request, ask: Ask) -> object:
-        ask = Ask(ask.entities, _with_headers(service, request, ask.options))
-        if ask.options.arm is not None:
-            what = "explanations are of the service's own namespace: ask a service of the arm's"
-            raise unprocessable("invalid_field", what, "arm")
-        return await service.explainer.explain(service.holding(), ask)
+    async def explained(request: Request, lookup_request: Ask) -> object:
+        lookup_request = Ask(
+            lookup_request.entities, _with_headers(service, request, lookup_request.options)
+        )
+        if lookup_request.options.arm is not None:
+            problem_message = (
+                "explanations are of the service's own namespace: ask a service of the arm's"
+            )
+            raise unprocessable("invalid_field", problem_message, "arm")
+        return await service.explainer.explain(service.holding(), lookup_request)
 
     async def generations(_request: Request, _started: float) -> object:
-        shelf = service.follower.shelf
-        return overview(service.holding(), service.follower.health, shelf.canary)
+        holder = service.follower.shelf
+        return overview(service.holding(), service.follower.health, holder.canary)
 
     async def dashboard_data(_request: Request, _started: float) -> object:
         body = await service.dashboard.data()
@@ -130,11 +142,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         return as_json(200, {"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
-        health, held = service.follower.health, service.follower.holding
+        health, served = service.follower.health, service.follower.holding
         body = {
             **health.told_to_anybody(),
-            "generation": None if held is None else held.live.generation,
-            "epoch": None if held is None else held.live.epoch,
+            "generation": None if served is None else served.live.generation,
+            "epoch": None if served is None else served.live.epoch,
             "schedule": service.nights.body(),
         }
         return as_json(200 if health.ready else 503, body)
@@ -184,25 +196,29 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
 
 async def _answers(
-    service: Service, request: Request, ask: Ask, started: float
+    service: Service, request: Request, lookup_request: Ask, started: float
 ) -> tuple[list[Answer], Snapshot]:
     """The answers, one per entity, and the snapshot that was asked."""
-    ask = Ask(ask.entities, _with_headers(service, request, ask.options))
+    lookup_request = Ask(
+        lookup_request.entities, _with_headers(service, request, lookup_request.options)
+    )
     service.metrics.stage("parse", service.timer() - started)
-    of, assigned = service.experiments.route(ask.entities, ask.options)
-    holding, part = of.trial.route(of.holding(), ask.entities, ask.options)
-    lookup = of.lookup(is_reshaped=ask.options.is_reshaped)
-    answers = await lookup(holding, ask, started)
+    of, assigned = service.experiments.route(lookup_request.entities, lookup_request.options)
+    served, part = of.trial.route(of.holding(), lookup_request.entities, lookup_request.options)
+    lookup = of.lookup(is_reshaped=lookup_request.options.is_reshaped)
+    answers = await lookup(served, lookup_request, started)
     of.trial.count(part, answers)
-    live = holding.pinned(ask.options.generation).live
+    live = served.pinned(lookup_request.options.generation).live
     return of.marked(service.experiments.mark(assigned, answers)), live
 
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
     body, limits = await _body(service, request), service.limits
-    ask = await beside(body, functools.partial(lookup_of, request.scope, body, form, table, limits))
-    spend(request.scope, len(ask.entities))
-    return ask
+    lookup_request = await beside(
+        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
+    )
+    spend(request.scope, len(lookup_request.entities))
+    return lookup_request
 
 
 async def _json(service: Service, request: Request) -> object:
@@ -210,13 +226,13 @@ async def _json(service: Service, request: Request) -> object:
     return await beside(body, functools.partial(take, request.scope, body, "json", limits))
 
 
-async def _events(service: Service, request: Request, most: int) -> object:
+async def _events(service: Service, request: Request, events_max: int) -> object:
     body, limits = await _body(service, request), service.limits
     read = functools.partial(take, request.scope, body, "json", limits)
     try:
         return await beside(body, read)
     except Problem as problem:
-        return await asyncio.to_thread(read_body_of_events, problem, body, most)
+        return await asyncio.to_thread(read_body_of_events, problem, body, events_max)
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -54,15 +54,15 @@ class Turn:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""
         if not self.options.exclude:
             return frozenset()
-        found = self._excluded.get(snapshot.generation)
-        if found is None:
+        excluded_ordinals = self._excluded.get(snapshot.generation)
+        if excluded_ordinals is None:
             ordinals = snapshot.numbers_of(self.options.exclude)
-            found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
-        return found
+            excluded_ordinals = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
+        return excluded_ordinals
 
-    def passes(self, snapshot: Snapshot, passing: Passing) -> None:
+    def passes(self, snapshot: Snapshot, filter_mask: Passing) -> None:
         """Notes which items of a generation pass the filter."""
-        self._passing[snapshot.generation] = passing
+        self._passing[snapshot.generation] = filter_mask
 
     def passing(self, snapshot: Snapshot) -> Passing | None:
         """Items of a generation that pass the filter; None where there is none, or the generation cannot take it."""
@@ -114,92 +114,102 @@ class Reply:
         snapshot: Snapshot,
         record: Record,
         source: Source,
-        turn: Turn,
+        context: Turn,
         *,
-        least: int = 1,
-        had: frozenset[int] = frozenset(),
+        min_items: int = 1,
+        seen_ordinals: frozenset[int] = frozenset(),
     ) -> None:
-        """Answer, unless fewer than `least` items of a list are left that may go on: that is for a lower rung.
+        """Answer, unless fewer than `min_items` items of a list are left that may go on: that is for a lower rung.
 
-        Where fewer than k pass a filter, that is kept: a search by vectors may find more. `had` are ordinals of items
-        that the user had, where the list was made without them.
+        Where fewer than k pass a filter, that is kept: a search by vectors may find more. `seen_ordinals` are ordinals
+        of items that the user had, where the list was made without them.
         """
         table = snapshot.manifest.tables[case.table.name]
-        barred: Barred = (turn.excluded(snapshot), had)
+        exclusions: Barred = (context.excluded(snapshot), seen_ordinals)
         # A live record was computed from this very history, and leaves it out; one with events from theirs.
         is_of_history = source is Source.LIVE and case.counted is None
         if not is_of_history and table.kind == "topk" and case.entity.history:
-            barred += (case.history_in(snapshot).seen,)
+            exclusions += (case.history_in(snapshot).seen,)
         column, raw = snapshot.changed_facet(table), case.entity.raw
         if column is not None and raw is not None and record.items is not None:
-            lost = record.items[~column.have(raw.decode(), record.items)]
-            barred += (frozenset(lost.tolist()),)
-        barred += self._newer(case, snapshot, source)
-        passing, reranker = turn.passing(snapshot), turn.reranker(snapshot)
-        if not turn.can_take(snapshot):
+            outdated_ordinals = record.items[~column.have(raw.decode(), record.items)]
+            exclusions += (frozenset(outdated_ordinals.tolist()),)
+        exclusions += self._newer(case, snapshot, source)
+        filter_mask, reranker = context.passing(snapshot), context.reranker(snapshot)
+        if not context.can_take(snapshot):
             return
-        prediction = from_record(snapshot, table, record, case.k, barred, passing, reranker)
+        prediction = from_record(snapshot, table, record, case.k, exclusions, filter_mask, reranker)
         if record.items is not None:
-            left = len(prediction["items"])
-            if passing is not None and is_cut(prediction, record, table):
+            item_count = len(prediction["items"])
+            if filter_mask is not None and is_cut(prediction, record, table):
                 case.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
                 case.partial = Partial(
-                    prediction, snapshot, source, producer, passing, record.told, had
+                    prediction, snapshot, source, producer, filter_mask, record.told, seen_ordinals
                 )
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
-            wanted = least if reranker is None else 1
-            is_used_up = left == 0 or left < min(wanted, len(record.items))
-            if passing is None and is_used_up and not case.is_answered_by_night(record):
+            required_count = min_items if reranker is None else 1
+            is_used_up = item_count == 0 or item_count < min(required_count, len(record.items))
+            if filter_mask is None and is_used_up and not case.is_answered_by_night(record):
                 case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
-        self._finish(case, prediction, snapshot, source, producer, turn, record.told)
-        self._note(case, snapshot, source, producer, barred, turn)
+        self._finish(case, prediction, snapshot, source, producer, context, record.told)
+        self._note(case, snapshot, source, producer, exclusions, context)
 
     def searched(
         self,
         case: Case,
         snapshot: Snapshot,
-        found: Searched,
+        search_result: Searched,
         source: Source,
         producer: str,
-        turn: Turn,
-        told: Mapping[str, bool],
+        context: Turn,
+        flag_fields: Mapping[str, bool],
     ) -> None:
-        """Answers with the best of what passes the filter; `told` are fields that are true of its vector.
+        """Answers with the best of what passes the filter; `flag_fields` are fields that are true of its vector.
 
         The case's reason is that vector's.
         """
-        prediction = listed(snapshot, *found, case.k, turn.reranker(snapshot))
-        self._finish(case, prediction, snapshot, source, producer, turn, told)
+        prediction = listed(snapshot, *search_result, case.k, context.reranker(snapshot))
+        self._finish(case, prediction, snapshot, source, producer, context, flag_fields)
 
-    def settle(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+    def settle(self, case: Case, snapshot: Snapshot, context: Turn) -> None:
         """Answers with what of a list passes the filter; that others pass as well is told by `short` and the reason."""
         if case.partial is None:
-            self.default(case, snapshot, turn)
+            self.default(case, snapshot, context)
             return
         # Of the generation that the list is of, which may be the previous one, and that numbers items in its own way.
-        prediction, of, source, producer, passing, told, had = case.partial
-        gone = left_out(case, of, turn) if of is snapshot else _left_out_before(case, of, turn, had)
-        prediction["short"] = _is_short(passing, gone, case.k)
-        self._finish(case, prediction, of, source, producer, turn, told)
+        prediction, of, source, producer, filter_mask, flag_fields, seen_ordinals = case.partial
+        excluded_ordinals = (
+            left_out(case, of, context)
+            if of is snapshot
+            else _left_out_before(case, of, context, seen_ordinals)
+        )
+        prediction["short"] = _is_short(filter_mask, excluded_ordinals, case.k)
+        self._finish(case, prediction, of, source, producer, context, flag_fields)
 
-    def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+    def default(self, case: Case, snapshot: Snapshot, context: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        had = frozenset(case.had_by_night(snapshot).tolist())
-        newer = self._newer(case, snapshot, Source.DEFAULT)
-        barred: Barred = (turn.excluded(snapshot), had, *newer)
-        passing = turn.passing(snapshot)
+        seen_ordinals = frozenset(case.had_by_night(snapshot).tolist())
+        event_exclusions = self._newer(case, snapshot, Source.DEFAULT)
+        exclusions: Barred = (context.excluded(snapshot), seen_ordinals, *event_exclusions)
+        filter_mask = context.passing(snapshot)
         prediction = from_defaults(
-            snapshot, case.table, case.entity, case.k, barred, passing, turn.reranker(snapshot)
+            snapshot,
+            case.table,
+            case.entity,
+            case.k,
+            exclusions,
+            filter_mask,
+            context.reranker(snapshot),
         )
-        if passing is not None:
-            prediction["short"] = _is_short(passing, left_out(case, snapshot, turn), case.k)
+        if filter_mask is not None:
+            prediction["short"] = _is_short(filter_mask, left_out(case, snapshot, context), case.k)
         producer = "defaults" if case.table.name in snapshot.defaults else None
-        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
+        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, context, {})
 
     @staticmethod
     def _newer(case: Case, snapshot: Snapshot, source: Source) -> Barred:
@@ -215,45 +225,46 @@ class Reply:
         snapshot: Snapshot,
         source: Source,
         producer: str | None,
-        turn: Turn,
-        told: Mapping[str, bool],
+        context: Turn,
+        flag_fields: Mapping[str, bool],
     ) -> None:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
         is_used = (case.counted is None or case.counted.input.sent is not None) and (
             producer == "live" or case.live_reason == LiveReason.NO_USABLE_INPUT
         )
-        dropped = 0
+        dropped_count = 0
         if is_used:
             by_live = case.dropped if source is Source.LIVE else None
-            dropped = case.history_in(snapshot).dropped if by_live is None else by_live
-        if (counted := case.counted) is not None:
-            if counted.is_approximate or not _counts(case, source):
-                told = {"approximate": True, **told}
+            dropped_count = case.history_in(snapshot).dropped if by_live is None else by_live
+        if (counted_events := case.counted) is not None:
+            if counted_events.is_approximate or not _counts(case, source):
+                flag_fields = {"approximate": True, **flag_fields}
             if case.reason in NOWHERE and not case.is_settled:
                 case.reason = MissReason.NEWER_EVENTS
         reason = None if case.reason is None else TOLD_AS.get(case.reason, case.reason)
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped or None,
-            reranked=turn.reranked(snapshot), near=case.near if source is Source.LIVE else None,
-            events=counted and counted.events, as_of=counted and counted.as_of, **told,
+            reason=reason, live=case.live_reason, dropped_history=dropped_count or None,
+            reranked=context.reranked(snapshot), near=case.near if source is Source.LIVE else None,
+            events=counted_events and counted_events.events, as_of=counted_events and counted_events.as_of,
+            **flag_fields,
         )  # fmt: skip
-        if not turn.is_part:
-            self._observe(case, snapshot, source, turn)
+        if not context.is_part:
+            self._observe(case, snapshot, source, context)
         elif source is Source.L2 and case.want.position >= 0:
             self._watch.reads.add(snapshot.generation, table, (case.want.key,))
 
-    def _observe(self, case: Case, snapshot: Snapshot, source: Source, turn: Turn) -> None:
+    def _observe(self, case: Case, snapshot: Snapshot, source: Source, context: Turn) -> None:
         """Count the answer of a case, under its source and its reason."""
         table = case.table.name
         if case.counted is not None:
             self._metrics.changed.answers[table] += 1
-        self._metrics.answered(table, source, self._timer() - turn.started)
+        self._metrics.answered(table, source, self._timer() - context.started)
         if source not in STORED:
             key, reason = case.want.key, case.reason
-            word = self._watch.word(snapshot.generation, table, key, reason)
-            self._metrics.missed(table, word)
+            counted_reason = self._watch.word(snapshot.generation, table, key, reason)
+            self._metrics.missed(table, counted_reason)
         elif source is Source.L2:
             self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
         if case.is_cold:
@@ -265,8 +276,8 @@ class Reply:
         snapshot: Snapshot,
         source: Source,
         producer: str,
-        barred: Barred,
-        turn: Turn,
+        exclusions: Barred,
+        context: Turn,
     ) -> None:
         """Offers the answer to the sampler, whose turn it rarely is, unless it is not what was computed for it.
 
@@ -274,19 +285,19 @@ class Reply:
         """
         is_near = case.near is not None and source is Source.LIVE
         has_new = bool(case.new_items) and (source is Source.LIVE or case.names_new_items)
-        if turn.options.is_reshaped or is_near or has_new or case.counted is not None:
+        if context.options.is_reshaped or is_near or has_new or case.counted is not None:
             return
-        picks = self._watch.picks
-        picks.left -= 1
-        if picks.left >= 0:
+        sampler = self._watch.picks
+        sampler.left -= 1
+        if sampler.left >= 0:
             return
-        picks.places(1)
+        sampler.places(1)
         raw = case.entity.raw
         if raw is not None:
-            sent = case.source if producer == "live" and case.entity.has_input else None
-            picks.put(Pick(
+            sent_input = case.source if producer == "live" and case.entity.has_input else None
+            sampler.put(Pick(
                 snapshot.generation, case.table.name, raw, source, producer, self._clock(),
-                fields=case.answer, sent=sent, barred=barred,
+                fields=case.answer, sent=sent_input, barred=exclusions,
             ))  # fmt: skip
 
 
@@ -295,33 +306,44 @@ def _counts(case: Case, source: Source) -> bool:
     return not case.is_settled and source not in FALLBACKS
 
 
-def left_out(case: Case, snapshot: Snapshot, turn: Turn) -> NDArray[np.int64]:
+def left_out(case: Case, snapshot: Snapshot, context: Turn) -> NDArray[np.int64]:
     """Ordinals int64 that a list leaves out: what the night knew and the caller sends of the past included."""
-    gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
-    if (own := case.own_ordinal) is not None:  # no item is similar to itself
-        gone |= {own}
+    excluded_ordinals = (
+        context.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked
+    )
+    if (own_ordinal := case.own_ordinal) is not None:  # no item is similar to itself
+        excluded_ordinals |= {own_ordinal}
     if case.counted is not None:
-        gone |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
+        excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted.items).tolist())
     if snapshot.new_items:  # those that this answer does not name
         named = snapshot.items.count + len(case.new_items)
-        gone |= frozenset(range(named, snapshot.numbered))
-    ordinals = np.concatenate([np.array(sorted(gone), np.int64), case.had_by_night(snapshot)])
+        excluded_ordinals |= frozenset(range(named, snapshot.numbered))
+    ordinals = np.concatenate(
+        [np.array(sorted(excluded_ordinals), np.int64), case.had_by_night(snapshot)]
+    )
     return ordinals[ordinals >= 0]  # of what is excluded some may be no items
 
 
 def _left_out_before(
-    case: Case, previous: Snapshot, turn: Turn, had: frozenset[int]
+    case: Case, previous: Snapshot, context: Turn, seen_ordinals: frozenset[int]
 ) -> NDArray[np.int64]:
-    """Ordinals int64 that a list of the previous generation leaves out; `had` are those that the user had."""
-    gone = turn.excluded(previous) | case.history_in(previous).seen | previous.blocked | had
+    """Ordinals int64 that a list of the previous generation leaves out; `seen_ordinals` are those that the user had."""
+    excluded_ordinals = (
+        context.excluded(previous)
+        | case.history_in(previous).seen
+        | previous.blocked
+        | seen_ordinals
+    )
     if case.table.entity == "item" and case.entity.raw is not None:
-        gone |= frozenset(previous.numbers_of((case.entity.raw,)).tolist())
+        excluded_ordinals |= frozenset(previous.numbers_of((case.entity.raw,)).tolist())
     if case.counted is not None:
-        gone |= frozenset(previous.numbers_of(case.counted.items).tolist())
-    gone |= frozenset(range(previous.items.count, previous.numbered))  # it names no new item
-    return np.array([ordinal for ordinal in sorted(gone) if ordinal >= 0], np.int64)
+        excluded_ordinals |= frozenset(previous.numbers_of(case.counted.items).tolist())
+    excluded_ordinals |= frozenset(
+        range(previous.items.count, previous.numbered)
+    )  # it names no new item
+    return np.array([ordinal for ordinal in sorted(excluded_ordinals) if ordinal >= 0], np.int64)
 
 
-def _is_short(passing: Passing, gone: NDArray[np.int64], k: int) -> bool:
+def _is_short(filter_mask: Passing, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
     """True if fewer than k items pass the filter in all, without those that are gone."""
-    return passing.count - int(passing.among(np.unique(gone)).sum()) < k
+    return filter_mask.count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k

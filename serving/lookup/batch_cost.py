@@ -28,16 +28,16 @@ class Cost:
 
     def of(self, size: int) -> float:
         """Seconds that a batch of this size is expected to take; 0 while nothing is known."""
-        fixed, each = self._line()
-        return (fixed + each * size) * self._faded
+        fixed, per_input_s = self._line()
+        return (fixed + per_input_s * size) * self._faded
 
-    def size_within(self, seconds: float, most: int) -> int:
-        """The most inputs, up to `most`, of which a batch is expected to end in time."""
-        fixed, each = self._line()
-        left = seconds / self._faded - fixed
-        if left < 0:
+    def size_within(self, seconds: float, size_max: int) -> int:
+        """The most inputs, up to `size_max`, of which a batch is expected to end in time."""
+        fixed, per_input_s = self._line()
+        remaining_s = seconds / self._faded - fixed
+        if remaining_s < 0:
             return 0
-        return most if left >= each * most else int(left / each)
+        return size_max if remaining_s >= per_input_s * size_max else int(remaining_s / per_input_s)
 
     def _line(self) -> tuple[float, float]:
         if not self._weight:
@@ -46,6 +46,6 @@ class Cost:
         spread = self._squares / self._weight - size * size
         if spread < 0.01 * size:  # sizes were all alike: nothing tells the two parts apart
             return seconds, 0.0
-        each = (self._products / self._weight - size * seconds) / spread
-        each = min(max(each, 0.0), seconds / size)
-        return seconds - each * size, each
+        per_input_s = (self._products / self._weight - size * seconds) / spread
+        per_input_s = min(max(per_input_s, 0.0), seconds / size)
+        return seconds - per_input_s * size, per_input_s

@@ -27,12 +27,12 @@ _Predict = Callable[[Sequence[Job], Sequence[Prepared]], Sequence[Computed]]
 
 def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = time.time) -> Compute:
     """Function that runs one inference for jobs of one snapshot, table and kind; `near` may reuse answers."""
-    plain = functools.partial(compute, near=near, clock=clock)
+    compute_plain = functools.partial(compute, near=near, clock=clock)
 
     def run(jobs: Sequence[Job]) -> list[Outcome]:
         if jobs[0].newer is not None:
             return with_events(jobs, int(clock()))
-        return with_new_items(jobs, int(clock())) if jobs[0].new.items else plain(jobs)
+        return with_new_items(jobs, int(clock())) if jobs[0].new.items else compute_plain(jobs)
 
     return run
 
@@ -49,20 +49,22 @@ def compute(
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
-        prints = [each.fingerprint for each in some]
+    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        prints = [job.fingerprint for job in batch_jobs]
         records = predictor.predict(
             table, batch, prints, scored_at, blocked=snapshot.blocked_ordinals
         )
-        found = zip(records, batch, strict=True)
-        return [Computed(record, prepared.dropped) for record, prepared in found]
+        predicted_rows = zip(records, batch, strict=True)
+        return [Computed(record, prepared.dropped) for record, prepared in predicted_rows]
 
-    def reuse(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def reuse(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         assert near is not None  # noqa: S101 - else nobody asks
-        found = near.predict(snapshot, table, list(map(_near_input, some, batch)), scored_at)
+        near_records = near.predict(
+            snapshot, table, list(map(_near_input, batch_jobs, batch)), scored_at
+        )
         return [
             Computed(record, prepared.dropped, distance)
-            for (record, distance), prepared in zip(found, batch, strict=True)
+            for (record, distance), prepared in zip(near_records, batch, strict=True)
         ]
 
     may_reuse = near is not None and near.covers(snapshot, table)
@@ -76,12 +78,12 @@ def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
-        prints, new = [each.fingerprint for each in some], [each.new for each in some]
+    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+        prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
         records = predictor.predict(table, batch, prints, scored_at, new)
         return [Computed(record) for record in records]
 
-    inputs = [each.newer for each in jobs if each.newer is not None]
+    inputs = [job.newer for job in jobs if job.newer is not None]
     return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
 
 
@@ -92,16 +94,19 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(some: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
         search, vectors = predictor.search(table), predictor.vectors(batch)
         metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
-        best = search.lists(batch, vectors, snapshot.blocked_ordinals)
-        own = predictor.lists(table, best, [each.new.own_print for each in some], scored_at)
-        merged = merged_lists(best, vectors, [each.new for each in some], metric, layout)
-        records = predictor.lists(table, merged, [each.fingerprint for each in some], scored_at)
-        found = zip(records, batch, own, strict=True)
+        night_lists = search.lists(batch, vectors, snapshot.blocked_ordinals)
+        records_without_new = predictor.lists(
+            table, night_lists, [job.new.own_print for job in batch_jobs], scored_at
+        )
+        merged = merged_lists(night_lists, vectors, [job.new for job in batch_jobs], metric, layout)
+        records = predictor.lists(table, merged, [job.fingerprint for job in batch_jobs], scored_at)
+        predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [
-            Computed(record, prepared.dropped, own=without) for record, prepared, without in found
+            Computed(record, prepared.dropped, own=without)
+            for record, prepared, without in predicted_rows
         ]
 
     return _outcomes(jobs, lambda: _prepared(predictor, jobs), predict)
@@ -111,12 +116,12 @@ def _prepared(
     predictor: Predictor, jobs: Sequence[Job]
 ) -> Sequence[Prepared | InvalidInput | None]:
     """Inputs that callers sent, prepared: lists leave out what the users had by the night as well."""
-    found = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
+    prepared_inputs = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
     return [
         replace(prepared, excluded=np.union1d(prepared.excluded, job.had))
         if isinstance(prepared, Prepared) and len(job.had)
         else prepared
-        for job, prepared in zip(jobs, found, strict=True)
+        for job, prepared in zip(jobs, prepared_inputs, strict=True)
     ]
 
 
@@ -127,28 +132,31 @@ def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list
     """
     outcomes: list[Outcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
     try:
-        found = prepare()
+        prepared_inputs = prepare()
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
         return [without_frames(error)] * len(jobs)
     ready: list[tuple[int, Prepared]] = []
-    for place, prepared in enumerate(found):
+    for job_index, prepared in enumerate(prepared_inputs):
         if isinstance(prepared, Prepared):
-            ready.append((place, prepared))
+            ready.append((job_index, prepared))
         elif prepared is not None:
-            outcomes[place] = prepared
-    left = [ready] if ready else []
-    while left:
-        part = left.pop()
+            outcomes[job_index] = prepared
+    remaining_parts = [ready] if ready else []
+    while remaining_parts:
+        part = remaining_parts.pop()
         try:
-            computed = predict([jobs[place] for place, _ in part], [each for _, each in part])
+            computed = predict(
+                [jobs[job_index] for job_index, _ in part],
+                [prepared_input for _, prepared_input in part],
+            )
         except Exception as error:
             if len(part) == 1:
                 outcomes[part[0][0]] = without_frames(error)
             else:
-                left += [part[len(part) // 2 :], part[: len(part) // 2]]
+                remaining_parts += [part[len(part) // 2 :], part[: len(part) // 2]]
             continue
-        for (place, _), each in zip(part, computed, strict=True):
-            outcomes[place] = each
+        for (job_index, _), job_result in zip(part, computed, strict=True):
+            outcomes[job_index] = job_result
     return outcomes
 
 

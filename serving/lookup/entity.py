@@ -79,15 +79,15 @@ class Case:
         else:
             self.found = outcome
 
-    def count(self, counted: CountedEvents, *, is_settled: bool) -> None:
+    def count(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
         """Takes newer events into account: what is stored of a user with them lies beside, under their digest.
 
         A list that the night made under a filter is left out, too: what passes is looked for in the user's own.
         """
-        self.counted, self.is_settled, self.is_exact = counted, is_settled, True
+        self.counted, self.is_settled, self.is_exact = counted_events, is_settled, True
         self.reason = self.found = None
         if not is_settled:
-            self._lie_under(counted.digest)
+            self._lie_under(counted_events.digest)
 
     def answer_with(self, new_items: NewItems) -> None:
         """Takes new items into account: what is computed of an input lies under a digest that names them, too."""
@@ -131,7 +131,10 @@ class Case:
         if self.counted is not None:
             return 256 + 128 * self.counted.events
         history, features = self.entity.history or (), self.entity.features or {}
-        named = [128 + len(name) + _feature_bytes(each) for name, each in features.items()]
+        named = [
+            128 + len(name) + _feature_bytes(feature_value)
+            for name, feature_value in features.items()
+        ]
         return 256 + 49 * len(history) + sum(map(len, history)) + sum(named)
 
     @property
@@ -173,9 +176,9 @@ class Case:
             return False
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
 
-    def decoded(self, snapshot: Snapshot, stored: bytes) -> Record:
+    def decoded(self, snapshot: Snapshot, stored_record: bytes) -> Record:
         """A record of this generation; raises CorruptArtefact."""
-        return decode(self.table.layout, stored, snapshot.numbered)
+        return decode(self.table.layout, stored_record, snapshot.numbered)
 
     def had_by_night(self, live: Snapshot) -> NDArray[np.int64]:
         """Ordinals in the live generation of the items that its night knows the user to have had.
@@ -196,8 +199,8 @@ class Case:
             return False
         if not record.live:
             return True
-        counted = None if self.is_settled else self.counted
-        return counted is not None and counted.input.sent is None
+        counted_events = None if self.is_settled else self.counted
+        return counted_events is not None and counted_events.input.sent is None
 
     def history_in(self, snapshot: Snapshot) -> History:
         """The sent history as this generation knows it, looked up once."""
@@ -212,54 +215,56 @@ def _feature_bytes(value: FeatureValue) -> int:
     if not isinstance(value, tuple):
         return 32
     if value and isinstance(value[0], str):
-        return sum(64 + 4 * len(str(each)) for each in value)
+        return sum(64 + 4 * len(str(text)) for text in value)
     return 40 * len(value)
 
 
-async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
+async def cases_of(snapshot: Snapshot, request: Ask) -> list[Case]:
     """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
     pace = YieldPacer()
-    for entity in ask.entities:
+    for entity in request.entities:
         await pace.step(entity)
         table = snapshot.table(entity.table)
-        k = _checked_k(table, ask.options.k)
+        k = _checked_k(table, request.options.k)
         if entity.features:
             _check_features(snapshot, table, entity)
         digest = _digest(snapshot, entity)
-        want = made_under_filter(snapshot, _want(snapshot, table, entity, digest), ask.options)
-        cases.append(Case(entity, table, k, want, digest))
+        record_key = made_under_filter(
+            snapshot, _want(snapshot, table, entity, digest), request.options
+        )
+        cases.append(Case(entity, table, k, record_key, digest))
     return cases
 
 
-def made_under_filter(snapshot: Snapshot, want: Want, options: RequestOptions) -> Want:
+def made_under_filter(snapshot: Snapshot, record_key: Want, options: RequestOptions) -> Want:
     """Read request for the list that the night made under the filter that is called, where it made one.
 
     Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
     than its expression. Nor where events have changed an attribute that it compares: what passes now was not looked at.
     """
-    if not isinstance(options.filter, str) or options.rerank is not None or want.position < 0:
-        return want
+    if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
+        return record_key
     if snapshot.filtering is None or snapshot.filtering.differs(options.filter):
-        return want
+        return record_key
     declared = snapshot.manifest.filters.get(options.filter)
-    table = None if declared is None else declared.tables.get(want.table.name)
-    return want if table is None else want._replace(table=table)
+    table = None if declared is None else declared.tables.get(record_key.table.name)
+    return record_key if table is None else record_key._replace(table=table)
 
 
 def plain_case(
-    snapshot: Snapshot, table: Table, k: int, want: Want, entity: RequestedEntity
+    snapshot: Snapshot, table: Table, k: int, record_key: Want, entity: RequestedEntity
 ) -> Case:
-    """The case of an entity that came with nothing but an id, which was looked up as `want`."""
-    digest = want.digest or snapshot.digest_of_nothing
-    return Case(entity, table, k, want, digest)
+    """The case of an entity that came with nothing but an id, which was looked up as `record_key`."""
+    digest = record_key.digest or snapshot.digest_of_nothing
+    return Case(entity, table, k, record_key, digest)
 
 
 def plain_want(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
     """Read request for an id that came without an input, with the digest of an item, which is its own input."""
-    want = want_in(snapshot, table, raw)
-    is_input = table.entity == "item" and want.position >= 0
-    return want._replace(digest=snapshot.digest_of_nothing) if is_input else want
+    record_key = want_in(snapshot, table, raw)
+    is_input = table.entity == "item" and record_key.position >= 0
+    return record_key._replace(digest=snapshot.digest_of_nothing) if is_input else record_key
 
 
 def want_in(snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None) -> Want:
@@ -321,6 +326,6 @@ def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
         return "no_such_table"
     if table.is_facet and case.want.position < 0:  # items that had this value have another now
         return "not_in_generation"
-    want = want_in(previous, table, raw)
+    record_key = want_in(previous, table, raw)
     # Never an overlay: it was computed for another night.
-    return want if want.position >= 0 else "not_in_generation"
+    return record_key if record_key.position >= 0 else "not_in_generation"

@@ -26,12 +26,12 @@ def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
     # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
     if case.counted is not None and not case.is_settled:
         raws += case.counted.items
-    gone = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
-    return NewItemsOf(case.new_items, frozenset(gone), case.of_the_night.fingerprint)
+    excluded_numbers = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
+    return NewItemsOf(case.new_items, frozenset(excluded_numbers), case.of_the_night.fingerprint)
 
 
 async def count_newer(
-    newer: NewerEvents,
+    newer_events: NewerEvents,
     snapshot: Snapshot,
     cases: Sequence[Case],
     options: RequestOptions,
@@ -49,47 +49,51 @@ async def count_newer(
     if options.max_events == 0:
         return
     _answer_with_new(snapshot, cases, options)
-    packed, pace = newer.packed, YieldPacer()
+    packed, pace = newer_events.packed, YieldPacer()
     undecided = []
     for case in cases:
         raw = case.entity.raw
         if raw is None or raw not in packed or case.counted is not None:
             continue
         await pace.step(case.entity)
-        counted = _counted(newer, snapshot, case, raw, options, takes_sent=case.entity.has_input)
-        if counted is None:
+        counted_events = _counted(
+            newer_events, snapshot, case, raw, options, takes_sent=case.entity.has_input
+        )
+        if counted_events is None:
             continue
-        counts_sent = case.want.position >= 0 and counted.input.sent is not None
-        if counts_sent and _is_computed(snapshot, case, counted):
+        counts_sent = case.want.position >= 0 and counted_events.input.sent is not None
+        if counts_sent and _is_computed(snapshot, case, counted_events):
             undecided.append((case, raw))
         else:
-            _count(snapshot, case, counted)
+            _count(snapshot, case, counted_events)
     if not undecided:
         return
-    wants = [case.want._replace(table=case.table, digest=None) for case, _ in undecided]
-    outcomes = await read_records(wants)
+    record_keys = [case.want._replace(table=case.table, digest=None) for case, _ in undecided]
+    outcomes = await read_records(record_keys)
     for (case, raw), outcome in zip(undecided, outcomes, strict=True):
         await pace.step(case.entity)
         has_record = isinstance(outcome, Found)
-        counted = _counted(newer, snapshot, case, raw, options, takes_sent=not has_record)
-        if counted is not None:
-            _count(snapshot, case, counted)
+        counted_events = _counted(
+            newer_events, snapshot, case, raw, options, takes_sent=not has_record
+        )
+        if counted_events is not None:
+            _count(snapshot, case, counted_events)
 
 
-def count_as(snapshot: Snapshot, case: Case, other: Case) -> None:
+def count_as(snapshot: Snapshot, case: Case, sibling_pending: Case) -> None:
     """Have a case count the very events that the case of another table counts: both are parts of one answer.
 
     Events that were accepted in between would make a list of one history, and leave out the items of another.
     """
-    events, counted = snapshot.events, other.counted
-    if events is None or counted is None:
+    events, counted_events = snapshot.events, sibling_pending.counted
+    if events is None or counted_events is None:
         return
-    if events.changes(case.table, counted.input.position, snapshot.seen):
-        _count(snapshot, case, counted)
+    if events.changes(case.table, counted_events.input.position, snapshot.seen):
+        _count(snapshot, case, counted_events)
 
 
 def _counted(
-    newer: NewerEvents,
+    newer_events: NewerEvents,
     snapshot: Snapshot,
     case: Case,
     raw: bytes,
@@ -99,56 +103,61 @@ def _counted(
 ) -> CountedEvents | None:
     """Newer events of a user that the answer of a case counts, with the new items among them; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent = (case.source, case.digest) if takes_sent else None
-    counted = newer.counted(snapshot, case.table, raw, case.want.position, sent, as_of)
-    if counted is None:
+    sent_input = (case.source, case.digest) if takes_sent else None
+    counted_events = newer_events.counted(
+        snapshot, case.table, raw, case.want.position, sent_input, as_of
+    )
+    if counted_events is None:
         return None
-    counted = _with_new(snapshot, counted, options.as_of)
+    counted_events = _with_new(snapshot, counted_events, options.as_of)
     if new_items := case.new_items:
-        digest = xxhash.xxh3_128_digest(counted.digest + new_items.digest)
-        counted = counted._replace(digest=digest)
+        digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
+        counted_events = counted_events._replace(digest=digest)
     if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
-        counted = counted._replace(is_approximate=True)
-    return counted
+        counted_events = counted_events._replace(is_approximate=True)
+    return counted_events
 
 
-def _is_computed(snapshot: Snapshot, case: Case, counted: CountedEvents) -> bool:
+def _is_computed(snapshot: Snapshot, case: Case, counted_events: CountedEvents) -> bool:
     """Return True if a model is to answer the case from the events."""
     events = snapshot.events
     return (
         events is not None
-        and counted.is_whole
-        and events.computes(case.table, counted.input.position)
+        and counted_events.is_whole
+        and events.computes(case.table, counted_events.input.position)
     )
 
 
-def _count(snapshot: Snapshot, case: Case, counted: CountedEvents) -> None:
-    is_computed = _is_computed(snapshot, case, counted)
-    case.count(counted, is_settled=not is_computed)
-    if counted.is_past and is_computed:
+def _count(snapshot: Snapshot, case: Case, counted_events: CountedEvents) -> None:
+    is_computed = _is_computed(snapshot, case, counted_events)
+    case.count(counted_events, is_settled=not is_computed)
+    if counted_events.is_past and is_computed:
         case.reason = MissReason.NEWER_EVENTS  # never one that is stored
     if snapshot.predictor is None:
         case.live_reason = LiveReason.NO_MODEL
 
 
-def _with_new(snapshot: Snapshot, counted: CountedEvents, as_of: int | None) -> CountedEvents:
+def _with_new(
+    snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None
+) -> CountedEvents:
     """The same, with new items that are among the events counted as the next night counts them.
 
     Where items are a table of vectors that night's models know them as well, so the answer is approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.numbers.keys().isdisjoint(counted.items):
-        return counted
+    if not new_items or new_items.numbers.keys().isdisjoint(counted_events.items):
+        return counted_events
     if as_of is not None:
         new_items = new_items.up_to(as_of)
-    among = sorted({*counted.items} & new_items.numbers.keys())
+    among = sorted({*counted_events.items} & new_items.numbers.keys())
     if not among:
-        return counted
+        return counted_events
     named = b"".join([len(raw).to_bytes(4, "little") + raw for raw in among])
-    return counted._replace(
-        input=counted.input._replace(new_items=new_items),
-        digest=xxhash.xxh3_128_digest(counted.digest + named),
-        is_approximate=counted.is_approximate or bool(snapshot.manifest.facts.get(ITEM_VECTORS)),
+    return counted_events._replace(
+        input=counted_events.input._replace(new_items=new_items),
+        digest=xxhash.xxh3_128_digest(counted_events.digest + named),
+        is_approximate=counted_events.is_approximate
+        or bool(snapshot.manifest.facts.get(ITEM_VECTORS)),
     )
 
 

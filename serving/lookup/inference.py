@@ -103,16 +103,19 @@ class Inferences:
                     break
                 boarded.append(self._board(snapshot, case, give_up))
                 await pace.step(case.entity)
-            waiters = {each.waiter for each in boarded if each is not None}
+            waiters = {flight_seat.waiter for flight_seat in boarded if flight_seat is not None}
             if waiters:
                 await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
-            outcomes = [_outcome(case, each) for case, each in zip(cases, boarded, strict=False)]
+            outcomes = [
+                _outcome(case, flight_seat)
+                for case, flight_seat in zip(cases, boarded, strict=False)
+            ]
             if self.changed is not None:
                 self._compare(self.changed, snapshot, cases, outcomes)
         finally:
-            for each in boarded:
-                if each is not None:
-                    self.flights.leave(each)
+            for flight_seat in boarded:
+                if flight_seat is not None:
+                    self.flights.leave(flight_seat)
         return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(cases) - len(boarded))
 
     def _board(
@@ -122,34 +125,41 @@ class Inferences:
 
         A future per entity, and no task unless others may compute it.
         """
-        want, table = case.want, case.table.name
+        record_key, table = case.want, case.table.name
         may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
         digest = case.digest + case.new_items.digest
-        is_led = want.position < 0 and case.reason in SHARED
-        lead, key = self.lead, (snapshot.generation, table, want.key, digest, may_reuse, is_led)
+        is_led = record_key.position < 0 and case.reason in SHARED
+        lead, key = (
+            self.lead,
+            (snapshot.generation, table, record_key.key, digest, may_reuse, is_led),
+        )
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
-        if want.position < 0 and case.reason in _LOOKED_UP:
+        if record_key.position < 0 and case.reason in _LOOKED_UP:
             self.repeats.saw(joins)
         if not joins and not self.admit():  # who joins a flight costs nothing
             return None
 
         def work() -> asyncio.Future[Computed]:
             job = Job(
-                snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
+                snapshot, table, case.source, record_key.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
                 newer=None if case.is_settled else case.counted and case.counted.input,
                 new=new_items_of(snapshot, case), had=case.had_by_night(snapshot),
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
             is_kept = case.counted is None or not case.counted.is_past
-            own = case.of_the_night if case.new_items and case.entity.raw is not None else None
-            asked = Wanted(want, case.digest, case.reason in STANDS_IN, is_kept, own)
+            night_record_key = (
+                case.of_the_night if case.new_items and case.entity.raw is not None else None
+            )
+            inference_target = Wanted(
+                record_key, case.digest, case.reason in STANDS_IN, is_kept, night_record_key
+            )
             if lead is None or not is_led:
-                computing = self._infer(job, asked)
+                computing = self._infer(job, inference_target)
             else:
-                computing = asyncio.ensure_future(self._led(lead, job, asked))
+                computing = asyncio.ensure_future(self._led(lead, job, inference_target))
             computing.add_done_callback(lambda _: self._forget(key, job))
             return computing
 
@@ -160,48 +170,64 @@ class Inferences:
         if snapshot.predictor is None or not (self.spares_reads and self.repeats.are_rare):
             return
         for case in cases:
-            want = case.want
-            if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
-                case.want = want._replace(here_only=True)
-                if self.repeats.spare():
-                    self.tiers.probe(snapshot.view, want, self.repeats.probed)
-
-    def _infer(self, job: Job, asked: Wanted, mark: Mark | None = None) -> asyncio.Future[Computed]:
-        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
-        unknown, outage = asked.want.position < 0, asked.stands_in
-
-        def keep(done: asyncio.Future[Computed]) -> None:
+            record_key = case.want
             if (
-                not (asked.is_kept and (unknown or outage))
-                or done.cancelled()
-                or done.exception() is not None
+                record_key.position < 0
+                and record_key.digest is not None
+                and case.may_compute(snapshot)
+            ):
+                case.want = record_key._replace(here_only=True)
+                if self.repeats.spare():
+                    self.tiers.probe(snapshot.view, record_key, self.repeats.probed)
+
+    def _infer(
+        self, job: Job, inference_target: Wanted, lease_mark: Mark | None = None
+    ) -> asyncio.Future[Computed]:
+        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
+        unknown, outage = inference_target.want.position < 0, inference_target.stands_in
+
+        def keep(finished_future: asyncio.Future[Computed]) -> None:
+            if (
+                not (inference_target.is_kept and (unknown or outage))
+                or finished_future.cancelled()
+                or finished_future.exception() is not None
             ):
                 return
-            computed = done.result()
+            computed = finished_future.result()
             if computed.near is None:
                 ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
-                view, own, record = job.snapshot.view, asked.own, computed.record
+                view, night_record_key, record = (
+                    job.snapshot.view,
+                    inference_target.own,
+                    computed.record,
+                )
                 if (
-                    computed.own is not None and own is not None
+                    computed.own is not None and night_record_key is not None
                 ):  # an id alone tells of no new items
-                    if own.digest is not None and unknown:
-                        self.tiers.put_live(view, own, computed.own, own.digest, ttl_s)
+                    if night_record_key.digest is not None and unknown:
+                        self.tiers.put_live(
+                            view, night_record_key, computed.own, night_record_key.digest, ttl_s
+                        )
                     record = record if unknown else computed.own
-                self.tiers.put_live(view, asked.want, record, asked.digest, ttl_s, mark)
-            elif mark is not None and self.lead is not None:
+                self.tiers.put_live(
+                    view, inference_target.want, record, inference_target.digest, ttl_s, lease_mark
+                )
+            elif lease_mark is not None and self.lead is not None:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
-                self.lead.give_back(mark)
+                self.lead.give_back(lease_mark)
 
         computing = asyncio.ensure_future(self.batcher.infer(job))
         computing.add_done_callback(keep)
         return computing
 
-    async def _led(self, lead: Lead, job: Job, asked: Wanted) -> Computed:
-        async def compute(mark: Mark | None) -> Computed:
-            return await self._infer(job, asked, mark)
+    async def _led(self, lead: Lead, job: Job, inference_target: Wanted) -> Computed:
+        async def compute(lease_mark: Mark | None) -> Computed:
+            return await self._infer(job, inference_target, lease_mark)
 
         limit_s = max(0.0, job.deadline - time.monotonic())
-        answer = await lead.answer(job.snapshot.view, asked.want, asked.digest, limit_s, compute)
+        answer = await lead.answer(
+            job.snapshot.view, inference_target.want, inference_target.digest, limit_s, compute
+        )
         if not isinstance(answer, Found):
             return answer
         self.found_again()
@@ -209,7 +235,7 @@ class Inferences:
 
     def _compare(
         self,
-        changed: ChangedAnswers,
+        changed_answers: ChangedAnswers,
         snapshot: Snapshot,
         cases: Sequence[Case],
         outcomes: Sequence[Computed | LiveUnavailable],
@@ -222,29 +248,29 @@ class Inferences:
                 or not isinstance(outcome, Computed)
             ):
                 continue
-            if (found := self.tiers.look(snapshot.view, case.of_the_night)) is not None:
-                record, stored = outcome.record, found.record
+            if (hit := self.tiers.look(snapshot.view, case.of_the_night)) is not None:
+                record, stored_record = outcome.record, hit.record
                 with contextlib.suppress(CorruptArtefact):
                     items = case.decoded(snapshot, record).items
-                    before = case.decoded(snapshot, stored).items
-                    if items is not None and before is not None:
-                        changed.compare(case.table.name, items, before)
+                    night_items = case.decoded(snapshot, stored_record).items
+                    if items is not None and night_items is not None:
+                        changed_answers.compare(case.table.name, items, night_items)
 
     def _forget(self, key: Key, job: Job) -> None:
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
 
-def _outcome(case: Case, place: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
-    if place is None:
+def _outcome(case: Case, flight_seat: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
+    if flight_seat is None:
         return LiveUnavailable(LiveReason.OVERLOADED)
-    if not place.waiter.done():
+    if not flight_seat.waiter.done():
         return LiveUnavailable(LiveReason.TIMEOUT)
     # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would
     # keep its generation until a collection that never comes for what was frozen.
-    error = place.waiter.exception()
+    error = flight_seat.waiter.exception()
     if error is None:
-        return place.value()
+        return flight_seat.value()
     if isinstance(error, LiveUnavailable):
         return error
     # The model is a guest: whatever it raises, the next rung answers.

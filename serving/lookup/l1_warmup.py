@@ -23,7 +23,7 @@ class BatchReads(Protocol):
     """Protocol of the tiers, as far as reading ahead needs it."""
 
     async def get_many(
-        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool
+        self, view: View, record_keys: Sequence[Want], deadline: float, *, is_counted: bool
     ) -> Sequence[Outcome]:
         """BatchReads into L1; `deadline` is monotonic."""
 
@@ -49,25 +49,27 @@ class Warming:
         """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
-        began = self.timer()
+        started_at = self.timer()
         if coming.generation != self._generation:
             shared = () if self.hottest is None else await self.hottest()
             self._generation, self._done, self._shared = coming.generation, set(), shared
-        hot = dict.fromkeys([*self.recent(), *self._shared])
-        new = [each for each in hot if each not in self._done]
-        self._done = {each for each in hot if each in self._done}
-        records, give_up = 0, began + _LONGEST_S
+        hot_names = dict.fromkeys([*self.recent(), *self._shared])
+        new = [hot_name for hot_name in hot_names if hot_name not in self._done]
+        self._done = {hot_name for hot_name in hot_names if hot_name in self._done}
+        records, give_up = 0, started_at + _LONGEST_S
         for start in range(0, len(new), _SLICE):
             if self.timer() >= give_up:
                 break
             part = new[start : start + _SLICE]
-            if wants := _wants(coming, part):
-                read = await self.tiers.get_many(coming.view, wants, give_up, is_counted=False)
-                records += sum(isinstance(each, Found) for each in read)
+            if record_keys := _wants(coming, part):
+                read = await self.tiers.get_many(
+                    coming.view, record_keys, give_up, is_counted=False
+                )
+                records += sum(isinstance(result, Found) for result in read)
             self._done.update(part)
             await asyncio.sleep(_PAUSE_S)
         if new:
-            self.observe(records, self.timer() - began)
+            self.observe(records, self.timer() - started_at)
         if len(new) >= _MANY:
             # It stays for the life of the generation; a full collection that walked it would hold every request.
             gc.collect(1)
@@ -76,9 +78,9 @@ class Warming:
 
 def _wants(coming: Snapshot, names: Sequence[Name]) -> list[Want]:
     tables = coming.manifest.tables
-    found = [
+    record_keys = [
         want_in(coming, tables[name], raw)
         for name, raw in names
         if name in tables and not coming.blocks(tables[name], raw)
     ]
-    return [want for want in found if want.position >= 0]
+    return [record_key for record_key in record_keys if record_key.position >= 0]

@@ -35,11 +35,11 @@ class RecordReads(Protocol):
     """Protocol of the tiers, as far as the ladder needs it."""
 
     async def get_many(
-        self, view: View, wants: Sequence[Want], deadline: float
+        self, view: View, record_keys: Sequence[Want], deadline: float
     ) -> Sequence[Outcome]:
         """Reads one outcome per want, in order; `deadline` is monotonic."""
 
-    def discard(self, view: View, want: Want) -> None:
+    def discard(self, view: View, record_key: Want) -> None:
         """Forgets a record that turned out to be damaged."""
 
 
@@ -69,13 +69,13 @@ class Ladder:
         *,
         l2_deadline_s: float,
         watch: UsageObserver | None = None,
-        newer: NewerEvents | None = None,
+        newer_events: NewerEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
         self.watch = watch or UsageObserver(metrics.l1_misses)
-        self.newer = newer or NewerEvents()
+        self.newer = newer_events or NewerEvents()
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
         self.reply = Reply(metrics, self.watch, timer, clock)
@@ -91,13 +91,13 @@ class Ladder:
             self._give_default,
         )
 
-    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
-        """Answers each entity once, in order, from what `holding` had when the request came."""
-        holding = holding.pinned(ask.options.generation)
-        cases = await cases_of(holding.live, ask)
-        return await self.resolve(holding, cases, Turn.of(ask.options, started))
+    async def lookup(self, served: Holding, request: Ask, started: float) -> list[Answer]:
+        """Answers each entity once, in order, from what `served` had when the request came."""
+        served = served.pinned(request.options.generation)
+        cases = await cases_of(served.live, request)
+        return await self.resolve(served, cases, Turn.of(request.options, started))
 
-    async def resolve(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> list[Answer]:
+    async def resolve(self, served: Holding, cases: Sequence[Case], context: Turn) -> list[Answer]:
         """Answers each case once, in order: from the first rung that can.
 
         What passes a filter too rarely is left without one: a search by vectors is for who asked under it.
@@ -105,8 +105,8 @@ class Ladder:
         The one way to an answer, whoever asks. A case may come with what the tiers hold of it (`Case.take`), read in
         whatever way was cheapest for many: then that is judged here, and not read again.
         """
-        live = holding.live
-        if not turn.is_part:
+        live = served.live
+        if not context.is_part:
             self._metrics.asked([case.table.name for case in cases])
         # Only ids of the night: a flood of random ones must not push out what is hot.
         self.recent.extend(
@@ -116,15 +116,15 @@ class Ladder:
         )
         try:
             if self.newer.packed or live.new_items:
-                await self._count_newer(live, cases, turn)
+                await self._count_newer(live, cases, context)
             for rung in self._rungs:
                 if waiting := still_open(cases):
-                    await rung(holding, waiting, turn)
+                    await rung(served, waiting, context)
         except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
             log.exception("answering failed")
             for case in still_open(cases):
                 case.reason = MissReason.INTERNAL_ERROR
-                self.reply.default(case, live, turn)
+                self.reply.default(case, live, context)
         return [case.answer for case in cases if case.answer is not None]
 
     def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
@@ -132,103 +132,103 @@ class Ladder:
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
 
-    async def _count_newer(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+    async def _count_newer(self, snapshot: Snapshot, cases: Sequence[Case], context: Turn) -> None:
         """Newer events and new items."""
 
-        def read_records(wants: Sequence[Want]) -> Awaitable[Sequence[Outcome]]:
-            deadline = self.l2_deadline(turn.options, turn.started, len(wants))
-            return self._tiers.get_many(snapshot.view, wants, deadline)
+        def read_records(record_keys: Sequence[Want]) -> Awaitable[Sequence[Outcome]]:
+            deadline = self.l2_deadline(context.options, context.started, len(record_keys))
+            return self._tiers.get_many(snapshot.view, record_keys, deadline)
 
-        await count_newer(self.newer, snapshot, cases, turn.options, read_records)
+        await count_newer(self.newer, snapshot, cases, context.options, read_records)
 
-    async def _read_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _read_stored(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """L1 and L2."""
-        snapshot = holding.live
+        snapshot = served.live
         for case in cases:
             if snapshot.blocks(case.table, case.entity.raw):
                 case.reason, case.found = MissReason.ENTITY_BLOCKED, None
-            elif turn.options.fresh and case.may_compute(snapshot):
+            elif context.options.fresh and case.may_compute(snapshot):
                 case.reason = MissReason.FRESH
         unread = [case for case in cases if case.reason is None and case.found is None]
         self._inferences.approach(snapshot, unread)
-        await self._read(snapshot, unread, turn)
-        pace = YieldPacer(turn.options)
+        await self._read(snapshot, unread, context)
+        pace = YieldPacer(context.options)
         for case in cases:
-            if (found := case.found) is None:
+            if (hit := case.found) is None:
                 continue
             await pace.step(case.entity)
             if case.want.position < 0 and case.want.digest is not None:
                 self._inferences.found_again()
             try:
-                self._take_stored(case, snapshot, found, turn)
+                self._take_stored(case, snapshot, hit, context)
             except Exception:  # whatever a record holds, it costs no other entity its answer
                 self._spoilt(case, snapshot)
 
-    def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
-        record = decode(case.table.layout, found.record, snapshot.numbered)
-        case.reason = found.reason
-        if self._too_old(snapshot, record, turn.options.max_age_s):
+    def _take_stored(self, case: Case, snapshot: Snapshot, hit: Found, context: Turn) -> None:
+        record = decode(case.table.layout, hit.record, snapshot.numbered)
+        case.reason = hit.reason
+        if self._too_old(snapshot, record, context.options.max_age_s):
             case.reason = MissReason.TOO_OLD
             if case.may_compute(snapshot):
                 return
-        elif turn.options.fresh:
+        elif context.options.fresh:
             case.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # Of an item, live knows more than fits into a record; of features that are sent it would make another list.
         is_more = case.own_ordinal is not None and not case.entity.features and not record.live
         is_deeper = is_more and case.entity.has_input and case.may_compute(snapshot)
-        least = turn.options.k if is_deeper and turn.options.k is not None else 1
-        self.reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
+        min_items = context.options.k if is_deeper and context.options.k is not None else 1
+        self.reply.answer(case, snapshot, record, Source(hit.tier), context, min_items=min_items)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
         log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
         self._tiers.discard(snapshot.view, case.want)
         case.found, case.reason = None, MissReason.CORRUPT
 
-    async def _read(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+    async def _read(self, snapshot: Snapshot, cases: Sequence[Case], context: Turn) -> None:
         if not cases:
             return
-        began = self._timer()
-        wants = [case.want for case in cases]
-        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
-        outcomes = await self._tiers.get_many(snapshot.view, wants, deadline)
+        started_at = self._timer()
+        record_keys = [case.want for case in cases]
+        deadline = self.l2_deadline(context.options, context.started, _commands(record_keys))
+        outcomes = await self._tiers.get_many(snapshot.view, record_keys, deadline)
         for case, outcome in zip(cases, outcomes, strict=True):
             case.take(outcome)
-        self._metrics.stage("stored", self._timer() - began, len(cases))
+        self._metrics.stage("stored", self._timer() - started_at, len(cases))
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
             return False
         # A live record is as old as its inference, one of the night as old as its data.
-        since = record.scored_at if record.live else snapshot.manifest.data_until
-        return self._clock() - since > max_age_s
+        data_at = record.scored_at if record.live else snapshot.manifest.data_until
+        return self._clock() - data_at > max_age_s
 
-    async def _compute(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _compute(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """Live inference."""
-        snapshot, began = holding.live, self._timer()
+        snapshot, started_at = served.live, self._timer()
         cases = [case for case in cases if _is_worth(case, snapshot)]
         if not cases:
             return
-        left_s = max(0.0, turn.deadline - began)
+        left_s = max(0.0, context.deadline - started_at)
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = YieldPacer(turn.options)
+        pace = YieldPacer(context.options)
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
-                self._take_live(case, snapshot, outcome, turn)
+                self._take_live(case, snapshot, outcome, context)
             else:
                 case.live_reason = outcome.reason
             if case.live_reason is not None:
                 self._metrics.live_failed(case.table.name, case.live_reason)
-        self._metrics.stage("live", self._timer() - began, len(cases))
+        self._metrics.stage("live", self._timer() - started_at, len(cases))
 
-    def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
+    def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, context: Turn) -> None:
         missed = case.reason
         case.dropped, case.near = computed.dropped, computed.near
         try:
             record = case.decoded(snapshot, computed.record)
-            self.reply.answer(case, snapshot, record, Source.LIVE, turn)
+            self.reply.answer(case, snapshot, record, Source.LIVE, context)
         except Exception:  # as for a stored one
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
@@ -240,9 +240,9 @@ class Ladder:
         ):
             case.reason, case.live_reason = missed, LiveReason.EXHAUSTED
 
-    async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _settle_for_stored(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """Reads records where fresher ones could not be had: they beat another night's answer."""
-        snapshot = holding.live
+        snapshot = served.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
             case
@@ -253,62 +253,68 @@ class Ladder:
         ]
         for case in unread:
             case.reason, case.want = None, case.want._replace(here_only=False)
-        await self._read(snapshot, unread, turn)
+        await self._read(snapshot, unread, context)
         for case in cases:
-            if (found := case.found) is None or case.reason not in _SETTLED_FOR:
+            if (hit := case.found) is None or case.reason not in _SETTLED_FOR:
                 continue
             try:
-                record = case.decoded(snapshot, found.record)
-                if turn.options.fresh:
+                record = case.decoded(snapshot, hit.record)
+                if context.options.fresh:
                     case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
-                self.reply.answer(case, snapshot, record, Source(found.tier), turn)
+                self.reply.answer(case, snapshot, record, Source(hit.tier), context)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
 
-    async def _read_previous(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _read_previous(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """The previous generation's records."""
-        previous = holding.previous
+        previous = served.previous
         if previous is None:
             return
         wants_of = [(case, want_of_previous(previous, case)) for case in cases]
-        asked = [(case, want) for case, want in wants_of if isinstance(want, Want)]
-        if not asked:
+        keyed_pendings = [
+            (case, record_key) for case, record_key in wants_of if isinstance(record_key, Want)
+        ]
+        if not keyed_pendings:
             return
-        began = self._timer()
-        wants = [want for _, want in asked]
-        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
-        outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = YieldPacer(turn.options)
-        for (case, want), outcome in zip(asked, outcomes, strict=True):
+        started_at = self._timer()
+        record_keys = [record_key for _, record_key in keyed_pendings]
+        deadline = self.l2_deadline(context.options, context.started, _commands(record_keys))
+        outcomes = await self._tiers.get_many(previous.view, record_keys, deadline)
+        pace = YieldPacer(context.options)
+        for (case, record_key), outcome in zip(keyed_pendings, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
             await pace.step(case.entity)
             missed = case.reason
             try:
-                record = decode(want.table.layout, outcome.record, previous.items.count)
-                had = _had_in(previous, case, holding.live)
-                self.reply.answer(case, previous, record, Source.PREVIOUS, turn, had=had)
+                record = decode(record_key.table.layout, outcome.record, previous.items.count)
+                seen_ordinals = _had_in(previous, case, served.live)
+                self.reply.answer(
+                    case, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals
+                )
             except Exception:  # as for a record of this night, whose reason stays
-                log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
-                self._tiers.discard(previous.view, want)
+                log.warning(
+                    "an older record of %s cannot be read", record_key.table.name, exc_info=True
+                )
+                self._tiers.discard(previous.view, record_key)
             if case.answer is None and case.reason is not MissReason.FILTERED:
                 case.reason = missed
-        self._metrics.stage("previous", self._timer() - began, len(asked))
+        self._metrics.stage("previous", self._timer() - started_at, len(keyed_pendings))
 
-    async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _give_default(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """Defaults, which hold for everybody."""
-        pace = YieldPacer(turn.options)
+        pace = YieldPacer(context.options)
         for case in cases:
             await pace.step(case.entity)
-            self.reply.default(case, holding.live, turn)
+            self.reply.default(case, served.live, context)
 
 
 def _had_in(previous: Snapshot, case: Case, live: Snapshot) -> frozenset[int]:
     """Ordinals in the previous generation of what the live one's night knows the user to have had."""
-    had = case.had_by_night(live)
-    if not len(had):
+    seen_ordinals = case.had_by_night(live)
+    if not len(seen_ordinals):
         return frozenset()
-    raws = [live.items.raw_id(ordinal) for ordinal in had.tolist()]
+    raws = [live.items.raw_id(ordinal) for ordinal in seen_ordinals.tolist()]
     return frozenset(previous.items.ordinals_of(raws).tolist())
 
 
@@ -318,5 +324,5 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
     return case.may_compute(snapshot) and not used_up
 
 
-def _commands(wants: Sequence[Want]) -> int:
-    return sum(1 if want.position >= 0 else OVERLAY_COMMANDS for want in wants)
+def _commands(record_keys: Sequence[Want]) -> int:
+    return sum(1 if record_key.position >= 0 else OVERLAY_COMMANDS for record_key in record_keys)

@@ -90,7 +90,7 @@ class Lead:
     async def answer(
         self,
         view: View,
-        want: Want,
+        record_key: Want,
         digest: bytes,
         limit_s: float,
         compute: Callable[[Mark | None], Awaitable[T]],
@@ -101,61 +101,69 @@ class Lead:
         """
         if self._rests():
             return await compute(None)
-        since = began = self._timer()
-        mark = self._mark(view, want, digest)
-        stands = await self._take(mark)
-        if stands is not None:
-            give_up = began + min(self._wait_s, limit_s / 2)
-            found = await self._follow(mark, stands, view, want, give_up)
-            if isinstance(found, Found):
-                return found
-            if not found:
-                return await compute(mark)
-            since = self._timer()
-        return await self._lead(mark, since, compute)
+        lease_set_at = started_at = self._timer()
+        lease_mark = self._mark(view, record_key, digest)
+        lease_state = await self._take(lease_mark)
+        if lease_state is not None:
+            give_up = started_at + min(self._wait_s, limit_s / 2)
+            follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up)
+            if isinstance(follow_result, Found):
+                return follow_result
+            if not follow_result:
+                return await compute(lease_mark)
+            lease_set_at = self._timer()
+        return await self._lead(lease_mark, lease_set_at, compute)
 
     async def _lead(
-        self, mark: Mark, since: float, compute: Callable[[Mark | None], Awaitable[T]]
+        self, lease_mark: Mark, lease_set_at: float, compute: Callable[[Mark | None], Awaitable[T]]
     ) -> T:
-        self._begin(mark, since)
+        self._begin(lease_mark, lease_set_at)
         try:
-            computed = await compute(mark)
+            computed = await compute(lease_mark)
         except BaseException:
             # No answer: somebody else may try at once.
-            self.give_back(mark)
+            self.give_back(lease_mark)
             raise
         finally:
-            del self._held[mark]
+            del self._held[lease_mark]
         return computed
 
-    def _begin(self, mark: Mark, since: float) -> None:
+    def _begin(self, lease_mark: Mark, lease_set_at: float) -> None:
         self.counts.led += 1
-        self._held[mark] = since
+        self._held[lease_mark] = lease_set_at
         if self._renewal is None:
             self._renew_later()
 
-    def give_back(self, mark: Mark) -> None:
+    def give_back(self, lease_mark: Mark) -> None:
         """Ends a lease under which nothing was stored: somebody else may try at once."""
-        self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
+        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK, 1))
 
     async def _follow(
-        self, mark: Mark, stands: bytes | TierUnavailable, view: View, want: Want, give_up: float
+        self,
+        lease_mark: Mark,
+        lease_state: bytes | TierUnavailable,
+        view: View,
+        record_key: Want,
+        give_up: float,
     ) -> Found | bool:
         """The stored answer, else whether this process leads now."""
-        if not isinstance(stands, TierUnavailable):
+        if not isinstance(lease_state, TierUnavailable):
             self.counts.waited += 1
         pause_s = _FIRST_POLL_S
-        now: bytes | TierUnavailable | None = stands
-        while now is not None:
-            if isinstance(now, TierUnavailable):
+        latest_state: bytes | TierUnavailable | None = lease_state
+        while latest_state is not None:
+            if isinstance(latest_state, TierUnavailable):
                 self.counts.unavailable += 1
                 return False
-            if now.startswith(DONE):
-                if (found := await self._tiers.look_again(view, want)) is not None:
+            if latest_state.startswith(DONE):
+                if (hit := await self._tiers.look_again(view, record_key)) is not None:
                     self.counts.adopted += 1
-                    return found
+                    return hit
                 # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
-                if await self._leases.lease(self._instead(mark, now)) == mark.token:
+                if (
+                    await self._leases.lease(self._instead(lease_mark, latest_state))
+                    == lease_mark.token
+                ):
                     break
             left_s = give_up - self._timer()
             if left_s <= 0:
@@ -163,31 +171,35 @@ class Lead:
                 return False
             await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
             pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
-            now = await self._take(mark)
+            latest_state = await self._take(lease_mark)
         self.counts.taken_over += 1
         return True
 
-    def _instead(self, mark: Mark, seen: bytes) -> LeaseSwap:
-        return LeaseSwap(mark.key, seen, mark.token, self._life_ms)
+    def _instead(self, lease_mark: Mark, expected_value: bytes) -> LeaseSwap:
+        return LeaseSwap(lease_mark.key, expected_value, lease_mark.token, self._life_ms)
 
     @property
     def _life_ms(self) -> int:
         return max(1, round(1000 * self._life_s))
 
-    async def _take(self, mark: Mark) -> bytes | TierUnavailable | None:
-        began = self._timer()
-        stands = await self._leases.lease(LeaseTake(mark.key, mark.token, self._life_ms))
-        self._judge(stands, self._timer() - began)
-        return stands
+    async def _take(self, lease_mark: Mark) -> bytes | TierUnavailable | None:
+        started_at = self._timer()
+        lease_state = await self._leases.lease(
+            LeaseTake(lease_mark.key, lease_mark.token, self._life_ms)
+        )
+        self._judge(lease_state, self._timer() - started_at)
+        return lease_state
 
-    def _judge(self, stands: bytes | TierUnavailable | None, took_s: float) -> None:
-        if isinstance(stands, TierUnavailable) or took_s > self._slow_s:
+    def _judge(self, lease_state: bytes | TierUnavailable | None, took_s: float) -> None:
+        if isinstance(lease_state, TierUnavailable) or took_s > self._slow_s:
             self._resting_until = self._timer() + REST_S
 
-    def _mark(self, view: View, want: Want, digest: bytes) -> Mark:
+    def _mark(self, view: View, record_key: Want, digest: bytes) -> Mark:
         self._number += 1
         return Mark(
-            self._keyspace.lease(view.generation, want.table.name, hash_hex(want.key), digest),
+            self._keyspace.lease(
+                view.generation, record_key.table.name, hash_hex(record_key.key), digest
+            ),
             self._name + b"%d" % self._number,
         )
 
@@ -202,10 +214,16 @@ class Lead:
             self._held
         ):  # first of all: leases whose renewal fails this time are renewed the next time
             self._renew_later()
-        now = self._timer()
+        now_s = self._timer()
         # None is older than a third of its life by then; most have ended before.
         at_most = self._life_s / 3 - self._life_s / _LOOKS
-        old = [mark for mark, since in self._held.items() if now - since > at_most]
+        old = [
+            lease_mark
+            for lease_mark, lease_set_at in self._held.items()
+            if now_s - lease_set_at > at_most
+        ]
         if old:
-            self._held.update(dict.fromkeys(old, now))
-            self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
+            self._held.update(dict.fromkeys(old, now_s))
+            self._leases.submit(
+                [self._instead(lease_mark, lease_mark.token) for lease_mark in old], len
+            )

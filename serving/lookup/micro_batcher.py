@@ -114,58 +114,58 @@ class MicroBatcher:
     def infer(self, job: Job) -> "asyncio.Future[Computed]":
         """The outcome for one job; LiveUnavailable when the queue is full, time too short or nothing came of it."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Computed] = loop.create_future()
+        computed_future: asyncio.Future[Computed] = loop.create_future()
         if (
             self.queued >= self._max_queue
             or self.queued_bytes + job.size_bytes > self._max_queue_bytes
         ):
-            done.set_exception(LiveUnavailable(LiveReason.BUSY))
-            return done
+            computed_future.set_exception(LiveUnavailable(LiveReason.BUSY))
+            return computed_future
         job.queued_at = self._timer()
-        self._lanes.setdefault((id(job.snapshot), job.lane), deque()).append((job, done))
+        self._lanes.setdefault((id(job.snapshot), job.lane), deque()).append((job, computed_future))
         self.queued += 1
         self.queued_bytes += job.size_bytes
         if self._idle and not self._pump_due:
             # At the end of this turn of the loop: whatever the turn submits travels in one batch.
             self._pump_due = True
             loop.call_soon(self._pump)
-        return done
+        return computed_future
 
     def waited(self) -> float:
         """Largest share of its time that the oldest input of a lane has waited; 0 while none waits."""
-        now = self._timer()
+        now_s = self._timer()
         heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
-        times = [(now - each.queued_at, each.deadline - each.queued_at) for each in heads]
+        times = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in heads]
         return max((waited / max(time_s, 1e-6) for waited, time_s in times), default=0.0)
 
     def _pump(self) -> None:
         self._pump_due = False
         while self._idle and self._lanes:
-            lane = next(iter(self._lanes))
-            waiting = self._lanes.pop(lane)
-            batch = self._take(waiting, self._costs[lane[1]])
+            queue_key = next(iter(self._lanes))
+            waiting = self._lanes.pop(queue_key)
+            batch = self._take(waiting, self._costs[queue_key[1]])
             if waiting:
-                self._lanes[lane] = waiting  # behind the other lanes
+                self._lanes[queue_key] = waiting  # behind the other lanes
             if batch:
                 self._start(batch)
 
     def _take(self, waiting: deque[Place], cost: Cost) -> list[Place]:
         """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
         batch: list[Place] = []
-        now, limit = self._timer(), self._max_batch
+        now_s, limit = self._timer(), self._max_batch
         while waiting and len(batch) < limit:
-            job, done = waiting[0]
-            if not done.done():
-                within = cost.size_within(job.deadline - now, limit)
+            job, computed_future = waiting[0]
+            if not computed_future.done():
+                within = cost.size_within(job.deadline - now_s, limit)
                 if within < 1:
                     self.hopeless += 1
                     cost.fade()
-                    done.set_exception(LiveUnavailable(LiveReason.TIMEOUT))
+                    computed_future.set_exception(LiveUnavailable(LiveReason.TIMEOUT))
                 elif within <= len(batch):
                     break  # its time is too short for this batch, not for the next
                 else:
                     limit = within
-                    batch.append((job, done))
+                    batch.append((job, computed_future))
             waiting.popleft()
             self.queued -= 1
             self.queued_bytes -= job.size_bytes
@@ -184,19 +184,21 @@ class MicroBatcher:
             except Exception as failed:
                 error = without_frames(failed)
             # One hop back: a future of the loop's own in between would cost a lone request two turns more.
-            tell(outcomes, error, self._timer())
+            report_outcomes(outcomes, error, self._timer())
 
-        def tell(outcomes: Sequence[Outcome], error: Exception | None, ended: float) -> None:
+        def report_outcomes(
+            outcomes: Sequence[Outcome], error: Exception | None, ended_at: float
+        ) -> None:
             # Where the loop is closed every caller is gone.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._finish, batch, started, outcomes, error, ended)
+                loop.call_soon_threadsafe(self._finish, batch, started, outcomes, error, ended_at)
 
-        def done(running: "Future[None]") -> None:
+        def report_failure(running: "Future[None]") -> None:
             if running.cancelled() or running.exception() is not None:
-                tell((), LiveUnavailable(LiveReason.FAILED), started)
+                report_outcomes((), LiveUnavailable(LiveReason.FAILED), started)
 
         try:
-            self._executor.submit(run).add_done_callback(done)
+            self._executor.submit(run).add_done_callback(report_failure)
         except RuntimeError:  # shut down
             self._idle += 1
             _resolve(batch, [LiveUnavailable(LiveReason.FAILED)] * len(batch))
@@ -207,27 +209,27 @@ class MicroBatcher:
         started: float,
         outcomes: Sequence[Outcome],
         error: Exception | None,
-        ended: float,
+        ended_at: float,
     ) -> None:
         self._idle += 1
         if error is not None:
             outcomes = [error] * len(batch)
         else:
-            self._observe(len(batch), ended - started)
-            self._costs[batch[0][0].lane].add(len(batch), ended - started)
+            self._observe(len(batch), ended_at - started)
+            self._costs[batch[0][0].lane].add(len(batch), ended_at - started)
         if self._lanes:  # the next batch first: the model works while answers are handed out
             self._pump()
         _resolve(batch, outcomes)
 
 
 def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
-    for (_, done), outcome in zip(batch, outcomes, strict=True):
-        if done.done():
+    for (_, computed_future), outcome in zip(batch, outcomes, strict=True):
+        if computed_future.done():
             continue
         if isinstance(outcome, Computed):
-            done.set_result(outcome)
+            computed_future.set_result(outcome)
         else:
-            done.set_exception(outcome)
+            computed_future.set_exception(outcome)
 
 
 def without_frames(error: Exception) -> Exception:

@@ -46,11 +46,11 @@ class LookupService:
 
     def holding(self) -> Holding:
         """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
-        held = self.follower.shelf.holding
-        if held is None:
-            why = self.follower.failed or "no generation has been published yet"
-            raise Problem(503, "not_ready", why)
-        return held
+        served = self.follower.shelf.holding
+        if served is None:
+            reason = self.follower.failed or "no generation has been published yet"
+            raise Problem(503, "not_ready", reason)
+        return served
 
     def lookup(self, *, is_reshaped: bool) -> Lookup:
         """The way to answer a request, by whether its options reshape lists."""

@@ -66,33 +66,33 @@ class Overload(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Counter family of what was shed, and gauges of the state that decides it."""
-        now = self._admission
+        admission = self._admission
         shed = CounterMetricFamily(
             "larder_shed",
             "Left out under overload: inferences and whole requests",
             labels=["stage"],
         )
-        for stage, count in now.shed.items():
+        for stage, count in admission.shed.items():
             shed.add_metric([stage], count)
         yield shed
         for name, text, value in (
             (
                 "queue_seconds",
                 "Shortest turn of the event loop in the last interval",
-                now.loop.wait,
+                admission.loop.wait,
             ),
             (
                 "live_admitted_ratio",
                 "Of the inputs, those that may go to the model",
-                now.live_share,
+                admission.live_share,
             ),
             (
                 "costly_admitted_ratio",
                 "Of the requests that are costly, those that may go on",
-                now.costly.share,
+                admission.costly.share,
             ),
-            ("requests_under_way", "Requests below L1", now.under_way),
-            ("requests_max", "Requests that may be below L1 at once", now.requests_max),
+            ("requests_under_way", "Requests below L1", admission.under_way),
+            ("requests_max", "Requests that may be below L1 at once", admission.requests_max),
         ):
             yield GaugeMetricFamily(f"larder_{name}", text, value)
 
@@ -109,7 +109,7 @@ class Tally:
         """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
         for flush in self.flushes:
             flush()
-        taken = dict(self.answers), dict(self.requests)
+        drained_counts = dict(self.answers), dict(self.requests)
         self.answers.clear()
         self.requests.clear()
-        return taken
+        return drained_counts

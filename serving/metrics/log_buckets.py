@@ -14,13 +14,13 @@ def finer(
     bounds: Sequence[float], *, lowest: float = LOWEST_S, ratio: float = RATIO
 ) -> tuple[float, ...]:
     """Bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that hold all of them exactly."""
-    found = [lowest]
+    finer_bounds = [lowest]
     for bound in bounds:
-        below = found[-1]
+        below = finer_bounds[-1]
         steps = max(1, math.ceil(math.log(bound / below) / math.log(ratio) - 1e-9))
-        found += [below * (bound / below) ** (step / steps) for step in range(1, steps)]
-        found.append(bound)
-    return tuple(found)
+        finer_bounds += [below * (bound / below) ** (step / steps) for step in range(1, steps)]
+        finer_bounds.append(bound)
+    return tuple(finer_bounds)
 
 
 def middle(bounds: Sequence[float], bucket: int) -> float:
@@ -30,12 +30,12 @@ def middle(bounds: Sequence[float], bucket: int) -> float:
     return math.sqrt(bounds[bucket - 1] * bounds[bucket])
 
 
-def quantile(bounds: Sequence[float], counts: Mapping[int, int], share: float) -> float | None:
-    """The value that `share` of the observations (counts by bucket) do not exceed; None without any."""
+def quantile(bounds: Sequence[float], counts: Mapping[int, int], fraction: float) -> float | None:
+    """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
     total = sum(counts.values())
-    rank, seen = max(1, math.ceil(share * total - 1e-9)), 0
+    rank, cumulative_count = max(1, math.ceil(fraction * total - 1e-9)), 0
     for bucket in sorted(counts):
-        seen += counts[bucket]
-        if seen >= rank:
+        cumulative_count += counts[bucket]
+        if cumulative_count >= rank:
             return middle(bounds, bucket)
     return None

@@ -10,7 +10,7 @@ from cache.tiers.eviction_history import Absence
 from cache.tiers.results import TOLD_AS, TOLD_WITH_STORED, MissReason
 
 REASONS = tuple(
-    [each for each in MissReason if each not in TOLD_AS and each not in TOLD_WITH_STORED]
+    [reason for reason in MissReason if reason not in TOLD_AS and reason not in TOLD_WITH_STORED]
 )
 """Reasons that are counted: no stored tier answered."""
 

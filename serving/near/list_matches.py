@@ -80,35 +80,54 @@ class ListMatches:
         counts = needed.tolist()
         close = neighbours.near(directions, version)
         near = {
-            row: each
-            for row, each in enumerate(close)
-            if each is not None and self._is_worth(each, counts[row])
+            row: near_answer
+            for row, near_answer in enumerate(close)
+            if near_answer is not None and self._is_worth(near_answer, counts[row])
         }
-        outcomes: list[Outcome] = ["far" if each is None else "leave" for each in close]
+        outcomes: list[Outcome] = [
+            "far" if near_answer is None else "leave" for near_answer in close
+        ]
         ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
         scores = np.zeros((len(batch), self._width), np.float32)
         if rows := list(near):
-            held, out = [near[row].answer for row in rows], [excluded[row] for row in rows]
-            candidates = [each.ordinals.astype(np.int64) for each in held]
-            ordinals[rows], scores[rows] = search.best(vectors[rows], candidates, out)
+            candidate_sets, row_exclusions = (
+                [near[row].answer for row in rows],
+                [excluded[row] for row in rows],
+            )
+            candidates = [
+                candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets
+            ]
+            ordinals[rows], scores[rows] = search.best(vectors[rows], candidates, row_exclusions)
             distances = np.array([near[row].distance for row in rows])
-            proven = self._proven(search, directions[rows], ordinals[rows, -1], held, distances)
+            proven = self._proven(
+                search, directions[rows], ordinals[rows, -1], candidate_sets, distances
+            )
             for row, is_proven in zip(rows, proven, strict=True):
                 outcomes[row] = "proven" if is_proven else neighbours.decide(near[row])
-        if rows := [row for row, each in enumerate(outcomes) if each not in ("proven", "reuse")]:
+        if rows := [
+            row
+            for row, row_outcome in enumerate(outcomes)
+            if row_outcome not in ("proven", "reuse")
+        ]:
             depth = min(DEPTH * self._width, DEPTH_MAX, search.searcher.depth_max)
             deep = search.candidates(vectors[rows], np.maximum(needed[rows], depth), blocked)
-            own = [each[: counts[row]] for row, each in zip(rows, deep, strict=True)]
-            best = search.best(vectors[rows], own, [excluded[row] for row in rows])
-            kept = self._kept(search, directions[rows], deep)
-            for row, answer, items in zip(rows, kept, best[0], strict=True):
+            needed_candidates = [
+                deep_ordinals[: counts[row]] for row, deep_ordinals in zip(rows, deep, strict=True)
+            ]
+            best_lists = search.best(
+                vectors[rows], needed_candidates, [excluded[row] for row in rows]
+            )
+            searched_candidate_sets = self._kept(search, directions[rows], deep)
+            for row, answer, items in zip(
+                rows, searched_candidate_sets, best_lists[0], strict=True
+            ):
                 is_judged = outcomes[row] in JUDGED
                 wrong = is_judged and _overlap(ordinals[row], items) < self._overlap
                 neighbours.settle(
                     directions[row], answer, near.get(row), outcomes[row],
                     wrong=wrong, version=version,
                 )  # fmt: skip
-            ordinals[rows], scores[rows] = best
+            ordinals[rows], scores[rows] = best_lists
         neighbours.count(outcomes)
         reused = [
             round(near[row].distance, 6) if outcome == "reuse" else None
@@ -126,37 +145,40 @@ class ListMatches:
         search: ListSearch,
         directions: Vectors,
         last: NDArray[np.uint32],
-        held: Sequence[Candidates],
+        candidate_sets: Sequence[Candidates],
         distances: NDArray[np.float64],
     ) -> list[bool]:
         """True for each list, which ends with the item `last`, if no item beyond the candidates can be in it."""
         if self._reach is None:
-            return [False] * len(held)
+            return [False] * len(candidate_sets)
         is_full = last != NO_ITEM
-        beyond = np.array([each.beyond for each in held])
-        found = search.scores(directions, np.where(is_full, last, 0).astype(np.int64))
+        beyond = np.array([candidate_set.beyond for candidate_set in candidate_sets])
+        last_scores = search.scores(directions, np.where(is_full, last, 0).astype(np.int64))
         rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
-        is_above = found > beyond + (distances + rounding) * self._reach
+        is_above = last_scores > beyond + (distances + rounding) * self._reach
         proven: list[bool] = (np.isneginf(beyond) | (is_full & is_above)).tolist()
         return proven
 
     def _kept(
-        self, search: ListSearch, directions: Vectors, found: Sequence[Ordinals]
+        self, search: ListSearch, directions: Vectors, searched_ordinals: Sequence[Ordinals]
     ) -> list[Candidates]:
         """Candidates as they are kept: as copies, for they are parts of a whole batch's."""
-        beyond = np.full(len(found), math.inf)
+        beyond = np.full(len(searched_ordinals), math.inf)
         if self._reach is not None:
-            last = np.array([each[-1] for each in found])
-            is_all = (last < 0) | (np.array([len(each) for each in found]) == search.items.count)
+            last = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
+            is_all = (last < 0) | (
+                np.array([len(row_ordinals) for row_ordinals in searched_ordinals])
+                == search.items.count
+            )
             scores = search.scores(directions, np.maximum(last, 0))
             beyond = np.where(is_all, -math.inf, scores.astype(np.float64))
         return [
-            Candidates(each.astype(np.int32), most)
-            for each, most in zip(found, beyond.tolist(), strict=True)
+            Candidates(row_ordinals.astype(np.int32), score_bound)
+            for row_ordinals, score_bound in zip(searched_ordinals, beyond.tolist(), strict=True)
         ]
 
 
-def _overlap(found: NDArray[np.uint32], wanted: NDArray[np.uint32]) -> float:
+def _overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
     """Share of the wanted items that were found; 1 where none are wanted."""
-    of = set(wanted.tolist()) - {NO_ITEM}
-    return len(of.intersection(found.tolist())) / len(of) if of else 1.0
+    of = set(computed_items.tolist()) - {NO_ITEM}
+    return len(of.intersection(reused_items.tolist())) / len(of) if of else 1.0

@@ -57,12 +57,12 @@ class NearMatches:
     def check(self, snapshot: Snapshot) -> None:
         """Warns of each configured table of which nothing can be reused in this generation."""
         for name in self._configured:
-            if (why := refusal(snapshot, name)) is not None:
+            if (reason := refusal(snapshot, name)) is not None:
                 log.warning(
                     "[serving.near.%s] reuses nothing in generation %s: %s",
                     name,
                     snapshot.generation,
-                    why,
+                    reason,
                 )
 
     def covers(self, snapshot: Snapshot, table: str) -> bool:
@@ -77,36 +77,40 @@ class NearMatches:
         if predictor is None:
             raise ValueError("a snapshot without a model predicts nothing")
         records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
-        for kind in {each.kind for each in inputs}:
-            rows = [row for row, each in enumerate(inputs) if each.kind == kind]
+        for kind in {near_input.kind for near_input in inputs}:
+            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == kind]
             batch = [inputs[row].prepared for row in rows]
             prints = [inputs[row].fingerprint for row in rows]
             matches = None if kind is None else self._of(predictor, snapshot, table, kind)
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                made = predictor.predict(table, batch, prints, scored_at, blocked=blocked)
-                near: list[float | None] = [None] * len(made)
+                batch_records = predictor.predict(table, batch, prints, scored_at, blocked=blocked)
+                near: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the version of the list: an arm obeys that of another namespace as well.
                 stamp = snapshot.blocked_stamp
-                made, near = matches.predict(predictor, batch, prints, scored_at, blocked, stamp)
-            for row, record, distance in zip(rows, made, near, strict=True):
+                batch_records, near = matches.predict(
+                    predictor, batch, prints, scored_at, blocked, stamp
+                )
+            for row, record, distance in zip(rows, batch_records, near, strict=True):
                 records[row] = NearRecord(record, distance)
         return records
 
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
         """Policy of each table and kind of input, in the generation that was asked last."""
         with self._lock:  # a scrape comes while the model's threads meet a new kind
-            found = sorted(self._policies.items(), key=lambda each: each[0])
-        for (table, kind), policy in found:
+            sorted_policies = sorted(
+                self._policies.items(), key=lambda keyed_policy: keyed_policy[0]
+            )
+        for (table, kind), policy in sorted_policies:
             yield table, kind, policy
 
     def _of(self, predictor: Predictor, snapshot: Snapshot, table: str, kind: InputKind) -> Matches:
         with self._lock:
-            held = self._matches.setdefault(predictor, {})
-            matches = held.get((table, kind))
+            matches_by_key = self._matches.setdefault(predictor, {})
+            matches = matches_by_key.get((table, kind))
             if matches is None:
-                matches = held[table, kind] = self._made(predictor, snapshot, table)
+                matches = matches_by_key[table, kind] = self._made(predictor, snapshot, table)
             self._policies[table, kind] = matches.neighbours.policy
             return matches
 
@@ -137,16 +141,16 @@ def kind_of(source: LiveInput) -> InputKind | None:
 
 def refusal(snapshot: Snapshot, table: str) -> str | None:
     """Reason why nothing of the table can be reused in this generation; None if something can."""
-    found = snapshot.manifest.tables.get(table)
-    if found is None:
+    manifest_table = snapshot.manifest.tables.get(table)
+    if manifest_table is None:
         return f"there is no such table; known are {', '.join(sorted(snapshot.manifest.tables))}"
     predictor = snapshot.predictor
     if predictor is None or not predictor.supports(table):
         return "no model computes its answers"
-    if found.kind == "vector":
+    if manifest_table.kind == "vector":
         return "its answer is the vector itself: behind its model there is nothing to spare"
-    if found.kind == "value" and not predictor.takes_numbers_alone(table):
+    if manifest_table.kind == "value" and not predictor.takes_numbers_alone(table):
         return "its model takes more than float32 features, by which inputs could be compared"
-    if found.kind == "value" and found.layout.width < 2:
+    if manifest_table.kind == "value" and manifest_table.layout.width < 2:
         return "it has a single value, and no first label that could differ"
     return None

@@ -71,8 +71,8 @@ class Neighbours(Generic[Answer]):
                 self._vectors.clear()
             if version < self._version:
                 return [None] * len(vectors)
-            found = self._vectors.nearest(vectors)
-        return [None if each is None else _near(each) for each in found]
+            nearest_entries = self._vectors.nearest(vectors)
+        return [None if nearest is None else _near(nearest) for nearest in nearest_entries]
 
     def may_use(self, near: Near[Answer]) -> bool:
         """True unless the policy leaves it in any case."""
@@ -121,8 +121,8 @@ class Neighbours(Generic[Answer]):
             self._counts.update(outcomes)
 
 
-def _near(found: Nearest[KeptAnswer[Answer]]) -> Near[Answer] | None:
-    kept, distance = found.entry, found.distance
-    if not distance < min(FARTHEST, kept.limit):
+def _near(nearest: Nearest[KeptAnswer[Answer]]) -> Near[Answer] | None:
+    kept_answer, distance = nearest.entry, nearest.distance
+    if not distance < min(FARTHEST, kept_answer.limit):
         return None
-    return Near(kept, distance, found.place, range_of(distance, kept.margin))
+    return Near(kept_answer, distance, nearest.place, range_of(distance, kept_answer.margin))

@@ -90,27 +90,32 @@ class ReusePolicy:
         """Takes in what came of a near answer that was computed as well."""
         if is_audit:
             self._audited(wrong=wrong)
-        own, from_here = self._own, self._from
+        samples_by_range, from_here = self._own, self._from
         if is_audit and wrong:
-            own[closeness] = Samples()
-            for place in range(closeness + 1):
-                from_here[place] = Samples(starts=from_here[place].starts + 1)
+            samples_by_range[closeness] = Samples()
+            for range_index in range(closeness + 1):
+                from_here[range_index] = Samples(starts=from_here[range_index].starts + 1)
         else:
-            own[closeness].add(wrong=wrong)
-            for place in range(closeness + 1):
-                from_here[place].add(wrong=wrong)
-            found = own[closeness]
+            samples_by_range[closeness].add(wrong=wrong)
+            for range_index in range(closeness + 1):
+                from_here[range_index].add(wrong=wrong)
+            range_samples = samples_by_range[closeness]
             self._is_hopeless[closeness] = (
-                lowest(found.judged, found.wrong, self._alpha) > self.error
+                lowest(range_samples.judged, range_samples.wrong, self._alpha) > self.error
             )
         self._trust()
 
     def _trust(self) -> None:
         is_within = False
-        for place, (own, samples) in enumerate(zip(self._own, self._from, strict=True)):
+        for range_index, (range_samples, samples) in enumerate(
+            zip(self._own, self._from, strict=True)
+        ):
             is_within = is_within or self._holds(samples)
-            is_clean = own.judged * self.error >= 2 and own.wrong <= own.judged * self.error / 2
-            self._is_trusted[place] = is_within and is_clean
+            is_clean = (
+                range_samples.judged * self.error >= 2
+                and range_samples.wrong <= range_samples.judged * self.error / 2
+            )
+            self._is_trusted[range_index] = is_within and is_clean
 
     def _holds(self, samples: Samples) -> bool:
         if samples.judged * self.error < 1:  # no bound is as low after so few

@@ -33,29 +33,39 @@ class ValueMatches:
     ) -> tuple[list[bytes], list[float | None]]:
         """A record for each input, and the distance of the one whose values it has, None where it was computed."""
         neighbours = self.neighbours
-        sent = predictor.sent_vectors(self._table, batch)
-        near = neighbours.near(sent)
+        sent_vectors = predictor.sent_vectors(self._table, batch)
+        near = neighbours.near(sent_vectors)
         outcomes: list[Outcome] = [
-            "far" if each is None else neighbours.decide(each) for each in near
+            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
-        made = (
+        computed_values = (
             predictor.vectors([batch[row] for row in rows])
             if rows
             else np.empty((0, 0), np.float32)
         )
-        own = dict(zip(rows, made, strict=True))
+        values_by_row = dict(zip(rows, computed_values, strict=True))
         values: list[Numbers] = []
         distances: list[float | None] = []
-        for row, (each, outcome) in enumerate(zip(near, outcomes, strict=True)):
-            if each is not None and outcome == "reuse":
-                values.append(each.answer)
-                distances.append(round(each.distance, 6))
+        for row, (near_answer, outcome) in enumerate(zip(near, outcomes, strict=True)):
+            if near_answer is not None and outcome == "reuse":
+                values.append(near_answer.answer)
+                distances.append(round(near_answer.distance, 6))
                 continue
-            wrong = each is not None and each.answer.argmax() != own[row].argmax()
-            kept, margin = own[row].copy(), _margin(own[row])
-            neighbours.settle(sent[row], kept, each, outcome, wrong=bool(wrong), margin=margin)
-            values.append(own[row])
+            wrong = (
+                near_answer is not None
+                and near_answer.answer.argmax() != values_by_row[row].argmax()
+            )
+            values_copy, margin = values_by_row[row].copy(), _margin(values_by_row[row])
+            neighbours.settle(
+                sent_vectors[row],
+                values_copy,
+                near_answer,
+                outcome,
+                wrong=bool(wrong),
+                margin=margin,
+            )
+            values.append(values_by_row[row])
             distances.append(None)
         neighbours.count(outcomes)
         return predictor.numbers(self._table, np.stack(values), prints, scored_at), distances

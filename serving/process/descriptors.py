@@ -12,10 +12,12 @@ log = logging.getLogger(__name__)
 def make_room(connections: int) -> int:
     """Raises the soft limit of open files as far as so many connections need it; returns how many have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + HEADROOM
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required_files = connections + HEADROOM
+    if soft == resource.RLIM_INFINITY or soft >= required_files:
         return connections
-    soft = _raised(wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), soft, hard)
+    soft = _raised(
+        required_files if hard == resource.RLIM_INFINITY else min(hard, required_files), soft, hard
+    )
     room = min(connections, room_in(soft))
     if room < connections:
         log.warning(
@@ -30,9 +32,9 @@ def room_in(files: int) -> int:
     return max(files - HEADROOM, files // 2)
 
 
-def _raised(wanted: int, soft: int, hard: int) -> int:
+def _raised(new_limit: int, soft: int, hard: int) -> int:
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
     except (OSError, ValueError):  # a system with a lower limit of its own
         return soft
-    return wanted
+    return new_limit

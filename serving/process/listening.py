@@ -31,7 +31,7 @@ class Listening:
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
         """Keeps a second descriptor of each socket from now on."""
-        self._kept = [(each, each.dup()) for each in sockets]
+        self._kept = [(listener, listener.dup()) for listener in sockets]
 
     def leave(self) -> None:
         """Closes the second descriptors: the server itself stops listening."""
@@ -42,28 +42,30 @@ class Listening:
     async def renew(self) -> None:
         """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
         servers = self._server.servers
-        before = list(servers)
-        kept: list[tuple[socket.socket, socket.socket]] = []
+        old_servers = list(servers)
+        socket_pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             for _, spare in self._kept:
-                kept.append((await self._listen_again(spare), spare))
+                socket_pairs.append((await self._listen_again(spare), spare))
         except BaseException:
             # The old ones go on; what listens already would be listened to twice from the next try on.
-            for server in servers[len(before) :]:
+            for server in servers[len(old_servers) :]:
                 server.close()
-            del servers[len(before) :]
+            del servers[len(old_servers) :]
             raise
-        self._kept, self._is_due = kept, False
-        for each in before:  # not earlier: where listening anew fails, the old ones go on
-            servers.remove(each)
-            each.close()
+        self._kept, self._is_due = socket_pairs, False
+        for (
+            old_server
+        ) in old_servers:  # not earlier: where listening anew fails, the old ones go on
+            servers.remove(old_server)
+            old_server.close()
 
     async def look(self) -> None:
         """Puts another socket in the place of each that was closed."""
-        for place, (listener, spare) in enumerate(self._kept):
+        for index, (listener, spare) in enumerate(self._kept):
             if listener.fileno() < 0:
                 log.error("a listening socket was closed: listening again")
-                self._kept[place] = await self._listen_again(spare), spare
+                self._kept[index] = await self._listen_again(spare), spare
 
     async def look_at_certificate(self) -> None:
         """Takes up a new certificate; its files are read in a thread, which a mount that hangs holds up alone."""
@@ -74,18 +76,18 @@ class Listening:
 
     async def _listen_again(self, spare: socket.socket) -> socket.socket:
         """Another descriptor of the socket, which the server listens on."""
-        again = spare.dup()
+        new_listener = spare.dup()
         try:
-            await self._listen(again)
+            await self._listen(new_listener)
         except BaseException:
-            again.close()
+            new_listener.close()
             raise
-        return again
+        return new_listener
 
     async def _listen(self, listener: socket.socket) -> None:
         server = self._server
         protocol: Any = server.config.http_protocol_class
-        made = functools.partial(
+        protocol_factory = functools.partial(
             protocol,
             config=server.config, server_state=server.server_state, app_state=server.lifespan.state,
         )  # fmt: skip
@@ -94,7 +96,7 @@ class Listening:
         bounds: dict[str, float] = {}
         if self._tls is not None:
             context, bounds = self._tls.context, {"ssl_handshake_timeout": self._handshake_s}
-        again = await loop.create_server(
-            made, sock=listener, backlog=backlog, ssl=context, **bounds
+        asyncio_server = await loop.create_server(
+            protocol_factory, sock=listener, backlog=backlog, ssl=context, **bounds
         )  # type: ignore[call-overload]
-        server.servers.append(again)
+        server.servers.append(asyncio_server)

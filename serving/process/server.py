@@ -35,7 +35,7 @@ class WatchedConnections(Protocol):
     def every_s(self) -> float:
         """Seconds between two looks."""
 
-    async def look(self, connections: Any, now: float) -> None:
+    async def look(self, connections: Any, now_s: float) -> None:
         """Ends those that stand still."""
 
 
@@ -44,7 +44,7 @@ def settings_of(
 ) -> uvicorn.Config:
     """uvicorn's settings; `http` names its protocol, or makes connections."""
     sys.setswitchinterval(_SWITCH_S)
-    made = uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         app,
         loop="uvloop",
         ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
@@ -58,9 +58,9 @@ def settings_of(
         backlog=_BACKLOG,
     )
     if tls is not None:
-        made.load()
-        made.ssl = tls.context
-    return made
+        uvicorn_config.load()
+        uvicorn_config.ssl = tls.context
+    return uvicorn_config
 
 
 class Server(uvicorn.Server):
@@ -92,8 +92,10 @@ class Server(uvicorn.Server):
         """Starts, then announces."""
         self._loop = asyncio.get_running_loop()
         # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
-        own = sockets if self._tls is None else [each.dup() for each in sockets or []]
-        await super().startup(own)
+        server_sockets = (
+            sockets if self._tls is None else [listener.dup() for listener in sockets or []]
+        )
+        await super().startup(server_sockets)
         if self.started:
             self._listening.keep(sockets or [])
             if self._tls is not None:  # uvicorn has no setting for the time of a handshake
@@ -124,8 +126,8 @@ class Server(uvicorn.Server):
     async def _look(self) -> None:
         """Ends connections that stand still, and listens again where that ended."""
         if self._connections is not None:
-            now = asyncio.get_running_loop().time()
-            await self._connections.look(self.server_state.connections, now)
+            now_s = asyncio.get_running_loop().time()
+            await self._connections.look(self.server_state.connections, now_s)
         await self._listening.look()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -147,8 +149,8 @@ class Server(uvicorn.Server):
         """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
         if self._draining is None:
             self._listening.leave()
-            for each in self.servers:
-                each.close()
+            for asyncio_server in self.servers:
+                asyncio_server.close()
             self._start_draining(signal.SIGTERM)
 
     def _start_draining(self, sig: int) -> None:

@@ -77,8 +77,8 @@ class Spawn:
 
     async def __call__(self, slot: int) -> Worker:
         """Start a worker; raises OSError where the system has no room for another process or file."""
-        ours, its = socket.socketpair()
-        ours.setblocking(False)
+        parent_socket, its = socket.socketpair()
+        parent_socket.setblocking(False)
         files = (self.listener.fileno(), its.fileno())
         with its:
             try:
@@ -91,9 +91,9 @@ class Spawn:
                     start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
                 )  # fmt: skip
             except BaseException:
-                ours.close()  # a process that was forked all the same ends by this
+                parent_socket.close()  # a process that was forked all the same ends by this
                 raise
-        return Worker(slot, process, ours)
+        return Worker(slot, process, parent_socket)
 
     def clean(self, slot: int) -> None:
         """Removes what a worker that ended may have left."""
@@ -123,17 +123,17 @@ class Workers:
     async def run(self) -> int:
         """The exit code: 0 after a clean stop, else 1, or a worker's own if none could start."""
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(each, self._stop)
+        for stop_signal in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(stop_signal, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
         self._places = [None] * self.count
         rolling = self._loops.start("rolling_restart", self._roll, wait=self._rolling.wait)
         keeping = [
             self._loops.start(
-                "workers", functools.partial(self._keep, place),
+                "workers", functools.partial(self._keep, worker_index),
                 is_due=lambda: not self._stopping.is_set(),
             )
-            for place in range(self.count)
+            for worker_index in range(self.count)
         ]  # fmt: skip
         await asyncio.wait(keeping)
         while self._reaping:  # one that a rolling restart has just started or retired
@@ -146,30 +146,33 @@ class Workers:
         bound_s = GRACE_S + (0.0 if self._stopping.is_set() else self.drain_s)
         self._stopping.set()
         self.spawn.listener.close()  # the workers' own keep it open while they drain
-        for each in self._living:
-            each.tell(signal.SIGTERM)
+        for worker in self._living:
+            worker.tell(signal.SIGTERM)
         asyncio.get_running_loop().call_later(bound_s, self._kill)
 
     def _kill(self) -> None:
-        for each in self._living:
-            log.warning("%s did not stop in time and is killed", each)
-            each.tell(signal.SIGKILL)
+        for worker in self._living:
+            log.warning("%s did not stop in time and is killed", worker)
+            worker.tell(signal.SIGKILL)
 
-    async def _keep(self, place: int) -> None:
+    async def _keep(self, worker_index: int) -> None:
         """Keep a worker in one place: where one ends, or cannot be started, another try follows after a pause."""
-        places, failures = self._places, 0
+        workers, failures = self._places, 0
         while not self._stopping.is_set():
             # One may be there: this begins again after an error.
-            worker = places[place] or await self._start()
-            places[place] = worker
+            worker = workers[worker_index] or await self._start()
+            workers[worker_index] = worker
             last: Worker | None = None
             code: int | None = None
             while worker is not None:
                 self._announce_once()
                 code = await worker.process.wait()
                 # A rolling restart may have put another one in its place.
-                last, worker = worker, places[place] if places[place] is not worker else None
-            places[place] = None
+                last, worker = (
+                    worker,
+                    workers[worker_index] if workers[worker_index] is not worker else None,
+                )
+            workers[worker_index] = None
             if self._stopping.is_set():
                 return
             failures = 1 if last is not None and last.is_steady else failures + 1
@@ -193,7 +196,7 @@ class Workers:
 
         `last` is the worker that ended with `code`; None where not even its process could be started.
         """
-        if any(each.ready_at is not None for each in self._living):
+        if any(worker.ready_at is not None for worker in self._living):
             return False
         is_refused = code == 2 and not self._is_announced  # its settings; it said what is wrong
         was_ready = last is not None and last.ready_at is not None
@@ -207,7 +210,7 @@ class Workers:
         return True
 
     def _announce_once(self) -> None:
-        is_whole = all(each and each.ready_at is not None for each in self._places)
+        is_whole = all(worker and worker.ready_at is not None for worker in self._places)
         if is_whole and not self._is_announced:
             self._is_announced = True
             self.announce()
@@ -235,10 +238,12 @@ class Workers:
             worker.tell(signal.SIGTERM)
         try:
             async with asyncio.timeout(START_S):
-                said = await asyncio.get_running_loop().sock_recv(worker.control, len(READY))
+                ready_message = await asyncio.get_running_loop().sock_recv(
+                    worker.control, len(READY)
+                )
         except (TimeoutError, OSError):
-            said = b""
-        if said == READY:
+            ready_message = b""
+        if ready_message == READY:
             worker.ready_at = time.monotonic()
         elif not self._stopping.is_set():
             await self._end(worker, GRACE_S)
@@ -266,7 +271,7 @@ class Workers:
     async def _roll(self) -> None:
         """Replaces one worker after the other, the new one ready before the old one is let go."""
         self._rolling.clear()
-        for place, old in enumerate(self._places):
+        for worker_index, old in enumerate(self._places):
             if self._stopping.is_set():
                 return
             if old is None or old.ready_at is None:
@@ -280,8 +285,8 @@ class Workers:
                     new or "a new worker",
                 )
                 return
-            if self._places[place] is old:
-                self._places[place] = new
+            if self._places[worker_index] is old:
+                self._places[worker_index] = new
             else:  # it died meanwhile, and has a successor
                 old = new
             old.retire()

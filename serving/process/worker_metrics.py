@@ -48,11 +48,19 @@ class Peers:
 
     async def exposition(self) -> bytes:
         """The counts of every worker that answers in time, each series with the label `worker`."""
-        others = [each for each in self._folder.glob("*.sock") if each.stem != str(self._slot)]
-        told = await asyncio.gather(*map(_ask, others))
-        texts = {each.stem: text for each, text in zip(others, told, strict=True) if text}
+        peer_paths = [
+            peer_path
+            for peer_path in self._folder.glob("*.sock")
+            if peer_path.stem != str(self._slot)
+        ]
+        peer_texts = await asyncio.gather(*map(_ask, peer_paths))
+        texts = {
+            peer_path.stem: text
+            for peer_path, text in zip(peer_paths, peer_texts, strict=True)
+            if text
+        }
         texts[str(self._slot)] = self._expose()
-        return merged(dict(sorted(texts.items(), key=lambda each: int(each[0]))))
+        return merged(dict(sorted(texts.items(), key=lambda slot_and_text: int(slot_and_text[0]))))
 
     async def _tell(self, _reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -101,8 +109,13 @@ def merged(texts: Mapping[str, bytes]) -> bytes:
 
 
 def _labelled(sample: bytes, label: bytes) -> bytes:
-    name, brace, rest = sample.partition(b"{")
+    name, brace, labels_and_value = sample.partition(b"{")
     if brace and b" " not in name:
-        return b"%s{%s%s%s" % (name, label, b"" if rest.startswith(b"}") else b",", rest)
+        return b"%s{%s%s%s" % (
+            name,
+            label,
+            b"" if labels_and_value.startswith(b"}") else b",",
+            labels_and_value,
+        )
     name, _, value = sample.partition(b" ")
     return b"%s{%s} %s" % (name, label, value)

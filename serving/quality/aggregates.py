@@ -47,16 +47,16 @@ class Cell:
     @classmethod
     def of(cls, cells: Iterable[Sequence[Any]]) -> "Cell":
         """Sum of cells in the form that `to_json` gives them."""
-        whole = cls()
+        total_cell = cls()
         for samples, exact, overlap, squares, error, age, errors in cells:
-            whole.samples += samples
-            whole.exact += exact
-            whole.overlap += overlap
-            whole.squares += squares
-            whole.error += error
-            whole.age += age
-            whole.errors = [a + b for a, b in zip(whole.errors, errors, strict=True)]
-        return whole
+            total_cell.samples += samples
+            total_cell.exact += exact
+            total_cell.overlap += overlap
+            total_cell.squares += squares
+            total_cell.error += error
+            total_cell.age += age
+            total_cell.errors = [a + b for a, b in zip(total_cell.errors, errors, strict=True)]
+        return total_cell
 
     def exact_rate(self) -> dict[str, float]:
         """Rate of exact samples, and the bounds of its 95 % interval."""
@@ -112,12 +112,12 @@ def packed(cells: Mapping[Key, Cell]) -> dict[str, list[Any]]:
 
 def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, Cell]:
     """The cells of all parts, summed."""
-    found: dict[str, list[Sequence[Any]]] = {}
+    cells_by_name: dict[str, list[Sequence[Any]]] = {}
     for part in parts:
         for name, cell in part.items():
-            found.setdefault(name, []).append(cell)
-    whole = {}
-    for name, cells in found.items():
+            cells_by_name.setdefault(name, []).append(cell)
+    cell_by_key = {}
+    for name, cells in cells_by_name.items():
         table, source, producer, band = name.split("\t")
-        whole[table, source, producer, band] = Cell.of(cells)
-    return whole
+        cell_by_key[table, source, producer, band] = Cell.of(cells)
+    return cell_by_key

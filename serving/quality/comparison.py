@@ -68,61 +68,70 @@ class Skipped(Exception):
         self.reason = reason
 
 
-def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSample:
+def compare(sample: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSample:
     """Compares an answer; raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
-    table = snapshot.manifest.tables.get(pick.table)
+    table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise Skipped("gone")
-    if snapshot.blocks(table, pick.raw):
+    if snapshot.blocks(table, sample.raw):
         raise Skipped("blocked")
-    if snapshot.predictor is None or not snapshot.predictor.supports(pick.table):
+    if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
         raise Skipped("no_model")
-    source = _source(pick, snapshot, table, inputs)
+    source = _source(sample, snapshot, table, inputs)
     directory = snapshot.directories[table.entity]
-    position = directory.find(hash_id(pick.raw, directory.seed))
-    had = snapshot.had_by_night(table, position)
-    job = Job(snapshot, pick.table, source, fingerprint(pick.raw), 0, had=had)
+    position = directory.find(hash_id(sample.raw, directory.seed))
+    seen_ordinals = snapshot.had_by_night(table, position)
+    job = Job(snapshot, sample.table, source, fingerprint(sample.raw), 0, had=seen_ordinals)
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
         raise Skipped("no_input")
     if not isinstance(outcome, Computed):
         raise Skipped("failed")
     try:
-        served, numbers = _sent(pick, snapshot, table)
-        stored = _stored(pick.record, snapshot, table, SKEW_DEPTH) if pick.record else None
-        own = decode(table.layout, outcome.record, snapshot.items.count)
+        served, numbers = _sent(sample, snapshot, table)
+        stored_prediction = (
+            _stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
+        )
+        live_record = decode(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise Skipped("failed") from damage
-    if own.items is None or served is None:
-        found = _numbers(table, numbers, own.numbers)
-        whole: float | None = found.overlap
+    if live_record.items is None or served is None:
+        agreement = _numbers(table, numbers, live_record.numbers)
+        whole_overlap: float | None = agreement.overlap
     else:
-        keep = _allowed(own.items, (*pick.barred, snapshot.blocked))
-        items, scores = own.items[keep], own.numbers[keep]
-        found = _lists(served, numbers, items, scores)
-        whole = None
-        if stored is not None and stored[0] is not None:
-            whole = _lists(stored[0], stored[1], items, scores).overlap
-    age_s = 0.0 if pick.producer == "live" else pick.at - snapshot.manifest.data_until
+        keep = _allowed(live_record.items, (*sample.barred, snapshot.blocked))
+        items, scores = live_record.items[keep], live_record.numbers[keep]
+        agreement = _lists(served, numbers, items, scores)
+        whole_overlap = None
+        if stored_prediction is not None and stored_prediction[0] is not None:
+            whole_overlap = _lists(
+                stored_prediction[0], stored_prediction[1], items, scores
+            ).overlap
+    age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
     band = _band(snapshot, source)
-    return AnswerSample(table.name, pick.source, pick.producer, band, *found, age_s, whole)
+    return AnswerSample(
+        table.name, sample.source, sample.producer, band, *agreement, age_s, whole_overlap
+    )
 
 
-def _source(pick: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | None) -> LiveInput:
-    if pick.sent is not None:
-        return pick.sent
-    if pick.producer == "live":  # stored for an input that somebody else had sent
+def _source(sample: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | None) -> LiveInput:
+    if sample.sent is not None:
+        return sample.sent
+    if sample.producer == "live":  # stored for an input that somebody else had sent
         raise Skipped("no_input")
     if table.entity == "item":
-        return LiveInput(item=snapshot.items.ordinal_of(pick.raw))
-    found = None if inputs is None else inputs.of(pick.raw)
-    if found is None:
+        return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
+    night_input = None if inputs is None else inputs.of(sample.raw)
+    if night_input is None:
         raise Skipped("no_input")
-    if found.features:  # of all models of users; each takes its own
+    if night_input.features:  # of all models of users; each takes its own
         spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
-        own = {str(each.column): found.features[str(each.column)] for each in spec.features}
-        return replace(found, features=own or None)
-    return found
+        model_features = {
+            str(feature.column): night_input.features[str(feature.column)]
+            for feature in spec.features
+        }
+        return replace(night_input, features=model_features or None)
+    return night_input
 
 
 Listed = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
@@ -137,51 +146,60 @@ def _stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> Listed:
     return decoded.items[keep].astype(np.int64), decoded.numbers[keep]
 
 
-def _sent(pick: Pick, snapshot: Snapshot, table: Table) -> Listed:
-    if pick.fields is None and not pick.body:
-        return _stored(pick.record, snapshot, table, pick.k)
-    fields: Mapping[str, Any] = pick.fields or orjson.loads(pick.body)
+def _sent(sample: Pick, snapshot: Snapshot, table: Table) -> Listed:
+    if sample.fields is None and not sample.body:
+        return _stored(sample.record, snapshot, table, sample.k)
+    fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
     if (items := fields.get("items")) is not None:
-        ordinals = snapshot.items.ordinals_of([each.encode() for each in items])
+        ordinals = snapshot.items.ordinals_of([item_id.encode() for item_id in items])
         return ordinals, np.asarray(fields["scores"], np.float32)
     numbers = fields["vector"] if table.kind == "vector" else fields["values"]
     return None, np.asarray(numbers, np.float32)
 
 
-def _allowed(items: NDArray[np.uint32], barred: Sequence[frozenset[int]]) -> list[int]:
-    """Places of the items that no set of `barred` holds."""
+def _allowed(items: NDArray[np.uint32], exclusions: Sequence[frozenset[int]]) -> list[int]:
+    """Places of the items that no set of `exclusions` holds."""
     ordinals = items.tolist()
-    return [place for place, each in enumerate(ordinals) if not any(each in of for of in barred)]
+    return [
+        index
+        for index, ordinal in enumerate(ordinals)
+        if not any(ordinal in of for of in exclusions)
+    ]
 
 
 def _lists(
     served: NDArray[np.int64],
     scores: NDArray[np.float32],
-    own: NDArray[np.uint32],
+    live_items: NDArray[np.uint32],
     own_scores: NDArray[np.float32],
 ) -> Agreement:
     count = len(served)
-    own, own_scores = own[:count], own_scores[:count]
-    if not count or not len(own):
-        return Agreement(count == len(own), float(count == len(own)), 0.0)
-    is_exact = len(own) == count and bool((own == served).all())
-    error = relative_errors(scores[: len(own)], own_scores).mean
-    return Agreement(is_exact, overlap(served, own, count), error)
+    live_items, own_scores = live_items[:count], own_scores[:count]
+    if not count or not len(live_items):
+        return Agreement(count == len(live_items), float(count == len(live_items)), 0.0)
+    is_exact = len(live_items) == count and bool((live_items == served).all())
+    error = relative_errors(scores[: len(live_items)], own_scores).mean
+    return Agreement(is_exact, overlap(served, live_items, count), error)
 
 
-def _numbers(table: Table, served: NDArray[np.float32], own: NDArray[np.float32]) -> Agreement:
-    errors = relative_errors(served, own)
+def _numbers(
+    table: Table, served: NDArray[np.float32], live_numbers: NDArray[np.float32]
+) -> Agreement:
+    errors = relative_errors(served, live_numbers)
     is_close = errors.largest <= CLOSE
     if table.kind != "vector":
         return Agreement(is_close, max(0.0, 1.0 - errors.largest), errors.mean)
-    if (found := cosine(served, own)) is None:
-        found = float(not (served.any() or own.any()))
-    return Agreement(is_close, min(1.0, max(0.0, found)), errors.mean)
+    if (similarity := cosine(served, live_numbers)) is None:
+        similarity = float(not (served.any() or live_numbers.any()))
+    return Agreement(is_close, min(1.0, max(0.0, similarity)), errors.mean)
 
 
 def _band(snapshot: Snapshot, source: LiveInput) -> Band:
     if source.item is not None:
-        popular = any(source.item in each.ordinals.values() for each in snapshot.defaults.values())
+        popular = any(
+            source.item in default_list.ordinals.values()
+            for default_list in snapshot.defaults.values()
+        )
         return "popular" if popular else "other"
     length = len(source.history or ())
     return "none" if not length else "1-9" if length < 10 else "10-99" if length < 100 else "100+"

@@ -60,49 +60,51 @@ class Sampler:
 
     async def step(self) -> float:
         """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
-        self._inputs = {name: each for name, each in self._inputs.items() if self.held(name)}
+        self._inputs = {
+            name: night_inputs for name, night_inputs in self._inputs.items() if self.held(name)
+        }
         if (live := self.live()) is not None:
             self.results.begin(live, time.time())
         if self.is_busy():
             self.results.skipped["overload"] += len(self.picks)
             self.picks.clear()
         self.results.skipped["queue_full"] = self.picks.dropped
-        pick = self.picks.next()
-        if pick is None:
+        sample = self.picks.next()
+        if sample is None:
             return IDLE_S
-        snapshot = self.held(pick.generation)
+        snapshot = self.held(sample.generation)
         if snapshot is None:
             self.results.skipped["gone"] += 1
             return 0.0
         loop = asyncio.get_running_loop()
         judged = await loop.run_in_executor(
-            self.executor, self._judge, self._completed(pick, snapshot), snapshot
+            self.executor, self._judge, self._completed(sample, snapshot), snapshot
         )
         self.results.cpu_s += judged.cpu_s
         if isinstance(judged.outcome, Skipped):
             self.results.skipped[judged.outcome.reason] += 1
         else:
-            self.results.add(judged.outcome, pick.generation)
+            self.results.add(judged.outcome, sample.generation)
         return judged.cpu_s / self.cpu_share
 
-    def _completed(self, pick: Pick, snapshot: Snapshot) -> Pick:
+    def _completed(self, sample: Pick, snapshot: Snapshot) -> Pick:
         """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
-        table = snapshot.manifest.tables.get(pick.table)
-        if pick.record or pick.producer != "batch" or table is None:
-            return pick
-        key = hash_id(pick.raw, snapshot.directories[table.entity].seed)
-        entry = self.local.get(LocalKey(pick.generation, pick.table, key))
+        table = snapshot.manifest.tables.get(sample.table)
+        if sample.record or sample.producer != "batch" or table is None:
+            return sample
+        key = hash_id(sample.raw, snapshot.directories[table.entity].seed)
+        entry = self.local.get(LocalKey(sample.generation, sample.table, key))
         if entry is None or entry.digest is not None:
-            return pick
-        return pick._replace(record=entry.record)
+            return sample
+        return sample._replace(record=entry.record)
 
-    def _judge(self, pick: Pick, snapshot: Snapshot) -> Judged:
-        began = time.thread_time()
+    def _judge(self, sample: Pick, snapshot: Snapshot) -> Judged:
+        cpu_start_s = time.thread_time()
         outcome: AnswerSample | Skipped
         try:
             if snapshot.generation not in self._inputs:
                 self._inputs[snapshot.generation] = self.open_inputs(snapshot)
-            outcome = compare(pick, snapshot, self._inputs[snapshot.generation])
+            outcome = compare(sample, snapshot, self._inputs[snapshot.generation])
         except Skipped as skipped:
             outcome = Skipped(skipped.reason)  # without the frames, which hold the generation
-        return Judged(outcome, (time.thread_time() - began) * self.threads)
+        return Judged(outcome, (time.thread_time() - cpu_start_s) * self.threads)

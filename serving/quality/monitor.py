@@ -38,7 +38,7 @@ class QualityMonitor:
         metrics: Metrics,
         local: LocalTier,
         control: ControlPlane,
-        shelf: Shelf,
+        holder: Shelf,
         recent: Recent,
         batcher: MicroBatcher,
         admission: Admission,
@@ -49,7 +49,7 @@ class QualityMonitor:
         self._loops = BackgroundLoops() if loops is None else loops
 
         def live() -> Any:
-            return shelf.live
+            return holder.live
 
         self.cold = Sketch(control, watch.cold, live, clock, COLD)
         self._results = Results()
@@ -65,7 +65,7 @@ class QualityMonitor:
             self._results,
             local,
             live=live,
-            held=shelf.held,
+            held=holder.held,
             open_inputs=partial(open_inputs, config.store()),
             is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_share < 1,
             executor=self._executor,
@@ -76,8 +76,8 @@ class QualityMonitor:
         self._running: asyncio.Task[None] | None = None
         self._watch = watch
         self._every_s = config.quality_s
-        for each in (self._results, self._usage):
-            metrics.registry.register(each)
+        for collector in (self._results, self._usage):
+            metrics.registry.register(collector)
         self.told = self._told.told
 
     def steps(self) -> list[tuple[str, float, Step]]:

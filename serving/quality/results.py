@@ -41,12 +41,12 @@ class Results(Collector):
         """Generation and epoch that are judged."""
         self._drifts: dict[str, Drift] = {}
 
-    def begin(self, live: Snapshot, now: float) -> None:
+    def begin(self, live: Snapshot, now_s: float) -> None:
         """Judges this release from now on, unless it does so already."""
         if (release := (live.generation, live.epoch)) == self.release:
             return
         tables = live.manifest.tables
-        self.release, self.since = release, now
+        self.release, self.since = release, now_s
         self._live.clear()
         self._drifts = {
             name: Drift(_floor(live, table.kind == "topk"), ALPHA / len(tables))
@@ -70,7 +70,7 @@ class Results(Collector):
             "since": self.since,
             "cells": packed(self._live),
             "drift": {
-                name: each.found_after for name, each in self._drifts.items() if each.is_found
+                name: drift.found_after for name, drift in self._drifts.items() if drift.is_found
             },
         }
 
@@ -104,23 +104,27 @@ class Results(Collector):
         yield CounterMetricFamily(
             "larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s
         )
-        found = GaugeMetricFamily(
+        drift_family = GaugeMetricFamily(
             "larder_quality_drift",
             "1 once the live release's answers have been shown to differ from the model's",
             labels=["table"],
         )
-        yield by_label(found, {name: float(each.is_found) for name, each in self._drifts.items()})
+        yield by_label(
+            drift_family, {name: float(drift.is_found) for name, drift in self._drifts.items()}
+        )
         evidence = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
             "Evidence of that, as a share of what raises the alarm",
             labels=["table"],
         )
-        shares = {name: each.evidence * each.alpha for name, each in self._drifts.items()}
-        yield by_label(evidence, shares)
+        evidence_ratio_by_table = {
+            name: drift.evidence * drift.alpha for name, drift in self._drifts.items()
+        }
+        yield by_label(evidence, evidence_ratio_by_table)
 
 
 def _floor(live: Snapshot, is_list: bool) -> float:
     rule = SKEW if is_list else SKEW_COSINE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
-    found = next((each.get("threshold") for each in gates if each.get("rule") == rule), None)
-    return float(found) - LENIENCE if isinstance(found, int | float) else FLOOR
+    threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
+    return float(threshold) - LENIENCE if isinstance(threshold, int | float) else FLOOR

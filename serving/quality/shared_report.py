@@ -51,21 +51,25 @@ class SharedReport:
     async def report(self) -> None:
         """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
         await self._usage.report()
-        now, ask, key = self._clock(), self._control.ask, self._control.keyspace.quality
-        own = self._own(now)
+        now_s, send_command, key = self._clock(), self._control.ask, self._control.keyspace.quality
+        own_part = self._own(now_s)
         try:
-            await ask("HSET", key, self._name, orjson.dumps(own))
-            await ask("EXPIRE", key, LIFE_S)
-            parts = {n: _part(raw) for n, raw in dict(await ask("HGETALL", key)).items()}
+            await send_command("HSET", key, self._name, orjson.dumps(own_part))
+            await send_command("EXPIRE", key, LIFE_S)
+            parts = {n: _part(raw) for n, raw in dict(await send_command("HGETALL", key)).items()}
             heard = {n: part for n, part in parts.items() if part is not None}
-            gone = [n for n, part in heard.items() if now - part["at"] > self._fresh_s]
-            if gone:
-                await ask("HDEL", key, *gone)
-            fresh = [part for n, part in heard.items() if n not in gone]
-            await self._count(now)
+            expired_replicas = [
+                n for n, part in heard.items() if now_s - part["at"] > self._fresh_s
+            ]
+            if expired_replicas:
+                await send_command("HDEL", key, *expired_replicas)
+            fresh = [part for n, part in heard.items() if n not in expired_replicas]
+            await self._count(now_s)
         except TierUnavailable:
             fresh, self._worklist, self._until_count = [], None, 0
-        self._parts = [each for each in fresh if each["replica"] != self._name]
+        self._parts = [
+            replica_part for replica_part in fresh if replica_part["replica"] != self._name
+        ]
 
     async def sign_off(self) -> None:
         """Takes this replica's part back."""
@@ -78,20 +82,24 @@ class SharedReport:
         """Quality for the dashboard, as `summary` of this generation's parts; None before there is a generation."""
         if self._results.release is None:
             return None
-        parts = [each for each in self._parts if each["generation"] == self._results.release[0]]
-        own = self._own(self._clock())
+        parts = [
+            replica_part
+            for replica_part in self._parts
+            if replica_part["generation"] == self._results.release[0]
+        ]
+        own_part = self._own(self._clock())
         return summary(
-            [own, *parts],
+            [own_part, *parts],
             worklist=self._worklist,
             read_share=self._usage.read_share(),
             size_bytes=self._usage.size_bytes(),
         )
 
-    def _own(self, now: float) -> dict[str, Any]:
+    def _own(self, now_s: float) -> dict[str, Any]:
         hits = sum(self._usage.hits().values())
-        return {"replica": self._name, "at": now, "hits": hits, **self._results.to_json()}
+        return {"replica": self._name, "at": now_s, "hits": hits, **self._results.to_json()}
 
-    async def _count(self, now: float) -> None:
+    async def _count(self, now_s: float) -> None:
         live = self._live()
         if live is None:
             self._worklist = None
@@ -99,7 +107,7 @@ class SharedReport:
         if self._until_count:
             self._until_count -= 1
             return
-        self._worklist = len(still_cold(live, await self._control.hot(hour_of(now, COLD), COLD)))
+        self._worklist = len(still_cold(live, await self._control.hot(hour_of(now_s, COLD), COLD)))
         self._until_count = _REPORTS_A_COUNT - 1
 
 
@@ -130,20 +138,22 @@ def summary(
     size_bytes: int,
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
-    cells = merged(each["cells"] for each in parts)
-    whole = Cell.of(cell.to_json() for cell in cells.values())
-    drift = sorted({table for each in parts for table in each["drift"]})
+    cells = merged(replica_part["cells"] for replica_part in parts)
+    total_cell = Cell.of(cell.to_json() for cell in cells.values())
+    drift = sorted({table for replica_part in parts for table in replica_part["drift"]})
     gigabytes = size_bytes / GIGABYTE
     return {
-        "since": min(each["since"] for each in parts),
-        **_figures(whole),
+        "since": min(replica_part["since"] for replica_part in parts),
+        **_figures(total_cell),
         "drift": bool(drift),
         "drifted": drift,
-        "sentence": _sentence(whole, drift),
+        "sentence": _sentence(total_cell, drift),
         "by": [_row(key, cell) for key, cell in sorted(cells.items())],
         "worklist": worklist,
         "read_share": read_share,
-        "hits_per_gb": sum(each["hits"] for each in parts) / gigabytes if gigabytes else None,
+        "hits_per_gb": sum(replica_part["hits"] for replica_part in parts) / gigabytes
+        if gigabytes
+        else None,
     }
 
 
@@ -170,16 +180,16 @@ def _figures(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _sentence(whole: Cell, drift: Sequence[str]) -> str:
+def _sentence(total_cell: Cell, drift: Sequence[str]) -> str:
     if drift:
         return (
             f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "
             "(`larder restore`) and start the service anew."
         )
-    if not whole.samples:
+    if not total_cell.samples:
         return "No served answer has been computed once more yet."
-    exact, overlap = whole.exact_rate(), whole.mean_overlap()
+    exact, overlap = total_cell.exact_rate(), total_cell.mean_overlap()
     return (
-        f"Of {whole.samples} served answers computed once more {100 * exact['rate']:.1f} % came out the same "
+        f"Of {total_cell.samples} served answers computed once more {100 * exact['rate']:.1f} % came out the same "
         f"({100 * exact['low']:.1f} to {100 * exact['high']:.1f} %), with {100 * overlap['mean']:.1f} % of the items."
     )

@@ -21,7 +21,7 @@ from serving.requests.models import Ask, RequestOptions, ScoreAsk
 
 
 async def rank_candidates(
-    ladder: Ladder, filters: Filters, holding: Holding, ask: ScoreAsk, started: float
+    ladder: Ladder, filters: Filters, served: Holding, score_request: ScoreAsk, started: float
 ) -> Answer:
     """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
 
@@ -31,23 +31,23 @@ async def rank_candidates(
 
     What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
     """
-    holding = holding.pinned(ask.options.generation)
-    sought = ask.options
+    served = served.pinned(score_request.options.generation)
+    sought = score_request.options
     deadline = started + sought.deadline_s
-    passing = await filters.passing(holding.live, sought.filter, deadline)
-    reranker = await filters.reranker(holding.live, sought.rerank, deadline)
-    if not await _can_shape(filters, holding.previous, sought, deadline):
-        holding = replace(holding, previous=None)  # it cannot answer this, and the live one can
-    table = vector_table(holding.live)
-    user = ask.user.of_table(table.name)
+    filter_mask = await filters.passing(served.live, sought.filter, deadline)
+    reranker = await filters.reranker(served.live, sought.rerank, deadline)
+    if not await _can_shape(filters, served.previous, sought, deadline):
+        served = replace(served, previous=None)  # it cannot answer this, and the live one can
+    table = vector_table(served.live)
+    user = score_request.user.of_table(table.name)
     options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
-    answer = (await ladder.lookup(holding, Ask((user,), options), started))[0]
-    snapshot = holding.find(answer["generation"]) or holding.live
+    answer = (await ladder.lookup(served, Ask((user,), options), started))[0]
+    snapshot = served.find(answer["generation"]) or served.live
     vector = answer.pop("vector")
-    if snapshot is not holding.live:
-        passing = await filters.passing(snapshot, sought.filter, deadline)
+    if snapshot is not served.live:
+        filter_mask = await filters.passing(snapshot, sought.filter, deadline)
         reranker = await filters.reranker(snapshot, sought.rerank, deadline)
-    ordinals, named = _sorted_out(snapshot, ask, passing)
+    ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
         layout = snapshot.manifest.tables[table.name].layout
@@ -86,8 +86,8 @@ def _ranked(
     scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
     order = np.lexsort((ordinals, -scores))
     if reranker is not None:
-        most = len(order) if k is None else k
-        order = order[reranker.places(ordinals[order].astype(np.uint32), scores[order], most)]
+        item_limit = len(order) if k is None else k
+        order = order[reranker.places(ordinals[order].astype(np.uint32), scores[order], item_limit)]
     order = order[:k]
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
@@ -116,17 +116,19 @@ def score_tolerance(
 
 
 def _sorted_out(
-    snapshot: Snapshot, ask: ScoreAsk, passing: Passing | None
+    snapshot: Snapshot, score_request: ScoreAsk, filter_mask: Passing | None
 ) -> tuple[list[int], dict[str, list[str]]]:
-    history = history_in(snapshot, ask.user.history).seen
+    history = history_in(snapshot, score_request.user.history).seen
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
-    found = snapshot.items.ordinals_of(ask.items)
-    passes = [True] * len(found)
-    if passing is not None:
+    candidate_ordinals = snapshot.items.ordinals_of(score_request.items)
+    passes = [True] * len(candidate_ordinals)
+    if filter_mask is not None:
         named["filtered"] = []
-        passes = passing.among(np.maximum(found, 0)).tolist()
-    for raw, ordinal, is_wanted in zip(ask.items, found.tolist(), passes, strict=True):
+        passes = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
+    for raw, ordinal, is_wanted in zip(
+        score_request.items, candidate_ordinals.tolist(), passes, strict=True
+    ):
         if ordinal < 0:
             named["unknown"].append(raw.decode())
         elif ordinal in snapshot.blocked:

@@ -41,41 +41,58 @@ class FilteredLookup:
         self._ladder = ladder
         self._filters = filters
 
-    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
-        """Answers each entity once, in order, from what `holding` had when the request came."""
-        holding = holding.pinned(ask.options.generation)
-        cases = await cases_of(holding.live, ask)
-        turn = Turn.of(ask.options, started)
+    async def lookup(self, served: Holding, request: Ask, started: float) -> list[Answer]:
+        """Answers each entity once, in order, from what `served` had when the request came."""
+        served = served.pinned(request.options.generation)
+        cases = await cases_of(served.live, request)
+        context = Turn.of(request.options, started)
         for case in cases:
             case.is_exact = True
-        await self._filters.apply(holding, cases, turn)
-        await self._ladder.resolve(holding, cases, turn)
+        await self._filters.apply(served, cases, context)
+        await self._ladder.resolve(served, cases, context)
         if waiting := [case for case in cases if case.answer is None]:
-            await self._search(holding, waiting, turn)
+            await self._search(served, waiting, context)
         return [case.answer for case in cases if case.answer is not None]
 
-    async def _search(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+    async def _search(self, served: Holding, cases: list[Case], context: Turn) -> None:
         """The best of what passes, where a list had too little of it; else, and under overload, what the list had."""
-        snapshot = holding.live
-        passing = turn.passing(snapshot)
+        snapshot = served.live
+        filter_mask = context.passing(snapshot)
         admitted = [case for case in cases if self._is_admitted(case)]
-        vectors = await self._vectors_of(holding, admitted, turn)
-        known = [(case, each) for case, each in zip(admitted, vectors, strict=True) if each]
-        if known and passing is not None:
-            searches = [_search_of(case, snapshot, each.vector, turn) for case, each in known]
-            found = await self._filters.search(snapshot, passing, searches, turn.deadline)
-            pace = YieldPacer(turn.options)
-            for (case, each), best in zip(known, found or (), strict=False):
+        vectors = await self._vectors_of(served, admitted, context)
+        pending_vectors = [
+            (case, entity_vector)
+            for case, entity_vector in zip(admitted, vectors, strict=True)
+            if entity_vector
+        ]
+        if pending_vectors and filter_mask is not None:
+            searches = [
+                _search_of(case, snapshot, entity_vector.vector, context)
+                for case, entity_vector in pending_vectors
+            ]
+            search_results = await self._filters.search(
+                snapshot, filter_mask, searches, context.deadline
+            )
+            pace = YieldPacer(context.options)
+            for (case, entity_vector), search_result in zip(
+                pending_vectors, search_results or (), strict=False
+            ):
                 await pace.step(case.entity)
-                case.reason = each.reason
+                case.reason = entity_vector.reason
                 # Its vector counts the events, or is one that no event changes, and its items are left out.
-                case.is_settled = bool(each.told)
+                case.is_settled = bool(entity_vector.told)
                 self._ladder.reply.searched(
-                    case, snapshot, best, each.source, each.producer, turn, each.told
+                    case,
+                    snapshot,
+                    search_result,
+                    entity_vector.source,
+                    entity_vector.producer,
+                    context,
+                    entity_vector.told,
                 )
         for case in cases:
             if case.answer is None:
-                self._ladder.reply.settle(case, snapshot, turn)
+                self._ladder.reply.settle(case, snapshot, context)
 
     def _is_admitted(self, case: Case) -> bool:
         if self._filters.admit():
@@ -84,42 +101,44 @@ class FilteredLookup:
         return False
 
     async def _vectors_of(
-        self, holding: Holding, cases: Sequence[Case], turn: Turn
+        self, served: Holding, cases: Sequence[Case], context: Turn
     ) -> list[VectorOf | None]:
         """Vectors of the entities, in order; None where there is none of this generation."""
-        snapshot = holding.live
-        found: list[VectorOf | None] = [None] * len(cases)
-        users = [place for place, case in enumerate(cases) if case.table.entity == "user"]
-        for place, case in enumerate(cases):
+        snapshot = served.live
+        entity_vectors: list[VectorOf | None] = [None] * len(cases)
+        users = [index for index, case in enumerate(cases) if case.table.entity == "user"]
+        for index, case in enumerate(cases):
             if (ordinal := case.own_ordinal) is not None:
                 source = Source.LIVE if case.found is None else Source(case.found.tier)
-                found[place] = VectorOf(
+                entity_vectors[index] = VectorOf(
                     snapshot.items.vectors[ordinal], source, "batch",
                     case.reason if case.found is None else None,
                 )  # fmt: skip
         if users:
             table = vector_table(snapshot).name
-            entities = tuple(cases[place].entity.of_table(table) for place in users)
-            options = replace(turn.options, k=None, filter=None, rerank=None, exclude=())
+            entities = tuple(cases[index].entity.of_table(table) for index in users)
+            options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             of_vectors = await cases_of(snapshot, Ask(entities, options))
-            for place, of_vector in zip(users, of_vectors, strict=True):
+            for index, of_vector in zip(users, of_vectors, strict=True):
                 of_vector.is_exact = True
-                count_as(snapshot, of_vector, cases[place])
-            part = Turn.of(options, turn.started, is_part=True)
-            answers = await self._ladder.resolve(holding, of_vectors, part)
-            for place, of_vector, answer in zip(users, of_vectors, answers, strict=True):
+                count_as(snapshot, of_vector, cases[index])
+            part = Turn.of(options, context.started, is_part=True)
+            answers = await self._ladder.resolve(served, of_vectors, part)
+            for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
-                    told = {"approximate": True} if answer.get("approximate") else {}
-                    found[place] = VectorOf(
+                    flag_fields = {"approximate": True} if answer.get("approximate") else {}
+                    entity_vectors[index] = VectorOf(
                         answer["vector"], answer["source"], answer["producer"],
-                        answer.get("reason"), told,
+                        answer.get("reason"), flag_fields,
                     )  # fmt: skip
-                elif cases[place].live_reason is None:
-                    cases[place].live_reason = of_vector.live_reason
-        return found
+                elif cases[index].live_reason is None:
+                    cases[index].live_reason = of_vector.live_reason
+        return entity_vectors
 
 
-def _search_of(case: Case, snapshot: Snapshot, vector: NDArray[np.float32], turn: Turn) -> Search:
+def _search_of(
+    case: Case, snapshot: Snapshot, vector: NDArray[np.float32], context: Turn
+) -> Search:
     """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
-    k = case.k if turn.options.rerank is None else case.table.layout.width
-    return Search(vector, left_out(case, snapshot, turn), k, metric_of(snapshot, case.table))
+    k = case.k if context.options.rerank is None else case.table.layout.width
+    return Search(vector, left_out(case, snapshot, context), k, metric_of(snapshot, case.table))

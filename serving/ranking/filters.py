@@ -75,12 +75,12 @@ class Filters:
         self._timer = timer
         self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
-    async def apply(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> None:
+    async def apply(self, served: Holding, cases: Sequence[Case], context: Turn) -> None:
         """Works out what passes, and another order, in each generation held.
 
         Raises Problem for what the live one cannot take.
         """
-        options = turn.options
+        options = context.options
         field = "rerank" if options.filter is None else "filter"
         for case in cases:
             if case.table.kind != "topk":
@@ -95,19 +95,19 @@ class Filters:
                     f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
                     "filter",
                 )
-        await self._shape(holding.live, turn)
-        if holding.previous is not None:
+        await self._shape(served.live, context)
+        if served.previous is not None:
             # Where its items had other attributes, it cannot answer this.
             with contextlib.suppress(Problem):
-                await self._shape(holding.previous, turn)
+                await self._shape(served.previous, context)
 
-    async def _shape(self, snapshot: Snapshot, turn: Turn) -> None:
-        options = turn.options
+    async def _shape(self, snapshot: Snapshot, context: Turn) -> None:
+        options = context.options
         if options.filter is not None:
-            turn.passes(snapshot, await self._passed(snapshot, options.filter, turn.deadline))
-        reranker = await self.reranker(snapshot, options.rerank, turn.deadline)
+            context.passes(snapshot, await self._passed(snapshot, options.filter, context.deadline))
+        reranker = await self.reranker(snapshot, options.rerank, context.deadline)
         if reranker is not None:
-            turn.reranks(snapshot, reranker)
+            context.reranks(snapshot, reranker)
 
     async def reranker(
         self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
@@ -127,11 +127,11 @@ class Filters:
         self, snapshot: Snapshot, reranking: Reranking, deadline: float
     ) -> Reranker:
         boosted = []
-        for place, each in enumerate(reranking.boosts):
+        for boost_index, boost in enumerate(reranking.boosts):
             try:
-                boosted.append(await self._known(snapshot, each.filter, deadline))
+                boosted.append(await self._known(snapshot, boost.filter, deadline))
             except InvalidFilter as error:
-                raise below(error, f"boost[{place}].filter") from error
+                raise below(error, f"boost[{boost_index}].filter") from error
         attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
@@ -159,8 +159,8 @@ class Filters:
                 "items of this generation have no attributes: [sources] item_attributes names them for the next night",
                 attributes={},
             )
-        if (kept := filtering.kept(filter_)) is not None:
-            return kept
+        if (filter_mask := filtering.kept(filter_)) is not None:
+            return filter_mask
         if self._mask_executor is None or filtering.cost(filter_) <= _INLINE_COST:
             return filtering.passing(filter_)
         return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
@@ -199,34 +199,44 @@ class Filters:
             outcome.exception()  # taken, also where every request has left
 
     async def search(
-        self, snapshot: Snapshot, passing: Passing, searches: Sequence[Search], deadline: float
+        self, snapshot: Snapshot, filter_mask: Passing, searches: Sequence[Search], deadline: float
     ) -> list[Searched] | None:
         """Best of what passes for each vector, in order; None where that is not done by `deadline` (monotonic)."""
         filtering = snapshot.filtering
         assert filtering is not None  # noqa: S101 - something passes
 
         def all_of_them() -> list[Searched] | None:
-            found = []
-            for each in searches:
+            search_results = []
+            for vector_search in searches:
                 if self._timer() > deadline:  # nobody waits any more, and others do
                     return None
-                found.append(filtering.best(each.vector, passing, each.gone, each.k, each.metric))
-            return found
+                search_results.append(
+                    filtering.best(
+                        vector_search.vector,
+                        filter_mask,
+                        vector_search.gone,
+                        vector_search.k,
+                        vector_search.metric,
+                    )
+                )
+            return search_results
 
-        is_short = passing.count * len(searches) <= _INLINE_ROWS
+        is_short = filter_mask.count * len(searches) <= _INLINE_ROWS
         if self._executor is None or is_short:
             return all_of_them()
         working = asyncio.get_running_loop().run_in_executor(self._executor, all_of_them)
-        done, _ = await asyncio.wait({working}, timeout=max(0.0, deadline - self._timer()))
-        if not done:
+        finished_futures, _ = await asyncio.wait(
+            {working}, timeout=max(0.0, deadline - self._timer())
+        )
+        if not finished_futures:
             working.cancel()  # what waits for a thread is not begun
             return None
         return working.result()
 
 
 def _overloaded() -> Problem:
-    what = (
+    problem_message = (
         "the filter could not be worked out in this request's time: send it again later, with a longer deadline_ms, or "
         "with fewer comparisons"
     )
-    return Problem(503, "overloaded", what, field="filter")
+    return Problem(503, "overloaded", problem_message, field="filter")

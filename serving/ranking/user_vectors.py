@@ -20,9 +20,9 @@ def vector_table(snapshot: Snapshot) -> Table:
 def metric_of(snapshot: Snapshot, table: Table | None = None) -> Metric:
     """Metric that the night ranked a table of lists by, or without one its users' lists; else the inner product."""
     manifest = snapshot.manifest
-    for each in [table] if table is not None else manifest.tables.values():
-        name = each.producer.index
-        is_ranked = table is not None or each.producer.kind == "topk"
+    for candidate_table in [table] if table is not None else manifest.tables.values():
+        name = candidate_table.producer.index
+        is_ranked = table is not None or candidate_table.producer.kind == "topk"
         if is_ranked and name is not None and name in manifest.indexes:
             return manifest.indexes[name].metric
     return "inner_product"

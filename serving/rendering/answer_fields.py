@@ -37,13 +37,13 @@ def from_record(
     table: Table,
     record: Record,
     k: int,
-    barred: Barred,
-    passing: Passing | None = None,
+    exclusions: Barred,
+    filter_mask: Passing | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
     if record.items is not None:
-        return _top(snapshot, record.items, record.numbers, k, barred, passing, reranker)
+        return _top(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
@@ -63,8 +63,8 @@ def from_defaults(
     table: Table,
     entity: RequestedEntity,
     k: int,
-    barred: Barred,
-    passing: Passing | None = None,
+    exclusions: Barred,
+    filter_mask: Passing | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
@@ -75,11 +75,11 @@ def from_defaults(
     default = snapshot.defaults.get(table.name)
     if default is None:
         return {"items": [], "scores": [], "short": True}
-    barred = (*barred, default.among(entity.history))
+    exclusions = (*exclusions, default.among(entity.history))
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
-        barred = (*barred, default.among((entity.raw,)))
-    return _top(snapshot, default.items, default.scores, k, barred, passing, reranker)
+        exclusions = (*exclusions, default.among((entity.raw,)))
+    return _top(snapshot, default.items, default.scores, k, exclusions, filter_mask, reranker)
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
@@ -88,9 +88,9 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
         return _NO_HISTORY
     raws = list(dict.fromkeys(history))
     ordinals = snapshot.items.ordinals_of(raws)
-    dropped = int((snapshot.items.to_model(ordinals) < 0).sum())
+    dropped_count = int((snapshot.items.to_model(ordinals) < 0).sum())
     numbers = snapshot.new_items.numbers_of(raws, ordinals)
-    return History(frozenset(numbers.tolist()), dropped)
+    return History(frozenset(numbers.tolist()), dropped_count)
 
 
 def _top(
@@ -98,20 +98,20 @@ def _top(
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
     k: int,
-    barred: Barred,
-    passing: Passing | None,
+    exclusions: Barred,
+    filter_mask: Passing | None,
     reranker: Reranker | None,
 ) -> Prediction:
     """The first k of a list, in its order or a re-ranker's, without what is barred, blocked or does not pass."""
-    if passing is not None:
-        kept = passing.among(items)
-        items, scores = items[kept], scores[kept]
-    left_out = [each for each in (*barred, snapshot.blocked) if each]
+    if filter_mask is not None:
+        is_passing = filter_mask.among(items)
+        items, scores = items[is_passing], scores[is_passing]
+    left_out = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
     if left_out:
         ordinals = items.tolist()
         keep = list(range(len(ordinals)))
-        for each in left_out:
-            keep = [place for place in keep if ordinals[place] not in each]
+        for excluded_set in left_out:
+            keep = [index for index in keep if ordinals[index] not in excluded_set]
         items, scores = items[keep], scores[keep]
     return listed(snapshot, items, scores, k, reranker)
 
@@ -124,30 +124,34 @@ def listed(
     reranker: Reranker | None,
 ) -> Prediction:
     """The first k of these, by their own order or a re-ranker's."""
-    places = slice(k) if reranker is None else reranker.places(items, scores, k)
-    items, scores = items[places], scores[places]
-    own, new = snapshot.items, snapshot.new_items
-    ids = new.ids_of(own, items) if new else own.ids_of(items)
+    selection = slice(k) if reranker is None else reranker.places(items, scores, k)
+    items, scores = items[selection], scores[selection]
+    item_table, new = snapshot.items, snapshot.new_items
+    ids = new.ids_of(item_table, items) if new else item_table.ids_of(items)
     return {"items": ids, "scores": scores, "short": len(items) < k}
 
 
-def age_s(snapshot: Snapshot, now: float) -> float:
+def age_s(snapshot: Snapshot, now_s: float) -> float:
     """Seconds that the generation's data are old at a time in Unix seconds."""
-    return round(now - snapshot.manifest.data_until, 3)
+    return round(now_s - snapshot.manifest.data_until, 3)
 
 
 def origin_of(
-    snapshot: Snapshot, source: Source, producer: str | None, now: float, **told: object
+    snapshot: Snapshot,
+    source: Source,
+    producer: str | None,
+    now_s: float,
+    **optional_fields: object,
 ) -> Answer:
-    """The fields of `Origin` behind a prediction, in their order; those `told` that are None are left out."""
+    """The fields of `Origin` behind a prediction, in their order, without `optional_fields` that are None."""
     origin: Answer = {
         "source": source,
         "producer": producer,
         "generation": snapshot.generation,
-        "age_seconds": age_s(snapshot, now),
+        "age_seconds": age_s(snapshot, now_s),
         "published_at": snapshot.published_at,
     }
-    for name, value in told.items():
+    for name, value in optional_fields.items():
         if value is not None:
             origin[name] = value
     return origin
@@ -160,11 +164,11 @@ def complete(
     entity: RequestedEntity,
     source: Source,
     producer: str | None,
-    now: float,
-    **told: object,
+    now_s: float,
+    **optional_fields: object,
 ) -> Answer:
     """The prediction with where it came from."""
     answer: Answer = {"id": entity.id, "table": table}
     answer |= prediction
-    answer |= origin_of(snapshot, source, producer, now, **told)
+    answer |= origin_of(snapshot, source, producer, now_s, **optional_fields)
     return answer

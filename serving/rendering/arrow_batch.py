@@ -34,9 +34,11 @@ TABLE = "table"
 """Schema metadata key whose value names the table that was asked."""
 
 _ID = fields_of(Origin)[0].arrow
-_ORIGIN = tuple([each.arrow for each in ORIGIN])
+_ORIGIN = tuple([answer_field.arrow for answer_field in ORIGIN])
 _FIELDS = (_ID, *_ORIGIN)
-_PREDICTION = {kind: tuple([each.arrow for each in PREDICTION[kind]]) for kind in PREDICTION}
+_PREDICTION = {
+    kind: tuple([answer_field.arrow for answer_field in PREDICTION[kind]]) for kind in PREDICTION
+}
 _PACKED = {"f8": "<d", "i4": "<i"}
 
 Row = tuple[Any, ...]
@@ -65,22 +67,24 @@ def answers_stream(
     table: Table,
     ids: Sequence[bytes | None],
     answers: Mapping[int, Answer],
-    stored: StoredRows = _NOTHING,
+    stored_rows: StoredRows = _NOTHING,
 ) -> bytes:
-    """The body of the response: row i is one of `stored`, or else `answers[i]`."""
+    """The body of the response: row i is one of `stored_rows`, or else `answers[i]`."""
     rows = len(ids)
-    columns = [_ids(ids), *_origins(rows, answers, stored)]
+    columns = [_ids(ids), *_origins(rows, answers, stored_rows)]
     predicted = _PREDICTION[table.kind]
     if table.kind == "topk":
-        columns += _top_columns(rows, answers, stored)
+        columns += _top_columns(rows, answers, stored_rows)
         return _stream(table, (*_FIELDS, *predicted), columns, rows)
-    field, vectors = _vectors(predicted[0], rows, answers, stored, table.layout.width)
+    field, vectors = _vectors(predicted[0], rows, answers, stored_rows, table.layout.width)
     fields = (*_FIELDS, field, *predicted[1:])
     columns.append(vectors)
     if table.kind == "value":
-        own = table.labels
-        listed = [answers[place]["labels"] if place in answers else own for place in range(rows)]
-        columns.append(_text_lists(listed))
+        table_labels = table.labels
+        label_lists = [
+            answers[row]["labels"] if row in answers else table_labels for row in range(rows)
+        ]
+        columns.append(_text_lists(label_lists))
     return _stream(table, fields, columns, rows)
 
 
@@ -89,20 +93,20 @@ def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows
 
 
 def _ids(ids: Sequence[bytes | None]) -> Column:
-    found = loader.kernels.joined(ids)
-    return texts(ids) if found is None else Column(((len(ids), 0),), (b"", *found))
+    joined_ids = loader.kernels.joined(ids)
+    return texts(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
 
 
-def _origins(rows: int, answers: Mapping[int, Answer], stored: StoredRows) -> list[Column]:
-    l1, l2 = stored.by_tier
-    if not answers and (count := np.count_nonzero(stored.is_l2)) in (0, rows):
-        one = l2 if count else l1
-        return [_same(field, value, rows) for field, value in zip(_ORIGIN, one, strict=True)]
+def _origins(rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows) -> list[Column]:
+    l1, l2 = stored_rows.by_tier
+    if not answers and (count := np.count_nonzero(stored_rows.is_l2)) in (0, rows):
+        origin_row = l2 if count else l1
+        return [_same(field, value, rows) for field, value in zip(_ORIGIN, origin_row, strict=True)]
     origins: list[Row] = [()] * rows
-    for place, is_l2 in zip(stored.places.tolist(), stored.is_l2.tolist(), strict=True):
-        origins[place] = l2 if is_l2 else l1
-    for place, answer in answers.items():
-        origins[place] = row_of(answer)
+    for row, is_l2 in zip(stored_rows.places.tolist(), stored_rows.is_l2.tolist(), strict=True):
+        origins[row] = l2 if is_l2 else l1
+    for row, answer in answers.items():
+        origins[row] = row_of(answer)
     by_field = zip(_ORIGIN, zip(*origins, strict=True), strict=True)
     return [column(field, values) for field, values in by_field]
 
@@ -128,43 +132,43 @@ def column(field: Field, values: Sequence[Any]) -> Column:
     if field.kind == "utf8":
         if values.count(values[0]) == len(values):
             return _same(field, values[0], len(values))
-        return texts([None if each is None else each.encode() for each in values])
+        return texts([None if text is None else text.encode() for text in values])
     if field.kind == "f8" and None not in values:
         return numbers(np.array(values, np.float64))
-    there = [each is not None for each in values]
+    is_present = [cell_value is not None for cell_value in values]
     if field.kind == "bool":
-        return flags(list(map(bool, values)), there)
-    return numbers(np.array([each or 0 for each in values], field.kind), there)
+        return flags(list(map(bool, values)), is_present)
+    return numbers(np.array([cell_value or 0 for cell_value in values], field.kind), is_present)
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, Answer], stored: StoredRows
+    rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows
 ) -> tuple[Column, Column, Column]:
     if not answers:
-        count, width = stored.numbers.shape
+        count, width = stored_rows.numbers.shape
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-        named = _names(stored.items)
-        scores = numbers(stored.numbers.ravel())
+        named = _names(stored_rows.items)
+        scores = numbers(stored_rows.numbers.ravel())
         return lists(ends, named), lists(ends, scores), no_flags(rows)
-    width, short = stored.numbers.shape[1], [False] * rows
-    items, sent = [b""] * rows, {}
+    width, short = stored_rows.numbers.shape[1], [False] * rows
+    items, names_by_row = [b""] * rows, {}
     counts = np.zeros(rows, np.int32)
-    counts[stored.places] = width
-    cuts = [0, *np.cumsum(stored.items.sizes.sum(axis=1)).tolist()]
-    for place, (start, end) in zip(stored.places.tolist(), pairwise(cuts), strict=True):
-        items[place] = stored.items.data[start:end]
-    for place, answer in answers.items():
-        sent[place] = names = [each.encode() for each in answer["items"]]
-        items[place], counts[place], short[place] = b"".join(names), len(names), answer["short"]
+    counts[stored_rows.places] = width
+    cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
+    for row, (start, end) in zip(stored_rows.places.tolist(), pairwise(cuts), strict=True):
+        items[row] = stored_rows.items.data[start:end]
+    for row, answer in answers.items():
+        names_by_row[row] = names = [item_id.encode() for item_id in answer["items"]]
+        items[row], counts[row], short[row] = b"".join(names), len(names), answer["short"]
     ends = np.zeros(rows + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
     sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
-    slots = ends[stored.places][:, None] + np.arange(width, dtype=np.int32)
-    if len(stored.places):  # without any, even the width of their sizes is nothing
-        sizes[slots], flat[slots] = stored.items.sizes, stored.numbers
-    for place, answer in answers.items():
-        own = slice(ends[place], ends[place + 1])
-        sizes[own], flat[own] = list(map(len, sent[place])), answer["scores"]
+    slots = ends[stored_rows.places][:, None] + np.arange(width, dtype=np.int32)
+    if len(stored_rows.places):  # without any, even the width of their sizes is nothing
+        sizes[slots], flat[slots] = stored_rows.items.sizes, stored_rows.numbers
+    for row, answer in answers.items():
+        row_slice = slice(ends[row], ends[row + 1])
+        sizes[row_slice], flat[row_slice] = list(map(len, names_by_row[row])), answer["scores"]
     named = _names(Named.of(b"".join(items), sizes))
     return lists(ends, named), lists(ends, numbers(flat)), flags(short)
 
@@ -174,30 +178,30 @@ def _names(named: Named) -> Column:
 
 
 def _vectors(
-    field: Field, rows: int, answers: Mapping[int, Answer], stored: StoredRows, width: int
+    field: Field, rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows, width: int
 ) -> tuple[Field, Column]:
     """Field and column of the table's width; where another night's answers have another, of lists of any size."""
     values: list[NDArray[np.float32] | None] = [None] * rows
-    for place, vector in zip(stored.places.tolist(), stored.numbers, strict=True):
-        values[place] = vector
-    for place, answer in answers.items():
-        values[place] = answer[field.name]
-    there = [each is not None for each in values]
-    present = [each for each in values if each is not None]
-    if all(len(each) == width for each in present):
-        whole = np.zeros((rows, width), np.float32)
+    for row, vector in zip(stored_rows.places.tolist(), stored_rows.numbers, strict=True):
+        values[row] = vector
+    for row, answer in answers.items():
+        values[row] = answer[field.name]
+    is_present = [row_values is not None for row_values in values]
+    present = [row_values for row_values in values if row_values is not None]
+    if all(len(row_values) == width for row_values in present):
+        matrix = np.zeros((rows, width), np.float32)
         if present:
-            whole[np.flatnonzero(there)] = present
+            matrix[np.flatnonzero(is_present)] = present
         fixed = field._replace(kind="fixed", width=width)
-        return fixed, fixed_lists(rows, numbers(whole.ravel()), there)
-    sizes = [0 if each is None else len(each) for each in values]
+        return fixed, fixed_lists(rows, numbers(matrix.ravel()), is_present)
+    sizes = [0 if row_values is None else len(row_values) for row_values in values]
     flat = np.concatenate(present)
-    return field, lists(_ends(sizes), numbers(flat), there)
+    return field, lists(_ends(sizes), numbers(flat), is_present)
 
 
 def _text_lists(values: Sequence[Sequence[str]]) -> Column:
-    flat = [each.encode() for each in itertools.chain.from_iterable(values)]
-    return lists(_ends([len(each) for each in values]), whole_texts(flat))
+    flat = [text.encode() for text in itertools.chain.from_iterable(values)]
+    return lists(_ends([len(row_texts) for row_texts in values]), whole_texts(flat))
 
 
 def _ends(sizes: Sequence[int]) -> NDArray[np.int32]:

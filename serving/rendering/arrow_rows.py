@@ -24,16 +24,16 @@ def items_of(lookup: Lookup, resolved: Resolved, part: slice) -> Named:
 
 
 def resolved_stream(
-    lookup: Lookup, resolved: Resolved, items: Sequence[Named], now: float, stale: str | None
+    lookup: Lookup, resolved: Resolved, items: Sequence[Named], now_s: float, stale: str | None
 ) -> bytes:
-    """The body of the response, from `items_of` all rows; `now` in Unix seconds, `stale` as the service says it."""
+    """The body of the response, from `items_of` all rows; `now_s` in Unix seconds, `stale` as the service says it."""
     live, table = lookup.holding.live, lookup.table
     # Both tiers say the same but for the source, which is the first of the columns.
-    _, *others = row_of(origin_of(live, Source.L1, "batch", now, stale=stale))
-    by_tier = (Source.L1, *others), (Source.L2, *others)
-    found = numbers(table, resolved.rows, lookup.k)
-    stored = StoredRows(resolved.places, by_tier, resolved.is_l2, found, _whole(items))
-    return answers_stream(table, lookup.raws, resolved.answers, stored)
+    _, *common_fields = row_of(origin_of(live, Source.L1, "batch", now_s, stale=stale))
+    by_tier = (Source.L1, *common_fields), (Source.L2, *common_fields)
+    row_numbers = numbers(table, resolved.rows, lookup.k)
+    stored_rows = StoredRows(resolved.places, by_tier, resolved.is_l2, row_numbers, _whole(items))
+    return answers_stream(table, lookup.raws, resolved.answers, stored_rows)
 
 
 def _whole(parts: Sequence[Named]) -> Named:
@@ -42,5 +42,5 @@ def _whole(parts: Sequence[Named]) -> Named:
     if not parts:
         return NO_ITEMS
     return Named.of(
-        b"".join([each.data for each in parts]), np.concatenate([each.sizes for each in parts])
+        b"".join([part.data for part in parts]), np.concatenate([part.sizes for part in parts])
     )

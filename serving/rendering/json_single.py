@@ -27,22 +27,22 @@ class Marks:
         self._heads = {tier: _around_age(origin)[0] for tier, origin in origins.items()}
         self._tail = _around_age(origins[Source.L1])[1]
 
-    def age(self, now: float) -> bytes:
+    def age(self, now_s: float) -> bytes:
         """`age_seconds` at a time in Unix seconds."""
-        return orjson.dumps(age_s(self.snapshot, now))
+        return orjson.dumps(age_s(self.snapshot, now_s))
 
     def ends(self, age: bytes) -> dict[Source, bytes]:
         """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age + self._tail for tier, head in self._heads.items()}
 
-    def end(self, tier: Source, now: float) -> bytes:
+    def end(self, tier: Source, now_s: float) -> bytes:
         """End of an answer from one tier, at a time in Unix seconds."""
-        return b"".join((self._heads[tier], self.age(now), self._tail))
+        return b"".join((self._heads[tier], self.age(now_s), self._tail))
 
     def ready(
         self,
         start: bytes,
-        asked: tuple[str, bytes],
+        entity_name: tuple[str, bytes],
         request: bytes,
         events: bytes | None = None,
         *,
@@ -53,10 +53,10 @@ class Marks:
         With `by_attributes` it depends on those of items, which events may set anew.
         """
         head, snapshot = start + self._heads[Source.L1], self.snapshot
-        stamp, since = snapshot.stamp, snapshot.manifest.data_until
+        stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if by_attributes:
             stamp = snapshot.values_stamp
-        return Ready(stamp, head, self._tail, since, asked, request, events=events)
+        return Ready(stamp, head, self._tail, data_until, entity_name, request, events=events)
 
 
 def ready_with_events(
@@ -74,42 +74,42 @@ def _around_age(origin: Answer) -> tuple[bytes, bytes]:
     """JSON of an answer, or of its origin alone: up to its age, which is a number, and on from there to the brace."""
     fields = list(origin.items())
     at = list(origin).index(AGE)
-    before, after = dict(fields[:at]), dict(fields[at + 1 :])
-    head = b",%b,%b:" % (orjson.dumps(before, option=JSON)[1:-1], orjson.dumps(AGE))
+    fields_before, after = dict(fields[:at]), dict(fields[at + 1 :])
+    head = b",%b,%b:" % (orjson.dumps(fields_before, option=JSON)[1:-1], orjson.dumps(AGE))
     return head, b"," + orjson.dumps(after)[1:]
 
 
 def start_of(
     snapshot: Snapshot,
     table: Table,
-    found: Found,
+    hit: Found,
     id_: str,
     k: int,
-    passing: Passing | None = None,
+    filter_mask: Passing | None = None,
 ) -> bytes | None:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from.
 
     None for what is no plain answer: a live record, one with a flag to tell or beyond reading, an emptied list, a full
     one of which fewer than `k` pass the filter.
     """
-    is_row = len(found.record) == table.layout.size_bytes
+    is_row = len(hit.record) == table.layout.size_bytes
     try:
-        if table.kind == "topk" and is_row and passing is None:
-            row = np.frombuffer(found.record, table.layout.dtype)
+        if table.kind == "topk" and is_row and filter_mask is None:
+            row = np.frombuffer(hit.record, table.layout.dtype)
             if plain(snapshot, table, row, k)[0]:
                 return texts_of(snapshot, table, [id_], row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
-        record = decode(table.layout, found.record, snapshot.items.count)
+        record = decode(table.layout, hit.record, snapshot.items.count)
         if record.flags & plain_bits() != NIGHTLY:
             return None
         width = k if table.kind == "topk" else table.layout.width
-        prediction = from_record(snapshot, table, record, width, (), passing)
+        prediction = from_record(snapshot, table, record, width, (), filter_mask)
     except (
         Exception
     ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
         return None
     if record.items is not None and not prediction["items"]:
         return None
-    if passing is not None and is_cut(prediction, record, table):
+    if filter_mask is not None and is_cut(prediction, record, table):
         return None
     return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]

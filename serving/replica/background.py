@@ -122,17 +122,17 @@ class Refresher:
 
         A version that could not be put in force is tried again at each look, before the store is asked.
         """
-        follower, shelf = self.follower, self.follower.shelf
-        is_enforced = await shelf.enforce()
-        current = shelf.blocklist.version if shelf.is_blocklist_known else -1
+        follower, holder = self.follower, self.follower.shelf
+        is_enforced = await holder.enforce()
+        current = holder.blocklist.version if holder.is_blocklist_known else -1
         try:
-            found, trouble = await self._in_thread(newest_blocklist, self._store, current)
+            blocklist, trouble = await self._in_thread(newest_blocklist, self._store, current)
         except (LarderError, OSError, ValueError) as error:
-            found, trouble = None, str(error)
-        if found is not None:
-            is_enforced = await shelf.block(found)
+            blocklist, trouble = None, str(error)
+        if blocklist is not None:
+            is_enforced = await holder.block(blocklist)
         if not is_enforced:
-            remedy = f"it is tried again at each look; the error was {shelf.enforcement_error}"
+            remedy = f"it is tried again at each look; the error was {holder.enforcement_error}"
             follower.note("blocklist", Stale.BLOCKLIST_NOT_ENFORCED, remedy)
             return
         follower.note("blocklist", trouble and Stale.BLOCKLIST_UNREADABLE, trouble or "")
@@ -141,8 +141,8 @@ class Refresher:
 
     async def sweep_copies(self) -> None:
         """Removes this host's copies of what the store no longer has, never one that is held here."""
-        held, before = self.follower.shelf.generations, time.time() - COPY_IDLE_S
-        await self._in_thread(self._store.sweep_host_copies, held, before=before)
+        generations, idle_cutoff_at = self.follower.shelf.generations, time.time() - COPY_IDLE_S
+        await self._in_thread(self._store.sweep_host_copies, generations, cutoff_at=idle_cutoff_at)
 
     async def beat(self) -> None:
         """Sends one heartbeat: what is served, and what must not be retired."""

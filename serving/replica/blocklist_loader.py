@@ -13,9 +13,11 @@ def newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | No
         {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
         reverse=True,
     )
-    newest = versions[0][0] if versions else 0
-    if newest < current:
-        raise StoreError(f"version {newest} is the newest in the store, {current} is in force")
+    newest_version = versions[0][0] if versions else 0
+    if newest_version < current:
+        raise StoreError(
+            f"version {newest_version} is the newest in the store, {current} is in force"
+        )
     if not versions and not store.names(""):
         # A volume that is not mounted looks like a store in which nothing was ever blocked.
         raise StoreError(f"there is nothing at all in {store.url}")
@@ -32,7 +34,9 @@ def newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | No
 
 def _read(store: ArtefactStore, version: int, stem: str) -> Blocklist:
     raw = store.read(f"blocklist/{stem}.json")
-    found = None if raw is None else Blocklist.from_bytes(raw)
-    if found is None or found.version != version:
-        raise CorruptArtefact("is not there" if found is None else f"calls itself {found.version}")
-    return found
+    blocklist = None if raw is None else Blocklist.from_bytes(raw)
+    if blocklist is None or blocklist.version != version:
+        raise CorruptArtefact(
+            "is not there" if blocklist is None else f"calls itself {blocklist.version}"
+        )
+    return blocklist

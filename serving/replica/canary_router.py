@@ -29,22 +29,22 @@ class CanaryRouter:
         self._events = EventNames()
 
     def route(
-        self, holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
+        self, served: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[Holding, ArmShare | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._running.canary) is None:
-            return holding, None
+            return served, None
         if options.generation is not None:
-            return self._aside(holding, "pinned")
-        key = key_of(holding, entities, options)
+            return self._aside(served, "pinned")
+        key = key_of(served, entities, options)
         if key is None:
-            return self._aside(holding, "no_key")
-        if holding.canary is None or holding.next is None:
-            return self._aside(holding, "not_held")
+            return self._aside(served, "no_key")
+        if served.canary is None or served.next is None:
+            return self._aside(served, "not_held")
         self._begin(canary)
-        if holding.canary.takes(key):
-            return holding.tried(holding.next), ArmShare("canary", key, canary)
-        return holding, ArmShare("live", key, canary)
+        if served.canary.takes(key):
+            return served.tried(served.next), ArmShare("canary", key, canary)
+        return served, ArmShare("live", key, canary)
 
     def count(self, part: ArmShare | None, answers: Sequence[Answer]) -> None:
         """Count a request of one arm that has its answers.
@@ -55,26 +55,26 @@ class CanaryRouter:
             return
         arm, key, canary = part
         self._metrics.canary_requests.labels(arm).inc()
-        for each in answers:
-            self._metrics.canary_answers.labels(arm, each["source"]).inc()
+        for answer in answers:
+            self._metrics.canary_answers.labels(arm, answer["source"]).inc()
         if canary != self._counted:
             return
         for top in self._counts[arm].answered(key, answers):
             self._metrics.canary_top_score.labels(arm).observe(top)
 
     def feedback(
-        self, holding: Holding, generation: str | None, key: bytes | None, event: str, count: int
+        self, served: Holding, generation: str | None, key: bytes | None, event: str, count: int
     ) -> Arm | None:
         """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
         canary = self._running.canary
-        if canary is None or holding.canary is None:
+        if canary is None or served.canary is None:
             return None
         self._begin(canary)
         if generation is not None:
-            arms: dict[str, Arm] = {holding.live.generation: "live", canary.generation: "canary"}
+            arms: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
             arm = arms.get(generation)
         else:
-            arm = "canary" if key is not None and holding.canary.takes(key) else "live"
+            arm = "canary" if key is not None and served.canary.takes(key) else "live"
         if arm is not None:
             self._counts[arm].heard(event, count)
             self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)
@@ -98,18 +98,18 @@ class CanaryRouter:
         ):  # another one, or another share: what was counted is not comparable
             self._counted, self._counts = canary, {arm: ArmCounts(canary.event) for arm in ARMS}
 
-    def _aside(self, holding: Holding, why: str) -> tuple[Holding, None]:
-        self._metrics.canary_requests.labels(why).inc()
-        return holding, None
+    def _aside(self, served: Holding, reason: str) -> tuple[Holding, None]:
+        self._metrics.canary_requests.labels(reason).inc()
+        return served, None
 
 
 def key_of(
-    holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
+    served: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> bytes | None:
     """Key by which a request is assigned: the caller's, else the one user that it is about."""
     if options.canary_key is not None:
         return options.canary_key
     if len(entities) != 1:
         return None
-    table = holding.live.manifest.tables.get(entities[0].table)
+    table = served.live.manifest.tables.get(entities[0].table)
     return entities[0].raw if table is not None and table.entity == "user" else None

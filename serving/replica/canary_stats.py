@@ -90,23 +90,29 @@ class Keys:
         digest = xxhash.xxh3_64_intdigest(key, _SEED)
         if digest in self._seen or digest & ((1 << self.level) - 1):
             return
-        seen = self._seen[digest] = _Seen(kind, top, None if top is None else bucket(top))
+        first_answer = self._seen[digest] = _Seen(kind, top, None if top is None else bucket(top))
         self.kinds[kind] += 1
-        if seen.top is not None and seen.at is not None:
-            self.scores[seen.at] += 1
-            self.score_sum += seen.top
+        if first_answer.top is not None and first_answer.at is not None:
+            self.scores[first_answer.at] += 1
+            self.score_sum += first_answer.top
         if len(self._seen) > self.limit:
             self._halve()
 
     def _halve(self) -> None:
         while len(self._seen) > self.limit:
             self.level += 1
-            rest = (1 << self.level) - 1
-            self._seen = {key: seen for key, seen in self._seen.items() if not key & rest}
-        kept = self._seen.values()
-        self.kinds = Counter([each.kind for each in kept])
-        self.scores = Counter([each.at for each in kept if each.at is not None])
-        self.score_sum = sum(each.top for each in kept if each.top is not None)
+            low_bits = (1 << self.level) - 1
+            self._seen = {
+                key: first_answer for key, first_answer in self._seen.items() if not key & low_bits
+            }
+        first_answers = self._seen.values()
+        self.kinds = Counter([first_answer.kind for first_answer in first_answers])
+        self.scores = Counter(
+            [first_answer.at for first_answer in first_answers if first_answer.at is not None]
+        )
+        self.score_sum = sum(
+            first_answer.top for first_answer in first_answers if first_answer.top is not None
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +129,12 @@ class ArmCounts:
         self.requests += 1
         if answers:
             self.keys.saw(key, _kind(answers[0]), _top(answers[0]))
-        return [top for each in answers if (top := _top(each)) is not None]
+        return [top for answer in answers if (top := _top(answer)) is not None]
 
     def heard(self, event: str, count: int) -> None:
         """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
-        others = len(self.feedback) - (self.event in self.feedback)
-        if event not in self.feedback and event != self.event and others >= EVENTS_MAX:
+        other_count = len(self.feedback) - (self.event in self.feedback)
+        if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
             event = OTHER
         self.feedback[event] += count
 
@@ -142,7 +148,9 @@ class ArmCounts:
             "keys": len(self.keys),
             "weight": 1 << self.keys.level,
             "kinds": dict(self.keys.kinds),
-            "scores": {str(each): count for each, count in sorted(self.keys.scores.items())},
+            "scores": {
+                str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())
+            },
             "score_sum": self.keys.score_sum,
             "feedback": dict(self.feedback),
         }

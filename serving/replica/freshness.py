@@ -31,13 +31,13 @@ class Nights:
         return self.schedule.missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
-        held = self.follower.holding
-        return None if held is None else float(held.live.manifest.created_at)
+        served = self.follower.holding
+        return None if served is None else float(served.live.manifest.created_at)
 
     def age_s(self) -> float | None:
         """Seconds, now minus `data_until` of what is served; None when that is nothing."""
-        held = self.follower.holding
-        return None if held is None else self.clock() - held.live.manifest.data_until
+        served = self.follower.holding
+        return None if served is None else self.clock() - served.live.manifest.data_until
 
     def body(self) -> dict[str, Any]:
         """Part of /readyz's body; it never makes a replica unready, which would not bring the night back."""

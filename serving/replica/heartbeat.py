@@ -28,17 +28,17 @@ class Heartbeat:
 
     def payload(self) -> dict[str, Any]:
         """JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` says why not."""
-        follower, shelf = self.follower, self.follower.shelf
-        staged, held, failed = follower.staged, shelf.holding, follower.failures
-        swapped_at = self._swapped_at(shelf.swap)
+        follower, holder = self.follower, self.follower.shelf
+        staged, served, failed = follower.staged, holder.holding, follower.failures
+        swapped_at = self._swapped_at(holder.swap)
         if staged.warm_s is not None:
             self.metrics.warm_seconds.set(staged.warm_s)
         return {
             "replica": self.replica_id,
-            "serving": None if held is None else held.live.generation,
-            "holds": list(shelf.generations),
+            "serving": None if served is None else served.live.generation,
+            "holds": list(holder.generations),
             "epoch": follower.epoch,
-            "ready": [each for each in shelf.generations if each not in failed],
+            "ready": [generation for generation in holder.generations if generation not in failed],
             "failed": failed,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,

@@ -32,8 +32,8 @@ class Figures(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """All gauge families, also those without a sample yet."""
-        held, releases, room = self.holding(), self.releases, self.room
-        live = None if held is None else held.live.manifest
+        served, releases, room = self.holding(), self.releases, self.room
+        live = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",
             f"Nights that are due and not in what is served, {MISSED_MAX} at most",
@@ -81,13 +81,13 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         "larder_generation_size_bytes",
         "Pages of the live generation, by table",
         "table",
-        {name: sum(part.file.size_bytes for part in each.parts) for name, each in tables.items()},
+        {name: sum(part.file.size_bytes for part in table.parts) for name, table in tables.items()},
     )
     yield _by(
         "larder_generation_records",
         "Records of the live generation, by table",
         "table",
-        {name: sum(part.count for part in each.parts) for name, each in tables.items()},
+        {name: sum(part.count for part in table.parts) for name, table in tables.items()},
     )
     reuse = None if live is None else Reuse.of(live.facts)
     yield _by(
@@ -105,10 +105,12 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         ("value", "What each gate measured of the live generation", "value"),
         ("threshold", "What each gate held that against", "threshold"),
     ):
-        found = {str(each["rule"]): each.get(field) for each in gates}
-        numbers = {rule: float(n) for rule, n in found.items() if isinstance(n, int | float)}
+        figure_by_rule = {str(gate["rule"]): gate.get(field) for gate in gates}
+        numbers = {
+            rule: float(n) for rule, n in figure_by_rule.items() if isinstance(n, int | float)
+        }
         yield _by(f"larder_gate_{name}", text, "rule", numbers)
-    overridden = {str(each["rule"]): 1.0 for each in gates if each.get("overridden") is not None}
+    overridden = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
     yield _by(
         "larder_gate_overridden",
         "1 for each gate that a person let the live generation pass",

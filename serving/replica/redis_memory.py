@@ -27,6 +27,6 @@ class Room:
 
 def memory(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
-    pairs = [(int(each.get("used_memory", 0)), int(each.get("maxmemory", 0))) for each in infos]
+    pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
     limits = [limit for _, limit in pairs]
     return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0

@@ -48,9 +48,11 @@ class ReleaseWatch:
         self._trouble = trouble
 
     def _read(self) -> tuple[dict[str, float], frozenset[str]]:
-        happened = [each for each in self.records() if each.done or each.action not in POINTED]
+        happened = [
+            release for release in self.records() if release.done or release.action not in POINTED
+        ]
         refusal = open_refusal(happened)
-        return {each.action: each.at for each in happened}, self._rules(refusal)
+        return {release.action: release.at for release in happened}, self._rules(refusal)
 
     def _rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
@@ -61,19 +63,19 @@ class ReleaseWatch:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
                 gates = ()
-            failed = frozenset(str(each["rule"]) for each in gates if not each["passed"])
+            failed = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
             self._judged = refusal.place, failed or frozenset({UNKNOWN})
         return self._judged[1]
 
 
 def open_refusal(happened: Iterable[Release]) -> Release | None:
     """The newest refusal, if since then nothing was published and nobody lifted it or gave its generation up. Pure."""
-    found: Release | None = None
-    for each in happened:
-        if each.action == "refuse":
-            found = each
-        elif each.action == "publish":
-            found = None
-        elif each.action in ("verify", "abandon") and found is not None:
-            found = None if each.generation == found.generation else found
-    return found
+    refusal: Release | None = None
+    for release in happened:
+        if release.action == "refuse":
+            refusal = release
+        elif release.action == "publish":
+            refusal = None
+        elif release.action in ("verify", "abandon") and refusal is not None:
+            refusal = None if release.generation == refusal.generation else refusal
+    return refusal

@@ -41,8 +41,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 def _too_large(limit: int) -> Problem:
-    why = f"a body has at most {limit} bytes"
-    return Problem(413, "body_too_large", why, field="body", limit=limit)
+    problem_message = f"a body has at most {limit} bytes"
+    return Problem(413, "body_too_large", problem_message, field="body", limit=limit)
 
 
 def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
@@ -62,7 +62,7 @@ async def whole_body(
     """
     messages: deque[Message] = deque()
 
-    async def again() -> Message:
+    async def replay_receive() -> Message:
         return messages.popleft() if messages else await receive()
 
     size, more = 0, True
@@ -73,16 +73,16 @@ async def whole_body(
                 messages.append(message)
                 size += len(message.get("body", b""))
                 if message["type"] != "http.request" or size > limit:
-                    return None, again
+                    return None, replay_receive
                 more = message.get("more_body", False)
     except TimeoutError as error:
         raise _too_slow(timeout_s) from error
-    return b"".join([each.get("body", b"") for each in messages]), again
+    return b"".join([read_message.get("body", b"") for read_message in messages]), replay_receive
 
 
 def _too_slow(timeout_s: float) -> Problem:
-    why = f"the body did not arrive within {timeout_s} s"
-    return Problem(408, "body_timeout", why, field="body", limit=timeout_s)
+    problem_message = f"the body did not arrive within {timeout_s} s"
+    return Problem(408, "body_timeout", problem_message, field="body", limit=timeout_s)
 
 
 def refused(problem: Problem) -> Response:

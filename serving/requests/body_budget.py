@@ -39,10 +39,12 @@ class Body:
         message = await self._receive()
         size = len(message.get("body", b""))
         if self._all.held + size > self._all.bytes_max:
-            why = (
+            problem_message = (
                 f"bodies of all requests together have at most {self._all.bytes_max} bytes at once"
             )
-            raise Problem(503, "overloaded", why, field="body", limit=self._all.bytes_max)
+            raise Problem(
+                503, "overloaded", problem_message, field="body", limit=self._all.bytes_max
+            )
         self._all.held += size
         self._size += size
         return message

@@ -30,14 +30,14 @@ def peek(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
             )
         except Problem as problem:
             scope[_KEPT] = problem
-    found = scope[_KEPT]
-    if not isinstance(found, Exception):
-        return found
+    content_or_problem = scope[_KEPT]
+    if not isinstance(content_or_problem, Exception):
+        return content_or_problem
     try:
-        raise found.with_traceback(None)
+        raise content_or_problem.with_traceback(None)
     finally:
         del (
-            found
+            content_or_problem
         )  # else the error holds this frame, and with it the body, until Python looks for cycles
 
 
@@ -51,15 +51,15 @@ def take(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
 
 def lookup_of(scope: Scope, body: bytes, form: Form, table: str | None, limits: Limits) -> Ask:
     """Lookup that a body asks for; the kept contents are removed."""
-    found = take(scope, body, form, limits)
+    content = take(scope, body, form, limits)
     if form == "arrow" and table is not None:
-        return stream_ask(found, table, limits)
-    return lookup_ask(found, table, limits)
+        return stream_ask(content, table, limits)
+    return lookup_ask(content, table, limits)
 
 
-def refuse(scope: Scope, why: Exception) -> None:
+def refuse(scope: Scope, error: Exception) -> None:
     """Stores an error that every later reader gets; the body is not read again."""
-    scope[_KEPT] = why.with_traceback(None)  # whose frames hold the body
+    scope[_KEPT] = error.with_traceback(None)  # whose frames hold the body
 
 
 async def beside(body: bytes, read: Callable[[], T]) -> T:

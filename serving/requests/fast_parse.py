@@ -53,16 +53,16 @@ class QueryOptions:
         except KeyError:
             if len(self._known) >= _QUERIES_MAX:
                 self._known.clear()
-            found = self._known[query] = self._read(query)
-            return found
+            options = self._known[query] = self._read(query)
+            return options
 
     def _read(self, query: bytes) -> RequestOptions | None:
         try:
             options = query_options(query, self._limits)
         except Problem:
             return None
-        plain = RequestOptions(options.deadline_s, options.k, filter=options.filter)
-        return options if options == plain else None
+        plain_options = RequestOptions(options.deadline_s, options.k, filter=options.filter)
+        return options if options == plain_options else None
 
 
 class Headers:
@@ -112,7 +112,7 @@ def batch(data: object, longest: int) -> IdBatch | None:
     if not isinstance(ids, list) or not 1 <= len(ids) <= longest or k == 0:
         return None
     try:
-        raws = [each.encode() for each in ids]
+        raws = [entity_id.encode() for entity_id in ids]
     except (AttributeError, UnicodeEncodeError):
         return None
     return IdBatch(raws, k) if are_ids(raws) else None

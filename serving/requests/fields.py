@@ -28,13 +28,13 @@ def read_json(body: bytes, values_max: int) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        why = f"the body is not JSON (which has no NaN or Infinity): {error}"
+        problem_message = f"the body is not JSON (which has no NaN or Infinity): {error}"
     # Raised out here, else it would hold the parser's error, which holds the whole text.
-    raise unprocessable("invalid_json", why, "body")
+    raise unprocessable("invalid_json", problem_message, "body")
 
 
-def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, Any]:
-    """The fields of a JSON object that are sent, of `known` ones only; what is null is not sent.
+def read_object(value: object, field: str, known_fields: frozenset[str]) -> dict[str, Any]:
+    """The fields of a JSON object that are sent, of `known_fields` ones only; what is null is not sent.
 
     `field` is where the object stands, "body" for the whole.
     """
@@ -42,12 +42,12 @@ def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, A
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
     for name in value:
         # A misspelt "history" that was silently ignored would be answered as if nothing had been sent.
-        if name not in known:
+        if name not in known_fields:
             where = name if field == "body" else f"{field}.{name}"
             raise unprocessable(
-                "unknown_field", f"{where} is not a field here", where, known=sorted(known)
+                "unknown_field", f"{where} is not a field here", where, known=sorted(known_fields)
             )
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: field_value for name, field_value in value.items() if field_value is not None}
 
 
 def read_id(value: object, field: str) -> bytes:
@@ -69,10 +69,10 @@ def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes,
         raise unprocessable("invalid_field", f"{field} is a list of ids", field)
     check_length(value, 0, longest, field, code)
     try:
-        return tuple([canonical_id(each) for each in value])
+        return tuple([canonical_id(sent_id) for sent_id in value])
     except InvalidId:
-        for place, each in enumerate(value):
-            read_id(each, f"{field}[{place}]")
+        for index, sent_id in enumerate(value):
+            read_id(sent_id, f"{field}[{index}]")
         raise
 
 
@@ -82,7 +82,10 @@ def read_features(value: object, field: str, text_bytes: int) -> dict[str, Featu
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
     if len(value) > _FEATURES_MAX:
         raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
-    return {name: _feature(each, f"{field}.{name}", text_bytes) for name, each in value.items()}
+    return {
+        name: _feature(feature_value, f"{field}.{name}", text_bytes)
+        for name, feature_value in value.items()
+    }
 
 
 def _feature(value: object, field: str, text_bytes: int) -> FeatureValue:
@@ -110,8 +113,8 @@ def _feature(value: object, field: str, text_bytes: int) -> FeatureValue:
 
 
 def _texts(value: list[Any], field: str, text_bytes: int) -> tuple[str, ...]:
-    for place, text in enumerate(value):
-        where = f"{field}[{place}]"
+    for index, text in enumerate(value):
+        where = f"{field}[{index}]"
         if not isinstance(text, str):
             raise unprocessable("invalid_feature", f"{where} is not a text", where)
         _check_text(text, text_bytes, where)
@@ -126,8 +129,8 @@ def _vector(value: list[Any], field: str) -> tuple[float, ...]:
     """Numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
     kinds = set(map(type, value))
     if not kinds <= {int, float}:
-        place = next(at for at, each in enumerate(value) if type(each) not in (int, float))
-        where = f"{field}[{place}]"
+        index = next(at for at, element in enumerate(value) if type(element) not in (int, float))
+        where = f"{field}[{index}]"
         raise unprocessable("invalid_feature", f"{where} is not a number", where)
     if int in kinds and max(abs(min(value)), abs(max(value))) > _EXACT_MAX:
         raise unprocessable(
@@ -136,19 +139,22 @@ def _vector(value: list[Any], field: str) -> tuple[float, ...]:
     return tuple(value)
 
 
-def _check_size(found: int, most: int, unit: str, field: str) -> None:
-    if found > most:
+def _check_size(size: int, size_max: int, unit: str, field: str) -> None:
+    if size > size_max:
         raise unprocessable(
-            "feature_too_long", f"{field} has {found} {unit}, {most} are allowed", field, limit=most
+            "feature_too_long",
+            f"{field} has {size} {unit}, {size_max} are allowed",
+            field,
+            limit=size_max,
         )
 
 
-def check_length(value: list[Any], least: int, most: int, field: str, code: str) -> None:
-    """Refuses a list of fewer than `least` or more than `most` entries."""
-    if not least <= len(value) <= most:
+def check_length(value: list[Any], length_min: int, length_max: int, field: str, code: str) -> None:
+    """Refuses a list of fewer than `length_min` or more than `length_max` entries."""
+    if not length_min <= len(value) <= length_max:
         raise unprocessable(
             code,
-            f"{field} has {len(value)} entries, {least} to {most} are allowed",
+            f"{field} has {len(value)} entries, {length_min} to {length_max} are allowed",
             field,
-            limit=most,
+            limit=length_max,
         )

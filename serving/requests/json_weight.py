@@ -7,10 +7,10 @@ _COMMA, _LIST, _OBJECT, _QUOTE, _BACKSLASH = b',[{"\\'
 _CHUNK = 1 << 16
 
 
-def has_more_values(text: bytes, most: int) -> bool:
-    """True if a text, as JSON, holds more than `most` values: commas and opening brackets outside its strings."""
-    found, is_inside, odd = 0, False, b""
-    for start in range(0, len(text) if len(text) > most else 0, _CHUNK):
+def has_more_values(text: bytes, values_max: int) -> bool:
+    """True if a text, as JSON, holds more than `values_max` values: commas and opening brackets outside its strings."""
+    value_count, is_inside, odd = 0, False, b""
+    for start in range(0, len(text) if len(text) > values_max else 0, _CHUNK):
         chars = np.frombuffer(odd + text[start : start + _CHUNK], np.uint8)
         is_quote = chars == _QUOTE
         escaped = _escaped(chars)
@@ -19,8 +19,8 @@ def has_more_values(text: bytes, most: int) -> bool:
         is_quote[escaped[: len(escaped) - len(odd)]] = False
         inside = np.bitwise_xor.accumulate(is_quote) ^ is_inside
         is_between = (chars == _COMMA) | (chars == _LIST) | (chars == _OBJECT)
-        found += int(np.count_nonzero(is_between & ~inside))
-        if found > most:
+        value_count += int(np.count_nonzero(is_between & ~inside))
+        if value_count > values_max:
             return True
         is_inside = bool(inside[-1])
     return False
@@ -31,5 +31,5 @@ def _escaped(chars: NDArray[np.uint8]) -> NDArray[np.int64]:
     slashes = np.flatnonzero(chars == _BACKSLASH)
     ends = np.flatnonzero(np.diff(slashes, append=-1) != 1)
     lengths = np.diff(ends, prepend=-1)
-    found: NDArray[np.int64] = slashes[ends[lengths % 2 == 1]] + 1
-    return found
+    escaped_positions: NDArray[np.int64] = slashes[ends[lengths % 2 == 1]] + 1
+    return escaped_positions

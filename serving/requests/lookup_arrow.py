@@ -32,8 +32,8 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
     try:
         # One more than allowed is enough to tell.
         cutter = loader.kernels.cut_texts
-        most = limits.max_batch + 1
-        frame = read(body, most, as_bytes=True, cutter=cutter, check=_check_column)
+        rows_max = limits.max_batch + 1
+        frame = read(body, rows_max, as_bytes=True, cutter=cutter, check=_check_column)
     except Malformed as error:
         raise unprocessable(
             "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
@@ -42,16 +42,16 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
     ids = frame.columns[ID]
     if None in ids:
-        place = ids.index(None)
-        raise unprocessable("invalid_field", f"entities[{place}] is null", f"entities[{place}]")
+        index = ids.index(None)
+        raise unprocessable("invalid_field", f"entities[{index}] is null", f"entities[{index}]")
     check_length(ids, 1, limits.max_batch, "entities", "batch_too_long")
     options = {name: text for name, text in frame.metadata.items() if not name.startswith(_OTHERS)}
     return Sent(ids, options)
 
 
-def batch(sent: Sent) -> IdBatch | None:
+def batch(id_stream: Sent) -> IdBatch | None:
     """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
-    raws, options = sent
+    raws, options = id_stream
     if not are_ids(raws) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
@@ -61,19 +61,19 @@ def batch(sent: Sent) -> IdBatch | None:
     return IdBatch(raws, int(k)) if is_k else None
 
 
-def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:
+def stream_ask(id_stream: Sent, table: str, limits: Limits) -> Ask:
     """Lookup from the stream of POST /v1/lookup/{table}."""
-    ids = [each.decode() for each in sent.ids]
-    raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
+    ids = [raw_id.decode() for raw_id in id_stream.ids]
+    raws = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(ids)]
     entities = tuple(
-        RequestedEntity(table, id_, raw, f"entities[{place}]")
-        for place, (id_, raw) in enumerate(zip(ids, raws, strict=True))
+        RequestedEntity(table, id_, raw, f"entities[{index}]")
+        for index, (id_, raw) in enumerate(zip(ids, raws, strict=True))
     )
-    return Ask(entities, text_options(sent.options, limits))
+    return Ask(entities, text_options(id_stream.options, limits))
 
 
 def _check_column(fields: tuple[Field, ...]) -> None:
-    if [each.name for each in fields] != [ID] or fields[0].kind not in ("utf8", "large_utf8"):
+    if [field.name for field in fields] != [ID] or fields[0].kind not in ("utf8", "large_utf8"):
         raise unprocessable(
             "invalid_field",
             f"a batch is one column {ID!r} of utf8; histories and features go as JSON",

@@ -51,13 +51,14 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
 def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
     """Lookup from the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
     data = read_object(content, "body", _LOOKUP_FIELDS)
-    sent = data.get("entities")
-    if not isinstance(sent, list):
+    sent_entities = data.get("entities")
+    if not isinstance(sent_entities, list):
         raise unprocessable("invalid_field", "entities is a list", "entities")
-    check_length(sent, 1, limits.max_batch, "entities", "batch_too_long")
-    _check_total(sent, data, limits)
+    check_length(sent_entities, 1, limits.max_batch, "entities", "batch_too_long")
+    _check_total(sent_entities, data, limits)
     entities = tuple(
-        _entity(each, table, f"entities[{place}]", limits) for place, each in enumerate(sent)
+        _entity(sent_entity, table, f"entities[{index}]", limits)
+        for index, sent_entity in enumerate(sent_entities)
     )
     return Ask(entities, body_options(data, limits))
 
@@ -79,11 +80,11 @@ def feedback_of(content: object) -> Reported:
     data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
     arm = read_arm(data.get("arm"), "arm")
-    if sum(each is not None for each in (generation, key, arm)) != 1:
-        what = (
+    if sum(subject is not None for subject in (generation, key, arm)) != 1:
+        problem_message = (
             "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"
         )
-        raise unprocessable("missing_field", what, "body")
+        raise unprocessable("missing_field", problem_message, "body")
     if generation is not None and not isinstance(generation, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
     event, count = data.get("event"), data.get("count", 1)
@@ -102,8 +103,8 @@ def feedback_of(content: object) -> Reported:
 def _entity(value: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:
     if isinstance(value, str | int) and table is not None:
         value = {"id": value}
-    known = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
-    data = read_object(value, field, known)
+    known_fields = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
+    data = read_object(value, field, known_fields)
     if table is None:
         named = data.get("table")
         if not isinstance(named, str):
@@ -134,10 +135,10 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Req
 
 def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:
     """Refuses too many ids or numbers in all, before any is read: inputs within their own limits may still add up."""
-    sent = [each for each in entities if isinstance(each, dict)]
-    lists = [each.get("history") for each in sent]
+    sent_entities = [sent_entity for sent_entity in entities if isinstance(sent_entity, dict)]
+    lists = [sent_entity.get("history") for sent_entity in sent_entities]
     lists.append(data.get("exclude"))
-    total = sum(len(each) for each in lists if isinstance(each, list))
+    total = sum(len(id_list) for id_list in lists if isinstance(id_list, list))
     if total > limits.max_ids:
         raise unprocessable(
             "too_many_ids",
@@ -145,7 +146,7 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
             "body",
             limit=limits.max_ids,
         )
-    numbers = sum(_numbers(each.get("features")) for each in sent)
+    numbers = sum(_numbers(sent_entity.get("features")) for sent_entity in sent_entities)
     if numbers > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",
@@ -158,7 +159,12 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
 def _numbers(features: object) -> int:
     """Count of values: each number of a list, and each feature that is no list."""
     values = features.values() if isinstance(features, dict) else ()
-    return sum([max(1, len(each)) if isinstance(each, list) else 1 for each in values])
+    return sum(
+        [
+            max(1, len(feature_value)) if isinstance(feature_value, list) else 1
+            for feature_value in values
+        ]
+    )
 
 
 def _text(raw: bytes) -> str:

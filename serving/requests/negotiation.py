@@ -38,16 +38,16 @@ def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
 
     Raises Problem 415 or 406 for any other type, and 415 for a body in a content coding.
     """
-    sent: Form = "json"
+    body_form: Form = "json"
     accepted: list[bytes] = []
     for name, value in headers:
         if name == b"content-type":
-            sent = _sent(value)
+            body_form = _sent(value)
         elif name == b"accept":
             accepted.append(value)
         elif name == b"content-encoding":
             _check_coding(value)
-    return Forms(sent, _wanted(b",".join(accepted)) if accepted else "json")
+    return Forms(body_form, _wanted(b",".join(accepted)) if accepted else "json")
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -80,29 +80,29 @@ def _sent(value: bytes) -> Form:
 
 def _wanted(value: bytes) -> Form:
     """Form with the greatest weight, a type named outright before a wildcard, the first of equals."""
-    found = _WANTED.get(value)
-    if found is not None:
-        return found
-    best: tuple[float, bool, Form] | None = None
-    for each in value.lower().split(b","):
-        type_, *parameters = (part.strip() for part in each.split(b";"))
+    exact_form = _WANTED.get(value)
+    if exact_form is not None:
+        return exact_form
+    best_choice: tuple[float, bool, Form] | None = None
+    for media_range in value.lower().split(b","):
+        type_, *parameters = (part.strip() for part in media_range.split(b";"))
         form, weight = _WANTED.get(type_), _weight(parameters)
         rank = weight, b"*" not in type_
-        if form is not None and weight > 0 and (best is None or rank > best[:2]):
-            best = *rank, form
-    if best is None:
+        if form is not None and weight > 0 and (best_choice is None or rank > best_choice[:2]):
+            best_choice = *rank, form
+    if best_choice is None:
         raise Problem(
             406, "not_acceptable", f"an answer is one of {', '.join(_OFFERED)}",
             field="accept", supported=_OFFERED,
         )  # fmt: skip
-    return best[2]
+    return best_choice[2]
 
 
 def _weight(parameters: list[bytes]) -> float:
-    for each in parameters:
-        if each.startswith(b"q="):
+    for parameter in parameters:
+        if parameter.startswith(b"q="):
             try:
-                return float(each[2:])
+                return float(parameter[2:])
             except ValueError:
                 return 0.0
     return 1.0

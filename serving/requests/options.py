@@ -64,8 +64,8 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
 
 def body_deadline_s(data: object, limits: Limits) -> float:
     """Deadline in seconds of a JSON body, whatever else is wrong with it; raises Problem for a bad deadline."""
-    sent = data.get("deadline_ms") if isinstance(data, dict) else None
-    return _deadline(sent, "deadline_ms", limits)
+    sent_deadline_ms = data.get("deadline_ms") if isinstance(data, dict) else None
+    return _deadline(sent_deadline_ms, "deadline_ms", limits)
 
 
 def query_options(query: bytes, limits: Limits) -> RequestOptions:
@@ -107,10 +107,10 @@ def with_headers(
     """
     for name, value in headers:
         if name == b"x-deadline-ms":
-            sent = _deadline(
+            header_deadline_s = _deadline(
                 _number(value.decode("latin-1"), "x-deadline-ms"), "x-deadline-ms", limits
             )
-            options = replace(options, deadline_s=min(options.deadline_s, sent))
+            options = replace(options, deadline_s=min(options.deadline_s, header_deadline_s))
         elif name == b"x-larder-canary-key" and options.canary_key is None:
             key = _key(value.decode(errors="replace"), "x-larder-canary-key")
             options = replace(options, canary_key=key)
@@ -129,7 +129,7 @@ def read_arm(value: object, field: str) -> RequestedArm | None:
     if value is None:
         return None
     parts = value.split("=") if isinstance(value, str) else []
-    if len(parts) != 2 or not all(0 < len(each) <= _NAME_CHARS_MAX for each in parts):
+    if len(parts) != 2 or not all(0 < len(name) <= _NAME_CHARS_MAX for name in parts):
         raise unprocessable("invalid_field", f"{field} is EXPERIMENT=ARM", field)
     return RequestedArm(*parts)
 
@@ -156,12 +156,12 @@ def _reranking(value: object, limits: Limits) -> Reranking | None:
     if isinstance(value, str):
         if (declared := limits.rerankings.get(value)) is not None:
             return declared
-        known = sorted(limits.rerankings)
+        declared_names = sorted(limits.rerankings)
         raise unprocessable(
             "unknown_rerank",
-            f"no re-ranking {value[:40]!r} is declared; there are {', '.join(known) or 'none'}",
+            f"no re-ranking {value[:40]!r} is declared; there are {', '.join(declared_names) or 'none'}",
             "rerank",
-            declared=known,
+            declared=declared_names,
         )
     try:
         return read_reranking(value, limits.boost_max)
@@ -179,8 +179,8 @@ def _json_of(text: str | None, field: str) -> object:
     if text is None:
         return None
     if len(text) > _JSON_CHARS_MAX:
-        what = f"{field} has at most {_JSON_CHARS_MAX} characters here"
-        raise unprocessable(f"invalid_{field}", what, field, limit=_JSON_CHARS_MAX)
+        problem_message = f"{field} has at most {_JSON_CHARS_MAX} characters here"
+        raise unprocessable(f"invalid_{field}", problem_message, field, limit=_JSON_CHARS_MAX)
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -31,11 +31,13 @@ class Drift:
     def saw(self, overlap: float) -> bool:
         """Adds a sample's overlap; returns whether the alarm is raised."""
         self.samples += 1
-        share = 1.0 / (self.samples * (self.samples + 1))
-        most = 1.0 / max(1.0 - self.floor, 0.05)
+        reserved_capital = 1.0 / (self.samples * (self.samples + 1))
+        largest_stake = 1.0 / max(1.0 - self.floor, 0.05)
         limit = 1.0 / self.alpha
         for at, stake in enumerate(_STAKES):
-            grown = (self._capital[at] + share) * (1.0 + stake * most * (self.floor - overlap))
+            grown = (self._capital[at] + reserved_capital) * (
+                1.0 + stake * largest_stake * (self.floor - overlap)
+            )
             self._capital[at] = min(grown, 2 * len(_STAKES) * limit)
         if self.found_after is None and self.evidence >= limit:
             self.found_after = self.samples

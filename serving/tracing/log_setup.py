@@ -39,12 +39,12 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
-    found = dict(getattr(record, FIELDS, None) or {})
-    if (seen := current()) is not None and "request_id" not in found:
-        found |= seen.ids()
-    if dropped := getattr(record, "larder_dropped", 0):
-        found["dropped"] = dropped
-    return found
+    fields = dict(getattr(record, FIELDS, None) or {})
+    if (request_record := current()) is not None and "request_id" not in fields:
+        fields |= request_record.ids()
+    if dropped_count := getattr(record, "larder_dropped", 0):
+        fields["dropped"] = dropped_count
+    return fields
 
 
 class Json(logging.Formatter):
@@ -73,7 +73,7 @@ class Json(logging.Formatter):
         if isinstance(value, str):
             return self._redact(value.encode(errors="replace").decode())
         if isinstance(value, dict):
-            return {name: self._clean(each) for name, each in value.items()}
+            return {name: self._clean(field_value) for name, field_value in value.items()}
         return value
 
 
@@ -81,15 +81,15 @@ class Text(logging.Formatter):
     """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
-        own = "" if worker is None else f"worker {worker} "
-        super().__init__(f"%(levelname)s {own}%(name)s: %(message)s")
+        worker_prefix = "" if worker is None else f"worker {worker} "
+        super().__init__(f"%(levelname)s {worker_prefix}%(name)s: %(message)s")
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats the record as one line, and the traceback below it, without secrets."""
-        told, newline, more = super().format(record).partition("\n")
+        first_line, newline, more = super().format(record).partition("\n")
         fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
-        return self._redact(f"{told}{fields}{newline}{more}")
+        return self._redact(f"{first_line}{fields}{newline}{more}")
 
 
 class Limit(logging.Filter):
@@ -107,33 +107,33 @@ class Limit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether the record may be written; notes in it how many were dropped before."""
-        place = record.name, record.lineno, record.levelno
+        log_site = record.name, record.lineno, record.levelno
         with self._lock:
-            now = self._timer()
-            bucket = self._places.get(place)
+            now_s = self._timer()
+            bucket = self._places.get(log_site)
             if bucket is None:
                 if len(self._places) >= _PLACES_MAX:
                     self._places.clear()
-                bucket = self._places[place] = _Bucket(now)
-            dropped = bucket.take(now, self._per_s)
-        if dropped:
-            record.larder_dropped = dropped
-        return dropped is not None
+                bucket = self._places[log_site] = _Bucket(now_s)
+            dropped_count = bucket.take(now_s, self._per_s)
+        if dropped_count:
+            record.larder_dropped = dropped_count
+        return dropped_count is not None
 
 
 class _Bucket:
     """Token bucket of one place in the program."""
 
-    def __init__(self, now: float) -> None:
-        self._tokens, self._at, self._dropped = BURST, now, 0
+    def __init__(self, now_s: float) -> None:
+        self._tokens, self._at, self._dropped = BURST, now_s, 0
 
-    def take(self, now: float, per_s: float) -> int | None:
+    def take(self, now_s: float, per_s: float) -> int | None:
         """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
-        self._tokens = min(BURST, self._tokens + (now - self._at) * per_s)
-        self._at = now
+        self._tokens = min(BURST, self._tokens + (now_s - self._at) * per_s)
+        self._at = now_s
         if self._tokens < 1.0:
             self._dropped += 1
             return None
         self._tokens -= 1.0
-        dropped, self._dropped = self._dropped, 0
-        return dropped
+        dropped_count, self._dropped = self._dropped, 0
+        return dropped_count

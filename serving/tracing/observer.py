@@ -49,69 +49,80 @@ class RequestObserver:
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
-        seen = Seen(time.monotonic(), "")
+        request_record = Seen(time.monotonic(), "")
         if (caller := scope.get(CALLER)) is not None:
-            seen.caller = caller.name
-        if sent := _watched(scope["headers"]):
-            scope = _taken(seen, sent, scope)
-        if not seen.id:
-            seen.id = new_id()
+            request_record.caller = caller.name
+        if values_by_header := _watched(scope["headers"]):
+            scope = _taken(request_record, values_by_header, scope)
+        if not request_record.id:
+            request_record.id = new_id()
         span: Any = None
-        if self.tracer is not None and self.tracer.judged(scope, seen.parent):
-            span = self.tracer.begin(seen)
-        current = CURRENT.set(seen)
+        if self.tracer is not None and self.tracer.judged(scope, request_record.parent):
+            span = self.tracer.begin(request_record)
+        current = CURRENT.set(request_record)
         try:
-            await below(scope, receive, self._telling(seen, send))
+            await below(scope, receive, self._telling(request_record, send))
         except Exception:
-            seen.status = 500
+            request_record.status = 500
             raise
         finally:
             CURRENT.reset(current)
-            self._end(seen, scope, span)
-            seen.end()
+            self._end(request_record, scope, span)
+            request_record.end()
 
-    def _telling(self, seen: Seen, send: Send) -> Send:
-        async def tell(message: Message) -> None:
+    def _telling(self, request_record: Seen, send: Send) -> Send:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = status = message["status"]
-                own = [*message["headers"], (b"x-request-id", seen.id.encode())]
+                request_record.status = status = message["status"]
+                headers = [*message["headers"], (b"x-request-id", request_record.id.encode())]
                 if self.times and status != 401:  # a stranger learns nothing
-                    own.append((b"server-timing", timing(seen, time.monotonic() - seen.started)))
-                message = {**message, "headers": own}
+                    headers.append(
+                        (
+                            b"server-timing",
+                            timing(request_record, time.monotonic() - request_record.started),
+                        )
+                    )
+                message = {**message, "headers": headers}
             else:
-                seen.body = message.get("body", b"")
+                request_record.body = message.get("body", b"")
             await send(message)
 
-        return tell
+        return send_with_headers
 
-    def _end(self, seen: Seen, scope: Scope, span: Any) -> None:
-        seconds = time.monotonic() - seen.started
-        level = self.journal.level(seen, seconds)
+    def _end(self, request_record: Seen, scope: Scope, span: Any) -> None:
+        seconds = time.monotonic() - request_record.started
+        level = self.journal.level(request_record, seconds)
         if level is None and span is None:
             return
         request = request_of(scope, self.tables())
         if level is not None:
-            self.journal.told(level, seen, request, seconds)
+            self.journal.told(level, request_record, request, seconds)
         if self.tracer is not None and span is not None:
-            self.tracer.end(span, seen, request, seconds)
+            self.tracer.end(span, request_record, request, seconds)
 
 
-def _taken(seen: Seen, sent: dict[bytes, list[bytes]], scope: Scope) -> Scope:
+def _taken(request_record: Seen, values_by_header: dict[bytes, list[bytes]], scope: Scope) -> Scope:
     """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
-    seen.id = accepted(sent[b"x-request-id"][0]) or "" if b"x-request-id" in sent else ""
-    if traceparents := sent.get(b"traceparent"):
-        seen.parent = parent_of(traceparents, sent.get(b"tracestate", ()))
-    if ASKED not in sent:
+    request_record.id = (
+        accepted(values_by_header[b"x-request-id"][0]) or ""
+        if b"x-request-id" in values_by_header
+        else ""
+    )
+    if traceparents := values_by_header.get(b"traceparent"):
+        request_record.parent = parent_of(traceparents, values_by_header.get(b"tracestate", ()))
+    if ASKED not in values_by_header:
         return scope
-    return {**scope, "headers": [each for each in scope["headers"] if each[0] != ASKED]}
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] != ASKED]}
 
 
-def timing(seen: Seen, total_s: float) -> bytes:
+def timing(request_record: Seen, total_s: float) -> bytes:
     """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
     total = b"total;dur=%.3f" % (total_s * 1000)
-    if not seen.stages:
+    if not request_record.stages:
         return total
-    times = [b"%b;dur=%.3f" % (name.encode(), s * 1000) for name, s in seen.by_stage().items()]
+    times = [
+        b"%b;dur=%.3f" % (name.encode(), s * 1000) for name, s in request_record.by_stage().items()
+    ]
     return b", ".join([*times, total])
 
 
@@ -126,13 +137,13 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
     table, slash, entity = parts[-1].partition("/")
     if route is None or len(parts) < 4 or not table:
         return Request(method, "other", None, None)
-    known = table if table in tables else None
-    return Request(method, route + "/{entity}" * bool(slash), known, entity or None)
+    known_table = table if table in tables else None
+    return Request(method, route + "/{entity}" * bool(slash), known_table, entity or None)
 
 
 def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
-    found: dict[bytes, list[bytes]] = {}
+    values_by_header: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         if name in _NAMES:
-            found.setdefault(name, []).append(value)
-    return found
+            values_by_header.setdefault(name, []).append(value)
+    return values_by_header

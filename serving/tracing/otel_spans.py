@@ -48,7 +48,7 @@ class Spans:
         self,
         processor: SpanProcessor,
         *,
-        share: float,
+        trace_share: float,
         with_ids: bool,
         instance: str,
     ) -> None:
@@ -57,53 +57,53 @@ class Spans:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("larder.serving")
-        self._share = share
+        self._share = trace_share
         self._with_ids = with_ids
 
     @classmethod
-    def exporting(cls, *, share: float, with_ids: bool, instance: str) -> "Spans":
+    def exporting(cls, *, trace_share: float, with_ids: bool, instance: str) -> "Spans":
         """Spans exported over OTLP/HTTP, to where the environment says (OTEL_EXPORTER_OTLP_ENDPOINT and its like)."""
         processor = BatchSpanProcessor(OTLPSpanExporter())
-        return cls(processor, share=share, with_ids=with_ids, instance=instance)
+        return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
 
     def judged(self, scope: MutableMapping[str, Any], parent: Parent | None) -> bool:
         """Returns whether the request is traced; kept in `scope`, since the hot route asks before the watch does."""
-        found: bool | None = scope.get(_TRACED)
-        if found is None:
-            found = scope["path"].startswith(_PREFIX) and (
+        is_traced: bool | None = scope.get(_TRACED)
+        if is_traced is None:
+            is_traced = scope["path"].startswith(_PREFIX) and (
                 random.random() < self._share if parent is None else parent.is_sampled
             )
-            scope[_TRACED] = found
-        return found
+            scope[_TRACED] = is_traced
+        return is_traced
 
-    def begin(self, seen: Seen) -> Span:
-        """Begins the request's span, a child of the caller's, and puts its ids into `seen` for the log."""
+    def begin(self, request_record: Seen) -> Span:
+        """Begins the request's span, a child of the caller's, and puts its ids into `request_record` for the log."""
         span = self._tracer.start_span(
             "request",
-            context=_context(seen.parent),
+            context=_context(request_record.parent),
             kind=SpanKind.SERVER,
-            start_time=time.time_ns() - round((time.monotonic() - seen.started) * 1e9),
+            start_time=time.time_ns() - round((time.monotonic() - request_record.started) * 1e9),
         )
-        own = span.get_span_context()
-        seen.span = f"{own.trace_id:032x}", f"{own.span_id:016x}"
+        span_context = span.get_span_context()
+        request_record.span = f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}"
         return span
 
-    def end(self, span: Span, seen: Seen, request: Request, seconds: float) -> None:
+    def end(self, span: Span, request_record: Seen, request: Request, seconds: float) -> None:
         """Ends the span as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
-        now_ns, now = time.time_ns(), time.monotonic()
+        now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
         def at(moment: float) -> int:
-            return now_ns - round((now - moment) * 1e9)
+            return now_ns - round((monotonic_s - moment) * 1e9)
 
-        shared = _shared(seen, request)
+        shared = _shared(request_record, request)
         span.update_name(f"{request.method} {request.route}")
-        span.set_attributes(shared | _own(seen, request))
+        span.set_attributes(shared | _own(request_record, request))
         if self._with_ids and request.entity is not None:
             span.set_attribute("larder.entity", request.entity)
-        if seen.status >= 500 or not seen.status:
+        if request_record.status >= 500 or not request_record.status:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span, Context())
-        for stage in seen.stages:
+        for stage in request_record.stages:
             child = self._tracer.start_span(
                 f"larder.{stage.name}",
                 context=inside,
@@ -113,11 +113,11 @@ class Spans:
                 else shared,
             )
             child.end(at(stage.ended))
-        span.end(at(seen.started + seconds))
+        span.end(at(request_record.started + seconds))
 
     async def aclose(self) -> None:
         """Sends what is queued, as far as a few seconds allow: a collector that is away stops nobody."""
-        done = asyncio.Event()
+        closed_event = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def close() -> None:
@@ -129,53 +129,53 @@ class Spans:
                 with contextlib.suppress(
                     RuntimeError
                 ):  # the loop waited long enough, and is closed
-                    loop.call_soon_threadsafe(done.set)
+                    loop.call_soon_threadsafe(closed_event.set)
 
         threading.Thread(target=close, name="larder-spans", daemon=True).start()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), _CLOSE_S)
+            await asyncio.wait_for(closed_event.wait(), _CLOSE_S)
 
 
 def _resource(instance: str) -> Resource:
     """Resource as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say; the service is `larder` where they name none."""
-    said = Resource.create({"service.instance.id": instance})
-    if str(said.attributes["service.name"]).startswith("unknown_service"):
-        return said.merge(Resource({"service.name": "larder"}))
-    return said
+    resource = Resource.create({"service.instance.id": instance})
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):
+        return resource.merge(Resource({"service.name": "larder"}))
+    return resource
 
 
 def _context(parent: Parent | None) -> Context:
     if parent is None:
         return Context()
-    own = SpanContext(
+    parent_context = SpanContext(
         int(parent.trace_id, 16),
         int(parent.span_id, 16),
         is_remote=True,
         trace_flags=TraceFlags(parent.flags),
         trace_state=TraceState.from_header([parent.state]) if parent.state else None,
     )
-    return set_span_in_context(NonRecordingSpan(own), Context())
+    return set_span_in_context(NonRecordingSpan(parent_context), Context())
 
 
-def _shared(seen: Seen, request: Request) -> dict[str, str | int]:
+def _shared(request_record: Seen, request: Request) -> dict[str, str | int]:
     """Attributes that every span of a request carries."""
-    generation = generation_of(seen.body)
+    generation = generation_of(request_record.body)
     named = {"larder.table": request.table, "larder.generation": generation}
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _own(seen: Seen, request: Request) -> dict[str, str | int]:
+def _own(request_record: Seen, request: Request) -> dict[str, str | int]:
     """Attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
-    sources = sources_of(seen.body)
-    own: dict[str, str | int] = {
+    sources = sources_of(request_record.body)
+    attributes: dict[str, str | int] = {
         "http.request.method": request.method,
         "http.route": request.route,
-        "http.response.status_code": seen.status,
-        "larder.request_id": seen.id,
+        "http.response.status_code": request_record.status,
+        "larder.request_id": request_record.id,
     }
     if sources:
-        own["larder.entities"] = sum(sources.values())
-        own |= {f"larder.answers.{each}": count for each, count in sources.items()}
+        attributes["larder.entities"] = sum(sources.values())
+        attributes |= {f"larder.answers.{source}": count for source, count in sources.items()}
         if len(sources) == 1:
-            own["larder.source"] = next(iter(sources))
-    return own
+            attributes["larder.source"] = next(iter(sources))
+    return attributes

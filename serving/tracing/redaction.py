@@ -16,7 +16,7 @@ class Redactor:
     """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._secrets = sorted({each for each in secrets if each}, key=len, reverse=True)
+        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         """The text with secrets masked, cut where it is too long."""
@@ -28,13 +28,13 @@ class Redactor:
 
 def passwords_of(*urls: str) -> set[str]:
     """The passwords of URLs, as written and as meant."""
-    found: set[str] = set()
+    passwords: set[str] = set()
     for url in urls:
         netloc = urlsplit(url).netloc if "://" in url else ""
         password = netloc.rpartition("@")[0].partition(":")[2]
-        found |= {password, unquote(password)} - {""}
+        passwords |= {password, unquote(password)} - {""}
         for option in url.partition("?")[2].partition("#")[0].split("&"):
             name, _, value = option.partition("=")
             if name in SECRET_OPTIONS:
-                found |= {value, unquote_plus(value)} - {""}
-    return found
+                passwords |= {value, unquote_plus(value)} - {""}
+    return passwords

@@ -40,19 +40,19 @@ class Seen:
 
     def ids(self) -> dict[str, str]:
         """Fields of a log line that name the request and its trace."""
-        found = {"request_id": self.id}
+        id_by_field = {"request_id": self.id}
         if self.span is not None:
-            found["trace_id"], found["span_id"] = self.span
+            id_by_field["trace_id"], id_by_field["span_id"] = self.span
         elif self.parent is not None:
-            found["trace_id"] = self.parent.trace_id
-        return found
+            id_by_field["trace_id"] = self.parent.trace_id
+        return id_by_field
 
     def by_stage(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they first ended."""
-        found: dict[str, float] = {}
+        seconds_by_stage: dict[str, float] = {}
         for stage in self.stages:
-            found[stage.name] = found.get(stage.name, 0.0) + stage.seconds
-        return found
+            seconds_by_stage[stage.name] = seconds_by_stage.get(stage.name, 0.0) + stage.seconds
+        return seconds_by_stage
 
 
 class Request(NamedTuple):
@@ -73,11 +73,11 @@ CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
 
 def current() -> Seen | None:
     """Record of the request that is being answered here, if any."""
-    seen = CURRENT.get()
-    return None if seen is None or seen.is_over else seen
+    request_record = CURRENT.get()
+    return None if request_record is None or request_record.is_over else request_record
 
 
 def note(stage: str, seconds: float, entities: int = 0) -> None:
     """Records that one stage of the current request, if any, has ended."""
-    if (seen := current()) is not None:
-        seen.stages.append(StageTime(stage, time.monotonic(), seconds, entities))
+    if (request_record := current()) is not None:
+        request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))

@@ -9,9 +9,9 @@ _own = secrets.token_hex(6)
 _number = itertools.count(1)
 
 
-def accepted(sent: bytes | None) -> str | None:
+def accepted(sent_id: bytes | None) -> str | None:
     """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
-    return sent.decode("ascii") if sent is not None and _VALID.fullmatch(sent) else None
+    return sent_id.decode("ascii") if sent_id is not None and _VALID.fullmatch(sent_id) else None
 
 
 def new_id() -> str:

@@ -22,31 +22,31 @@ class RequestLog:
     slow_s: float
     draw: Callable[[], float] = random.random
 
-    def level(self, seen: Seen, seconds: float) -> int | None:
+    def level(self, request_record: Seen, seconds: float) -> int | None:
         """Log level: errors and slow requests have their own, so that no sample crowds them out; None: no line."""
-        if seen.status >= 500:
+        if request_record.status >= 500:
             return logging.ERROR
         if seconds >= self.slow_s:
             return logging.WARNING
         return logging.INFO if self.draw() < self.share else None
 
-    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
+    def told(self, level: int, request_record: Seen, request: Request, seconds: float) -> None:
         """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""
         if request.route != "/readyz" and log.isEnabledFor(level):
-            fields = {FIELDS: fields_of(seen, request, seconds)}
+            fields = {FIELDS: fields_of(request_record, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
 
 
-def fields_of(seen: Seen, request: Request, seconds: float) -> dict[str, Any]:
+def fields_of(request_record: Seen, request: Request, seconds: float) -> dict[str, Any]:
     """Fields of the request's line; none of them is an entity's id."""
-    fields: dict[str, Any] = dict(seen.ids())
+    fields: dict[str, Any] = dict(request_record.ids())
     if request.table is not None:
         fields["table"] = request.table
-    if seen.caller:
-        fields["token"] = seen.caller
-    fields |= {"status": seen.status, "seconds": round(seconds, 6)}
-    if sources := sources_of(seen.body):
+    if request_record.caller:
+        fields["token"] = request_record.caller
+    fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
+    if sources := sources_of(request_record.body):
         fields["sources"] = sources
-    if stages := seen.by_stage():
-        fields["stages"] = {name: round(each, 6) for name, each in stages.items()}
+    if stages := request_record.by_stage():
+        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
     return fields

@@ -26,18 +26,18 @@ class Parent(NamedTuple):
 
 def parent_of(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) -> Parent | None:
     """The parent; None where there is none, more than one, or one that is not valid: then a trace starts anew."""
-    sent = list(traceparents)
-    if len(sent) != 1 or len(sent[0]) > _LENGTH_MAX:
+    header_values = list(traceparents)
+    if len(header_values) != 1 or len(header_values[0]) > _LENGTH_MAX:
         return None
-    found = _TRACEPARENT.fullmatch(sent[0].strip(b" \t"))
-    if found is None:
+    traceparent_match = _TRACEPARENT.fullmatch(header_values[0].strip(b" \t"))
+    if traceparent_match is None:
         return None
-    version, trace_id, span_id, flags, more = found.groups()
+    version, trace_id, span_id, flags, more = traceparent_match.groups()
     # A later version may say more after the flags; this one does not.
     if version == b"ff" or (version == b"00" and more is not None):
         return None
     if not trace_id.strip(b"0") or not span_id.strip(b"0"):
         return None
     state = b",".join(tracestates)
-    kept = state.decode("ascii") if state.isascii() and len(state) <= _STATE_BYTES_MAX else ""
-    return Parent(trace_id.decode(), span_id.decode(), int(flags, 16), kept)
+    state_text = state.decode("ascii") if state.isascii() and len(state) <= _STATE_BYTES_MAX else ""
+    return Parent(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)

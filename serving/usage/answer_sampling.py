@@ -43,10 +43,13 @@ class Pick(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes that the pick keeps in memory, about."""
-        sent = self.sent or LiveInput()
-        texts = (self.raw, self.record, self.body, *(sent.history or ()))
-        lists = (texts, *self.barred, *_values(self.fields), *_values(sent.features))
-        objects = sum(len(each) if hasattr(each, "__len__") else 1 for each in lists)
+        sent_input = self.sent or LiveInput()
+        texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
+        lists = (texts, *self.barred, *_values(self.fields), *_values(sent_input.features))
+        objects = sum(
+            len(sampled_value) if hasattr(sampled_value, "__len__") else 1
+            for sampled_value in lists
+        )
         return sum(map(len, texts)) + _OBJECT_BYTES * objects
 
 
@@ -74,12 +77,12 @@ class Picks:
 
     def places(self, count: int) -> list[int]:
         """Places of the picks among the last `count` answers, counted from 0; draws how many come before the next."""
-        at, found = count + self.left, []
+        at, sample_indexes = count + self.left, []
         while at < count:
-            found.append(at)
+            sample_indexes.append(at)
             at += 1 + self._gap()
         self.left = at - count
-        return found
+        return sample_indexes
 
     def has_room(self) -> bool:
         """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
@@ -88,20 +91,20 @@ class Picks:
         self.dropped += 1
         return False
 
-    def put(self, pick: Pick) -> None:
+    def put(self, sample: Pick) -> None:
         """Queues a pick; dropped and counted when too many wait."""
         if self.has_room():
             self.taken += 1
-            self._queue.append((pick, size := pick.size_bytes))
+            self._queue.append((sample, size := sample.size_bytes))
             self._size_bytes += size
 
     def next(self) -> Pick | None:
         """Takes out the oldest pick; None if none waits."""
         if not self._queue:
             return None
-        pick, size = self._queue.popleft()
+        sample, size = self._queue.popleft()
         self._size_bytes -= size
-        return pick
+        return sample
 
     def clear(self) -> None:
         """Drops all picks that wait."""

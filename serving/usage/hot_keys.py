@@ -77,24 +77,37 @@ class Sketch:
         if live is None:
             return
         hottest = await asyncio.to_thread(_hottest, fresh)
-        hottest = [each for each in hottest if each[0][0] in live.manifest.tables]
-        told = {name for name, _ in hottest}
-        gone = list(
-            islice((each for each in told | self._told if _is_blocked(live, each)), REPORTED)
+        hottest = [
+            counted_name for counted_name in hottest if counted_name[0][0] in live.manifest.tables
+        ]
+        hottest_names = {name for name, _ in hottest}
+        blocked_names = list(
+            islice(
+                (
+                    reported_name
+                    for reported_name in hottest_names | self._told
+                    if _is_blocked(live, reported_name)
+                ),
+                REPORTED,
+            )
         )
-        counts = [each for each in hottest if not _is_blocked(live, each[0])]
+        counts = [
+            counted_name for counted_name in hottest if not _is_blocked(live, counted_name[0])
+        ]
         self._told = {name for name, _ in counts}
-        if not counts and not gone:
+        if not counts and not blocked_names:
             return
         hour = hour_of(self.clock(), self.window)
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
-                await self.control.report_hot(Report(hour, piece, () if at else gone, self.window))
+                await self.control.report_hot(
+                    Report(hour, piece, () if at else blocked_names, self.window)
+                )
                 self.reported += len(piece)
         except TierUnavailable:
             self.failed += 1
-            self._told.update(gone)
+            self._told.update(blocked_names)
 
     async def hottest(self) -> Sequence[Name]:
         """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""

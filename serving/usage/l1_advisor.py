@@ -66,7 +66,7 @@ class Advisor(Collector):
         self._timer = timer
         self._budget = budget = tiers.local.max_bytes
         doublings = [at / STEPS for at in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
-        self._capacities = [round(budget * 2**each) for each in doublings]
+        self._capacities = [round(budget * 2**doubling) for doubling in doublings]
         self._shards = Shards(self._capacities, keys_max)
         self._of: str | None = None
         self._at = timer()
@@ -79,11 +79,11 @@ class Advisor(Collector):
         """Works off what was read since the last step."""
         trace, shards = self._tiers.trace, self._shards
         self._tiers.counters.flush()
-        now = self._timer()
-        elapsed_s, self._at = now - self._at, now
+        now_s = self._timer()
+        elapsed_s, self._at = now_s - self._at, now_s
         touches, is_whole = list(trace), len(trace) < TRACE_MAX
         trace.clear()
-        before, self._counted = self._counted, _counts(self._tiers.counters)
+        earlier_counts, self._counted = self._counted, _counts(self._tiers.counters)
         shards.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
         trace.begin(None if live is None else live.generation)
@@ -91,8 +91,10 @@ class Advisor(Collector):
             self._of = trace.generation
             shards.restart()
         if is_whole:
-            found, reads = (after - old for after, old in zip(self._counted, before, strict=True))
-            shards.count(found, reads)
+            hit_count, reads = (
+                after - old for after, old in zip(self._counted, earlier_counts, strict=True)
+            )
+            shards.count(hit_count, reads)
         else:  # nobody knows what was pushed out: these reads keep the order of keys, and count for nothing
             self.lost += 1
             self._lower()
@@ -104,7 +106,9 @@ class Advisor(Collector):
                     return
             shards.take(touches[start : start + _SLICE], self._tiers.local.place_bytes)
             trace.sample(shards.last)
-        earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (self._counted[1] - before[1])
+        earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (
+            self._counted[1] - earlier_counts[1]
+        )
         self._credit += min(TOUCHES_PER_S * elapsed_s, earned) - len(touches)
         self._credit = min(_BURST, self._credit)
         if self._credit < 0:

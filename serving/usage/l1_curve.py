@@ -44,21 +44,21 @@ class Curve(NamedTuple):
         return self.ratios[(doublings - SMALLEST) * STEPS]
 
     def _sentence(self) -> str:
-        now = self.ratio(0)
-        more, less = self.ratio(1) - now, now - self.ratio(-1)
-        told = f"L1 of {shown(self.budget_bytes)} gives {100 * now:.1f} %"
+        current_ratio = self.ratio(0)
+        more, less = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
+        sentence = f"L1 of {shown(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
         if more >= _NOTICED:
-            told += f", doubling adds {100 * more:.1f} points"
+            sentence += f", doubling adds {100 * more:.1f} points"
         else:
-            told += ", doubling adds nothing"
+            sentence += ", doubling adds nothing"
         if less >= _NOTICED:
-            return f"{told}, halving costs {100 * less:.1f}"
+            return f"{sentence}, halving costs {100 * less:.1f}"
         enough = next(
             size_bytes
             for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
-            if now - ratio < _NOTICED
+            if current_ratio - ratio < _NOTICED
         )
-        return f"{told}, {shown(enough)} gives as much"
+        return f"{sentence}, {shown(enough)} gives as much"
 
 
 def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -67,27 +67,36 @@ def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None
     Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
     under way makes, the one that most reads were answered with is told.
     """
-    known = [each for each in parts if each]
+    curve_reports = [curve_report for curve_report in parts if curve_report]
     reads = Counter[int]()
-    for each in known:
-        reads[each["budget_bytes"]] += each["reads"]
+    for curve_report in curve_reports:
+        reads[curve_report["budget_bytes"]] += curve_report["reads"]
     if not reads:
         return None
     budget, total = reads.most_common(1)[0]
-    same = [each for each in known if each["budget_bytes"] == budget]
-    weights = [each["reads"] / total if total else 1 / len(same) for each in same]
-    columns = list(zip(*(each["curve"] for each in same), strict=True))
+    same_budget_reports = [
+        curve_report for curve_report in curve_reports if curve_report["budget_bytes"] == budget
+    ]
+    weights = [
+        curve_report["reads"] / total if total else 1 / len(same_budget_reports)
+        for curve_report in same_budget_reports
+    ]
+    columns = list(
+        zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True)
+    )
 
     def mean(column: Sequence[Mapping[str, Any]], name: str) -> float:
-        return sum(weight * float(each[name]) for weight, each in zip(weights, column, strict=True))
+        return sum(
+            weight * float(point[name]) for weight, point in zip(weights, column, strict=True)
+        )
 
     return Curve(
         budget,
         [column[0]["bytes"] for column in columns],
         [mean(column, "hit_ratio") for column in columns],
         [round(mean(column, "entries")) for column in columns],
-        min(each["sampling_rate"] for each in same),
-        sum(each["sampled"] for each in same),
+        min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
+        sum(curve_report["sampled"] for curve_report in same_budget_reports),
         total,
     ).told()
 

@@ -39,16 +39,20 @@ class Reads:
 
     def take(self, generation: str) -> Mapping[str, Taken]:
         """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
-        found = {table: keys for (of, table), keys in self._keys.items() if of == generation}
+        keys_by_table = {
+            table: keys for (of, table), keys in self._keys.items() if of == generation
+        }
         self._keys.clear()
         self._room = KEYS_MAX
-        return found
+        return keys_by_table
 
 
 def packed(added: Taken) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     keys = set(chain.from_iterable(added))
-    return [each.to_bytes(8, "little") for each in keys if isinstance(each, int)]
+    return [
+        entity_hash.to_bytes(8, "little") for entity_hash in keys if isinstance(entity_hash, int)
+    ]
 
 
 def pieces(keys: Sequence[bytes]) -> list[Sequence[bytes]]:

@@ -29,19 +29,19 @@ class Repeats:
         self.spared += 1
         return self.spared % PROBE_EVERY == 0
 
-    def saw(self, again: bool) -> None:
+    def saw(self, is_repeat: bool) -> None:
         """Counts an input whose answer was there or under way, or was not, while all overlays are read."""
         if not self.are_rare:
-            self._count(again)
+            self._count(is_repeat)
 
-    def probed(self, again: bool) -> None:
+    def probed(self, is_repeat: bool) -> None:
         """Counts what a probe found, while overlays are left unread."""
         if self.are_rare:
-            self._count(again)
+            self._count(is_repeat)
 
-    def _count(self, again: bool) -> None:
+    def _count(self, is_repeat: bool) -> None:
         self._inputs += 1
-        self._again += again
+        self._again += is_repeat
         if self.are_rare and self._again >= OFTEN * WINDOW:
             self.are_rare = False
         elif self._inputs >= WINDOW:

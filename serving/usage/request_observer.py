@@ -14,11 +14,11 @@ class UsageObserver:
     """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
 
     def __init__(
-        self, l1_misses: L1Misses, absences: Absences | None = None, picks: Picks | None = None
+        self, l1_misses: L1Misses, absences: Absences | None = None, sampler: Picks | None = None
     ) -> None:
         self.cold = Recent()
         self.reads = Reads()
-        self.picks = Picks(0) if picks is None else picks
+        self.picks = Picks(0) if sampler is None else sampler
         self._l1_misses = l1_misses
         self._absences = absences or Absences(slots=2)
 

@@ -47,16 +47,16 @@ class Usage(Collector):
             self._release, self.read = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
         recent, reads = list(self.recent()), self.reads.take(live.generation)
-        found = await asyncio.to_thread(self._packed, live, recent, reads)
-        ask, name = self.control.ask, self.control.keyspace.read
+        keys_by_table = await asyncio.to_thread(self._packed, live, recent, reads)
+        send_command, name = self.control.ask, self.control.keyspace.read
         try:
-            for table, keys in found.items():
+            for table, keys in keys_by_table.items():
                 for piece in pieces(keys):
-                    await ask("PFADD", name(live.generation, table), *piece)
-                await ask("EXPIRE", name(live.generation, table), LIFE_S)
+                    await send_command("PFADD", name(live.generation, table), *piece)
+                await send_command("EXPIRE", name(live.generation, table), LIFE_S)
             for table in live.manifest.tables:
                 # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
-                count = int(await ask("PFCOUNT", name(live.generation, table)))
+                count = int(await send_command("PFCOUNT", name(live.generation, table)))
                 self.read[table] = min(count, records(live, table))
         except TierUnavailable:
             self.failed += 1
@@ -65,15 +65,15 @@ class Usage(Collector):
         self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, Taken]
     ) -> dict[str, list[bytes]]:
         """Hashes of what was read, and of what was asked for without a read: it was warmed before the first request."""
-        found = {table: packed(keys) for table, keys in reads.items()}
-        named = {(live.generation, each) for each in recent}
+        keys_by_table = {table: packed(keys) for table, keys in reads.items()}
+        named = {(live.generation, entity_name) for entity_name in recent}
         for _, (name, raw) in named - self._told:
             table = live.manifest.tables.get(name)
             if table is not None:
                 key = hash_id(raw, live.directories[table.entity].seed)
-                found.setdefault(name, []).append(key.to_bytes(8, "little"))
+                keys_by_table.setdefault(name, []).append(key.to_bytes(8, "little"))
         self._told = named
-        return found
+        return keys_by_table
 
     def hits(self) -> dict[str, float]:
         """Hits of this process under the live release, by table."""
@@ -87,23 +87,23 @@ class Usage(Collector):
         live = self.live()
         if live is None or not self.read or self._release != (live.generation, live.epoch):
             return None
-        return sum(self.read.values()) / max(1, sum(records(live, each) for each in self.read))
+        return sum(self.read.values()) / max(1, sum(records(live, table) for table in self.read))
 
     def size_bytes(self) -> int:
         """Bytes of the live generation's pages."""
         live = self.live()
-        return 0 if live is None else sum(size_of(live, each) for each in live.manifest.tables)
+        return 0 if live is None else sum(size_of(live, table) for table in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Gauge families by table of the live generation; every family, also before there is one."""
         live = self.live()
-        held = [] if live is None else [(live, table) for table in live.manifest.tables]
+        live_tables = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
         values: Mapping[str, tuple[str, Mapping[str, float]]] = {
-            "records": ("Records of the live generation", {t: records(of, t) for of, t in held}),
-            "bytes": ("Bytes of its pages", {t: size_of(of, t) for of, t in held}),
+            "records": ("Records of the live generation", {t: records(of, t) for of, t in live_tables}),
+            "bytes": ("Bytes of its pages", {t: size_of(of, t) for of, t in live_tables}),
             "read_records": ("Of its records, those read at least once by any replica", self.read),
-            "hits": ("Answers from stored records since it is live", {t: hits.get(t, 0) for _, t in held}),
+            "hits": ("Answers from stored records since it is live", {t: hits.get(t, 0) for _, t in live_tables}),
         }  # fmt: skip
         for name, (text, by_table) in values.items():
             family = GaugeMetricFamily(f"larder_table_{name}", text, labels=["table"])
@@ -113,11 +113,11 @@ class Usage(Collector):
 def hits_of(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
-    found: defaultdict[str, float] = defaultdict(float)
+    hits_by_table: defaultdict[str, float] = defaultdict(float)
     for labels, count in counts_of(metrics.answers):
         if labels["source"] in STORED:
-            found[labels["table"]] += count
-    return dict(found)
+            hits_by_table[labels["table"]] += count
+    return dict(hits_by_table)
 
 
 def records(live: Snapshot, table: str) -> int:

@@ -59,42 +59,44 @@ def run_audit(
     """
     names = list(names or ALL)
     deadline = time.monotonic() + seconds
-    shares = [seconds if lanes > 1 and name == "mix" else seconds / len(names) for name in names]
+    budgets_s = [seconds if lanes > 1 and name == "mix" else seconds / len(names) for name in names]
 
     reports = {name: Report(seed, scenario=name) for name in names}
 
     def has_enough() -> bool:
         return ends_at_first and any(not report.is_clean for report in reports.values())
 
-    def run(place: int) -> None:
+    def run(scenario_index: int) -> None:
         if not has_enough():
-            share = min(shares[place], deadline - time.monotonic())
-            name = names[place]
-            run_scenario(name, folder / name, reports[name], share, has_enough)
+            budget_s = min(budgets_s[scenario_index], deadline - time.monotonic())
+            name = names[scenario_index]
+            run_scenario(name, folder / name, reports[name], budget_s, has_enough)
 
     with ThreadPoolExecutor(lanes) as pool:
         list(pool.map(run, range(len(names))))
-    whole = Report(seed)
+    combined_report = Report(seed)
     for report in reports.values():
-        whole.add(report)
-    return whole
+        combined_report.add(report)
+    return combined_report
 
 
 def run_scenario(
     name: str, folder: Path, report: Report, seconds: float, has_enough: Callable[[], bool]
 ) -> None:
     """Run one scenario with Redis servers of its own; an error that ends it is a violation, too."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     servers = Servers.start(folder)
     try:
-        SCENARIOS[name](Stage(folder, servers, report, report.seed, began + seconds, has_enough))
+        SCENARIOS[name](
+            Stage(folder, servers, report, report.seed, started_at + seconds, has_enough)
+        )
     except Exception:
         report.violate(
             "scenario ended early", "it runs to its end", "", traceback.format_exc()[-4000:], []
         )
     finally:
         servers.stop()
-    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name}: {time.monotonic() - started_at:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

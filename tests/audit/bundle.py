@@ -37,12 +37,12 @@ class Model:
 
     def user_vector(self, history: list[str], country: int) -> Vector:
         """Return the user tower's output for a history whose oldest item comes first."""
-        known = [self.vocabulary[item] for item in history if item in self.vocabulary]
-        known = known[-self.max_length :]
+        item_indexes = [self.vocabulary[item] for item in history if item in self.vocabulary]
+        item_indexes = item_indexes[-self.max_length :]
         total = self.countries[country].copy()
-        for index in known:
+        for index in item_indexes:
             total += self.embeddings[index]
-        for earlier, later in itertools.pairwise(known):
+        for earlier, later in itertools.pairwise(item_indexes):
             total += self.embeddings[earlier] * self.successors[later]
         return tuple(float(part) for part in total)
 

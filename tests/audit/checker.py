@@ -157,8 +157,8 @@ class Checker:
                 break
             if settled:
                 recipe = [*client.recent[-12:]]
-                for rule, expected, seen in complaints:
-                    self.report.violate(rule, PROMISES[rule], expected, seen, recipe)
+                for rule, expected, observed in complaints:
+                    self.report.violate(rule, PROMISES[rule], expected, observed, recipe)
                 break
             self.report.count("second looks while a change travels")
             time.sleep(0.05)
@@ -173,13 +173,13 @@ class Checker:
             return client.lookup_one(first.table, first.entity.id or "", **options)
         if route == "tables":
             entities = []
-            for ask in asks:
-                body = ask.entity.body()
+            for lookup in asks:
+                body = lookup.entity.body()
                 entities.append(
-                    {"table": ask.table, **(body if isinstance(body, dict) else {"id": body})}
+                    {"table": lookup.table, **(body if isinstance(body, dict) else {"id": body})}
                 )
             return client.send("POST", "/v1/lookup", {"entities": entities, **options})
-        return client.lookup(first.table, [ask.entity.body() for ask in asks], **options)
+        return client.lookup(first.table, [lookup.entity.body() for lookup in asks], **options)
 
     def judge_reply(
         self, asks: tuple[Ask, ...], reply: Reply
@@ -202,42 +202,49 @@ class Checker:
             complaints.append(
                 ("one generation", "one", [answer["generation"] for answer in answers])
             )
-        for ask, answer in zip(asks, answers, strict=True):
-            complaints += self.judge(ask, answer)
+        for lookup, answer in zip(asks, answers, strict=True):
+            complaints += self.judge(lookup, answer)
         return complaints, answers
 
-    def judge(self, ask: Ask, answer: Json) -> list[Complaint]:
+    def judge(self, lookup: Ask, answer: Json) -> list[Complaint]:
         """Judge one answer; return what is wrong with it."""
         know = self.knowledge
         wrong: list[Complaint] = []
         self.report.count("judged")
-        if answer.get("id") != ask.entity.id or answer.get("table") != ask.table:
+        if answer.get("id") != lookup.entity.id or answer.get("table") != lookup.table:
             wrong.append(
-                ("echo", [ask.entity.id, ask.table], [answer.get("id"), answer.get("table")])
+                ("echo", [lookup.entity.id, lookup.table], [answer.get("id"), answer.get("table")])
             )
         if answer.get("stale") and not know.impaired and not know.events_away and know.is_settled():
             wrong.append(("stale", "no `stale`", answer["stale"]))
         id_ = answer["generation"]
-        if ask.generation is not None:
-            if id_ != ask.generation:
-                return [*wrong, ("pin", ask.generation, id_)]
+        if lookup.generation is not None:
+            if id_ != lookup.generation:
+                return [*wrong, ("pin", lookup.generation, id_)]
         elif id_ not in know.allowed and answer["source"] != "previous":
             return [*wrong, ("generation", sorted(know.allowed), id_)]
         generation = know.generations.get(id_)
         if generation is None:
             return [*wrong, ("generation", "a generation that was made", id_)]
         if answer["source"] == "previous" and not know.impaired:
-            live = [know.generations[one] for one in know.allowed]
-            views = [user_view(one, ask.entity, self._events(ask, one)) for one in live]
+            live = [know.generations[generation_id] for generation_id in know.allowed]
+            views = [
+                user_view(live_generation, lookup.entity, self._events(lookup, live_generation))
+                for live_generation in live
+            ]
             if any(
-                view.has_record or view.vector is not None for view in views if ask.table != "mood"
+                view.has_record or view.vector is not None
+                for view in views
+                if lookup.table != "mood"
             ):
                 wrong.append(
                     ("source", "not the previous generation: the live one has a record", answer)
                 )
-            had = {item for view in views for item in view.had} & set(answer.get("items", ()))
-            if had:
-                wrong.append(("had", sorted(had), answer))
+            listed_had_items = {item for view in views for item in view.had} & set(
+                answer.get("items", ())
+            )
+            if listed_had_items:
+                wrong.append(("had", sorted(listed_had_items), answer))
         judges = {
             "user_topk": self._judge_user_list,
             "user_vector": self._judge_user_vector,
@@ -245,50 +252,52 @@ class Checker:
             "item_vector": self._judge_item_vector,
             "item_similar": self._judge_similar,
         }
-        judge = judges.get(ask.table, self._judge_facet)
-        self.report.count(f"table {ask.table}")
+        judge = judges.get(lookup.table, self._judge_facet)
+        self.report.count(f"table {lookup.table}")
         self.report.count(f"source {answer['source']}")
         if "reason" in answer:
             self.report.count(f"reason {answer['reason']}")
-        return [*wrong, *judge(ask, answer, generation)]
+        return [*wrong, *judge(lookup, answer, generation)]
 
     # Views
 
-    def _events(self, ask: Ask, generation: Generation) -> list[Event]:
+    def _events(self, lookup: Ask, generation: Generation) -> list[Event]:
         events = self.knowledge.events
-        if not ask.stored_only:
+        if not lookup.stored_only:
             return events
         return [
             event
-            for place, event in enumerate(events)
-            if place < generation.events or event.user is None
+            for event_index, event in enumerate(events)
+            if event_index < generation.events or event.user is None
         ]
 
-    def _banned(self, ask: Ask, generation: Generation) -> set[str]:
+    def _banned(self, lookup: Ask, generation: Generation) -> set[str]:
         return (
             self.knowledge.blocked_items
-            | set(ask.exclude)
-            | set(ask.entity.history or ())
+            | set(lookup.exclude)
+            | set(lookup.entity.history or ())
             | set(generation.erased_items)
         )
 
-    def _filter(self, ask: Ask, generation: Generation) -> Json | None:
-        if isinstance(ask.filter, str):
-            return generation.rules.filters[ask.filter]
-        return ask.filter
+    def _filter(self, lookup: Ask, generation: Generation) -> Json | None:
+        if isinstance(lookup.filter, str):
+            return generation.rules.filters[lookup.filter]
+        return lookup.filter
 
     # Lists of users
 
-    def _judge_user_list(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+    def _judge_user_list(
+        self, lookup: Ask, answer: Json, generation: Generation
+    ) -> list[Complaint]:
         know = self.knowledge
-        user = ask.entity
-        view = user_view(generation, user, self._events(ask, generation))
+        user = lookup.entity
+        view = user_view(generation, user, self._events(lookup, generation))
         wrong: list[Complaint] = []
         if user.id in know.blocked_users:
             if answer.get("reason") != "entity_blocked":
                 wrong.append(("reason", "entity_blocked", answer))
             view = UserView(None, None, frozenset(), frozenset(), view.sent, 0, False, False, False)
-            return wrong + self._judge_defaults(ask, answer, generation, view)
+            return wrong + self._judge_defaults(lookup, answer, generation, view)
         if user.is_sent and user.id is not None:
             know.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         if user.id is not None and answer["source"] != "previous":
@@ -300,8 +309,8 @@ class Checker:
                 )
             return (
                 wrong
-                + self._judge_default_words(ask, answer, view)
-                + self._judge_defaults(ask, answer, generation, view)
+                + self._judge_default_words(lookup, answer, view)
+                + self._judge_defaults(lookup, answer, generation, view)
             )
         if answer["source"] == "previous":
             if view.vector is None:
@@ -309,9 +318,9 @@ class Checker:
                     *wrong,
                     ("source", "default: the previous night knew nothing either", answer),
                 ]
-            return wrong + self._judge_ranked(ask, answer, generation, view, personal=True)
+            return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
         if (
-            ask.fresh
+            lookup.fresh
             and user.is_sent
             and user.country is None
             and view.has_record
@@ -322,11 +331,11 @@ class Checker:
                 "no_usable_input",
             ):
                 wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
-        elif ask.fresh and user.is_sent and view.has_record and not view.events:
-            sent = user_view(generation, Input(None, user.history, user.country), [])
+        elif lookup.fresh and user.is_sent and view.has_record and not view.events:
+            sent_view = user_view(generation, Input(None, user.history, user.country), [])
             view = UserView(
-                sent.vector,
-                sent.mood,
+                sent_view.vector,
+                sent_view.mood,
                 view.had,
                 view.recent,
                 view.sent,
@@ -338,22 +347,23 @@ class Checker:
             if (answer["source"], answer.get("reason")) != ("live", "fresh") and not know.impaired:
                 wrong.append(("reason", "live, fresh", answer))
         elif view.vector is None:
-            stored = know.stored_inputs.get((generation.id, user.id or ""), [])
-            if answer["producer"] == "live" and stored:
+            stored_inputs = know.stored_inputs.get((generation.id, user.id or ""), [])
+            if answer["producer"] == "live" and stored_inputs:
                 views = [
-                    user_view(generation, one, self._events(ask, generation)) for one in stored
+                    user_view(generation, stored_input, self._events(lookup, generation))
+                    for stored_input in stored_inputs
                 ]
                 tries = [
-                    self._judge_ranked(ask, answer, generation, one, personal=True)
-                    for one in views
-                    if one.vector is not None
+                    self._judge_ranked(lookup, answer, generation, stored_view, personal=True)
+                    for stored_view in views
+                    if stored_view.vector is not None
                 ]
                 if any(not complaints for complaints in tries):
                     return wrong
             return [*wrong, ("source", "default, as nothing is known to compute from", answer)]
         else:
-            wrong += self._judge_personal_words(ask, answer, view)
-        return wrong + self._judge_ranked(ask, answer, generation, view, personal=True)
+            wrong += self._judge_personal_words(lookup, answer, view)
+        return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
 
     def _judge_events(self, answer: Json, view: UserView) -> list[Complaint]:
         wrong: list[Complaint] = []
@@ -363,76 +373,76 @@ class Checker:
             wrong.append(("events", "`as_of`, as events are counted", answer))
         return wrong
 
-    def _judge_default_words(self, ask: Ask, answer: Json, view: UserView) -> list[Complaint]:
+    def _judge_default_words(self, lookup: Ask, answer: Json, view: UserView) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         wrong: list[Complaint] = []
         if answer["producer"] != "defaults" or answer.get("reason") != "not_in_generation":
             wrong.append(("reason", "producer defaults, reason not_in_generation", answer))
-        if (ask.entity.is_sent or view.events) and answer.get("live") != "no_usable_input":
+        if (lookup.entity.is_sent or view.events) and answer.get("live") != "no_usable_input":
             wrong.append(("live", "no_usable_input", answer))
         return wrong
 
-    def _judge_personal_words(self, ask: Ask, answer: Json, view: UserView) -> list[Complaint]:
+    def _judge_personal_words(self, lookup: Ask, answer: Json, view: UserView) -> list[Complaint]:
         if self.knowledge.impaired:
             return []
         source, producer, reason = answer["source"], answer["producer"], answer.get("reason")
-        seen = (source, producer, reason)
-        tight = bool(ask.exclude or ask.entity.history or ask.filter)
-        stored = source in ("l1", "l2")
+        origin_fields = (source, producer, reason)
+        tight = bool(lookup.exclude or lookup.entity.history or lookup.filter)
+        is_stored = source in ("l1", "l2")
         if view.is_fallback:
-            right = stored and producer == "batch" and answer.get("live") == "no_usable_input"
+            right = is_stored and producer == "batch" and answer.get("live") == "no_usable_input"
             right = right and answer.get("approximate") is True
             expected = "the stored list, live no_usable_input, approximate"
         elif view.events and not view.brings_vector:
-            right = (stored and producer == "live" and reason is None) or (
+            right = (is_stored and producer == "live" and reason is None) or (
                 source == "live"
                 and producer == "live"
                 and reason
                 in {
                     "newer_events",
                     *({"exhausted"} if tight else ()),
-                    *({"fresh"} if ask.fresh else ()),
+                    *({"fresh"} if lookup.fresh else ()),
                 }
             )
             expected = "live with newer_events, or stored by live"
         elif view.has_record:
-            right = stored and producer == "batch" and reason is None
+            right = is_stored and producer == "batch" and reason is None
             expected = "l1 or l2, producer batch, no reason"
             if view.brings_vector and view.events:
                 right = (
                     right or (source == "live" and reason == "newer_events") or producer == "live"
                 )
-            if ask.fresh and not ask.entity.is_sent:
-                right = stored and reason == "nothing_to_compute_from"
+            if lookup.fresh and not lookup.entity.is_sent:
+                right = is_stored and reason == "nothing_to_compute_from"
                 expected = "l1 or l2, reason nothing_to_compute_from"
-            elif ask.fresh:
+            elif lookup.fresh:
                 right = True
         else:
             reasons = {"not_in_generation", "input_changed", "expired"} | (
                 {"exhausted"} if tight else set()
             )
             reasons |= {"newer_events"} if view.events else set()
-            reasons |= {"fresh"} if ask.fresh else set()
+            reasons |= {"fresh"} if lookup.fresh else set()
             right = producer == "live" and (
-                (source == "live" and reason in reasons) or (stored and reason is None)
+                (source == "live" and reason in reasons) or (is_stored and reason is None)
             )
             expected = f"live with one of {sorted(reasons)}, or stored by live"
-        return [] if right else [("source", expected, [seen, answer])]
+        return [] if right else [("source", expected, [origin_fields, answer])]
 
     def _judge_ranked(
-        self, ask: Ask, answer: Json, generation: Generation, view: UserView, personal: bool
+        self, lookup: Ask, answer: Json, generation: Generation, view: UserView, personal: bool
     ) -> list[Complaint]:
         """Judge a list that a vector of the user ranks."""
         assert view.vector is not None
         day = day_of(generation, self.knowledge.events)
-        banned = self._banned(ask, generation)
+        banned = self._banned(lookup, generation)
         left_out = banned | view.had
-        expression = self._filter(ask, generation)
+        expression = self._filter(lookup, generation)
         width = generation.rules.topk
-        k = ask.k or width
+        k = lookup.k or width
         items, scores = answer["items"], answer["scores"]
-        wrong = self._judge_items(ask, items, scores, banned, view.had)
+        wrong = self._judge_items(lookup, items, scores, banned, view.had)
         if expression is not None:
             failing = [
                 item for item in items if not passes(expression, day.attributes.get(item, {}))
@@ -445,7 +455,7 @@ class Checker:
         is_stored = view.is_stored
         marks_end = items if answer["producer"] == "live" else ()
         night = dict(generation.items)
-        everything = night if ask.stored_only else night | day.new_items
+        everything = night if lookup.stored_only else night | day.new_items
         by_night = view.had - view.recent if is_stored else view.had
         ranked = generation.rank_by(
             view.vector, {i: v for i, v in night.items() if i not in by_night}
@@ -473,9 +483,9 @@ class Checker:
             for all_ in (ranked, ranked_all)
             for sooner in (view.sent, view.sent | self.knowledge.blocked_items)
         ]
-        if ask.rerank is not None:
+        if lookup.rerank is not None:
             return self._judge_reranked(
-                ask,
+                lookup,
                 answer,
                 generation,
                 expression,
@@ -511,14 +521,21 @@ class Checker:
             rule = "list"
         else:
             rule = "filter"
-            passing = [pair for pair in full_night if passes(expression, day.attributes[pair[1]])]
+            passing_night = [
+                pair for pair in full_night if passes(expression, day.attributes[pair[1]])
+            ]
             passing_all = [pair for pair in full_all if passes(expression, day.attributes[pair[1]])]
             of_base = [pair for pair in base_night if passes(expression, day.attributes[pair[1]])]
             if is_stored and len(of_base) >= k:
                 tries.append((of_base, k, k, False))
-            elif is_stored and isinstance(ask.filter, str):
+            elif is_stored and isinstance(lookup.filter, str):
                 tries.append(
-                    (passing, min(k, len(passing)), min(k, len(passing)), len(passing) < k)
+                    (
+                        passing_night,
+                        min(k, len(passing_night)),
+                        min(k, len(passing_night)),
+                        len(passing_night) < k,
+                    )
                 )
                 tries.append(
                     (
@@ -538,34 +555,41 @@ class Checker:
                     )
                 )
         complaints: list[list[Complaint]] = []
-        for ranking, least, most, short in tries:
+        for ranking, count_min, count_max, short in tries:
             is_index = answer["source"] == "live" and expression is None
-            complaint_list = self._compare(answer, ranking, least, most, k, short, rule, is_index)
+            complaint_list = self._compare(
+                answer, ranking, count_min, count_max, k, short, rule, is_index
+            )
             if not complaint_list:
                 return []
             complaints.append(complaint_list)
         return complaints[0]
 
     def _judge_items(
-        self, ask: Ask, items: list[str], scores: list[float], banned: set[str], had: Iterable[str]
+        self,
+        lookup: Ask,
+        items: list[str],
+        scores: list[float],
+        banned: set[str],
+        had_items: Iterable[str],
     ) -> list[Complaint]:
         wrong: list[Complaint] = []
         if len(items) != len(scores) or len(set(items)) != len(items):
             wrong.append(("list", "as many scores as items, no item twice", [items, scores]))
-        if ask.k is not None and len(items) > ask.k:
-            wrong.append(("list", f"at most {ask.k}", items))
+        if lookup.k is not None and len(items) > lookup.k:
+            wrong.append(("list", f"at most {lookup.k}", items))
         if banned & set(items):
             wrong.append(("banned", "none of these", sorted(banned & set(items))))
-        if set(had) & set(items):
-            wrong.append(("had", "none of these", sorted(set(had) & set(items))))
+        if set(had_items) & set(items):
+            wrong.append(("had", "none of these", sorted(set(had_items) & set(items))))
         return wrong
 
     def _compare(
         self,
         answer: Json,
         ranking: Ranked,
-        least: int,
-        most: int,
+        count_min: int,
+        count_max: int,
         k: int,
         short: bool,
         rule: str,
@@ -573,11 +597,11 @@ class Checker:
     ) -> list[Complaint]:
         items, scores = answer["items"], answer["scores"]
         count = len(items)
-        expected = [item for _, item in ranking[:most]]
+        expected = [item for _, item in ranking[:count_max]]
         exact = [float(np.float32(score)) for score, _ in ranking[:count]]
-        if not least <= count <= most:
-            return [(rule, {"count": [least, most], "items": expected}, answer)]
-        if count < most:
+        if not count_min <= count <= count_max:
+            return [(rule, {"count": [count_min, count_max], "items": expected}, answer)]
+        if count < count_max:
             short = True
         if [float(np.float32(score)) for score in scores] != exact:
             return [
@@ -596,8 +620,8 @@ class Checker:
             if not is_tie:
                 return [(rule, {"items": expected}, answer)]
             last = exact[-1]
-            places = [place for place in range(count) if items[place] != expected[place]]
-            at_end = all(exact[place] == last for place in places)
+            differing_indexes = [index for index in range(count) if items[index] != expected[index]]
+            at_end = all(exact[index] == last for index in differing_indexes)
             if not (loose_end and at_end):
                 return [("order", {"items": expected}, answer)]
         if answer["short"] != (short if count < k else False):
@@ -606,7 +630,7 @@ class Checker:
 
     def _judge_reranked(
         self,
-        ask: Ask,
+        lookup: Ask,
         answer: Json,
         generation: Generation,
         expression: Json | None,
@@ -614,12 +638,12 @@ class Checker:
         fulls: list[Ranked],
     ) -> list[Complaint]:
         know = self.knowledge
-        spec = know.reranks[ask.rerank] if isinstance(ask.rerank, str) else ask.rerank
+        spec = know.reranks[lookup.rerank] if isinstance(lookup.rerank, str) else lookup.rerank
         assert spec is not None
         day = day_of(generation, know.events)
         vectors = generation.items | day.new_items
         width = generation.rules.topk
-        k = ask.k or width
+        k = lookup.k or width
         pools = list(bases)
         if expression is not None:
             pools = [
@@ -664,17 +688,17 @@ class Checker:
         return wrong
 
     def _judge_defaults(
-        self, ask: Ask, answer: Json, generation: Generation, view: UserView
+        self, lookup: Ask, answer: Json, generation: Generation, view: UserView
     ) -> list[Complaint]:
-        banned = self._banned(ask, generation)
+        banned = self._banned(lookup, generation)
         items, scores = answer["items"], answer["scores"]
-        wrong = self._judge_items(ask, items, scores, banned, view.had)
+        wrong = self._judge_items(lookup, items, scores, banned, view.had)
         if wrong:
             return wrong
         day = day_of(generation, self.knowledge.events)
-        expression = self._filter(ask, generation)
+        expression = self._filter(lookup, generation)
         width = generation.rules.topk
-        k = ask.k or width
+        k = lookup.k or width
         popular = generation.popular()
         if len(popular) < width:
             unpopular = generation.rank(
@@ -685,17 +709,17 @@ class Checker:
         base = [pair for pair in popular[:width] if pair[1] not in left_out]
         full = [pair for pair in popular if pair[1] not in left_out]
         if expression is not None:
-            passing = [
+            passing_items = [
                 i for i in day.passing(expression) if i in generation.items and i not in left_out
             ]
             new = [
                 i
                 for i in day.passing(expression)
-                if i in day.new_items and i not in left_out and not ask.stored_only
+                if i in day.new_items and i not in left_out and not lookup.stored_only
             ]
             base = [pair for pair in base if passes(expression, day.attributes[pair[1]])]
             full = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
-            if ask.rerank is None:
+            if lookup.rerank is None:
                 wrong = self._compare(
                     answer | {"short": False},
                     full,
@@ -708,101 +732,123 @@ class Checker:
                 )
                 if wrong and wrong[0][0] == "short":
                     wrong = []
-                if answer["short"] and len(passing) + len(new) >= k:
-                    wrong.append(("short", {"passing": len(passing), "k": k}, answer))
-                if not answer["short"] and len(passing) + len(new) < k:
-                    wrong.append(("short", {"passing": len(passing), "k": k}, answer))
+                if answer["short"] and len(passing_items) + len(new) >= k:
+                    wrong.append(("short", {"passing": len(passing_items), "k": k}, answer))
+                if not answer["short"] and len(passing_items) + len(new) < k:
+                    wrong.append(("short", {"passing": len(passing_items), "k": k}, answer))
                 return wrong
-        if ask.rerank is not None:
-            return self._judge_reranked(ask, answer, generation, None, [base, full[:width]], [full])
+        if lookup.rerank is not None:
+            return self._judge_reranked(
+                lookup, answer, generation, None, [base, full[:width]], [full]
+            )
         return self._compare(
             answer, full, min(k, len(base)), min(k, len(full)), k, len(full) < k, "defaults", False
         )
 
     # Other tables
 
-    def _judge_user_vector(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
-        user = ask.entity
+    def _judge_user_vector(
+        self, lookup: Ask, answer: Json, generation: Generation
+    ) -> list[Complaint]:
+        user = lookup.entity
         wrong: list[Complaint] = []
         if user.id in self.knowledge.blocked_users:
             if answer["vector"] is not None or answer.get("reason") != "entity_blocked":
                 wrong.append(("vector", "null, entity_blocked", answer))
             return wrong
-        view = user_view(generation, user, self._events(ask, generation))
+        view = user_view(generation, user, self._events(lookup, generation))
         if user.is_sent and user.id is not None:
             self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         if answer["source"] == "previous":
-            return wrong + self._judge_numbers(ask, answer, generation, view, view.vector, "vector")
+            return wrong + self._judge_numbers(
+                lookup, answer, generation, view, view.vector, "vector"
+            )
         if view.brings_vector:
             if "events" in answer:
                 wrong.append(("events", "none: the vector is the night's", answer))
         elif user.id is not None:
             wrong += self._judge_events(answer, view)
-        return wrong + self._judge_numbers(ask, answer, generation, view, view.vector, "vector")
+        return wrong + self._judge_numbers(lookup, answer, generation, view, view.vector, "vector")
 
-    def _judge_mood(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
-        user = ask.entity
+    def _judge_mood(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        user = lookup.entity
         if user.id in self.knowledge.blocked_users:
             if answer["values"] is not None or answer.get("reason") != "entity_blocked":
                 return [("values", "null, entity_blocked", answer)]
             return []
-        view = user_view(generation, user, self._events(ask, generation))
+        view = user_view(generation, user, self._events(lookup, generation))
         if user.is_sent and user.id is not None:
             self.knowledge.stored_inputs.setdefault((generation.id, user.id), []).append(user)
         wrong: list[Complaint] = []
         if user.id is not None and not view.brings_vector and answer["source"] != "previous":
             wrong = self._judge_events(answer, view)
-        return wrong + self._judge_numbers(ask, answer, generation, view, view.mood, "values")
+        return wrong + self._judge_numbers(lookup, answer, generation, view, view.mood, "values")
 
     def _judge_numbers(
         self,
-        ask: Ask,
+        lookup: Ask,
         answer: Json,
         generation: Generation,
         view: UserView,
         numbers: Vector | None,
         rule: str,
     ) -> list[Complaint]:
-        seen = answer[rule]
+        answered_numbers = answer[rule]
         if numbers is None:
-            stored = self.knowledge.stored_inputs.get((generation.id, ask.entity.id or ""), [])
-            views = [user_view(generation, one, self._events(ask, generation)) for one in stored]
-            allowed = [one.vector if rule == "vector" else one.mood for one in views]
-            if seen is not None and seen not in [list(one) for one in allowed if one is not None]:
+            stored_inputs = self.knowledge.stored_inputs.get(
+                (generation.id, lookup.entity.id or ""), []
+            )
+            views = [
+                user_view(generation, stored_input, self._events(lookup, generation))
+                for stored_input in stored_inputs
+            ]
+            allowed = [
+                stored_view.vector if rule == "vector" else stored_view.mood
+                for stored_view in views
+            ]
+            if answered_numbers is not None and answered_numbers not in [
+                list(allowed_numbers) for allowed_numbers in allowed if allowed_numbers is not None
+            ]:
                 return [(rule, None, answer)]
             if (
-                seen is None
+                answered_numbers is None
                 and answer.get("reason") != "not_in_generation"
                 and not self.knowledge.impaired
             ):
                 return [("reason", "not_in_generation", answer)]
             return []
-        if seen != [float(np.float32(number)) for number in numbers]:
-            if seen is None and self.knowledge.impaired:
+        if answered_numbers != [float(np.float32(number)) for number in numbers]:
+            if answered_numbers is None and self.knowledge.impaired:
                 return []
             return [(rule, list(numbers), answer)]
         return []
 
-    def _judge_item_vector(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
-        item = ask.entity.id or ""
-        seen = answer["vector"]
-        if item in self.knowledge.blocked_items or (seen is None and self.knowledge.impaired):
+    def _judge_item_vector(
+        self, lookup: Ask, answer: Json, generation: Generation
+    ) -> list[Complaint]:
+        item = lookup.entity.id or ""
+        answered_vector = answer["vector"]
+        if item in self.knowledge.blocked_items or (
+            answered_vector is None and self.knowledge.impaired
+        ):
             return []
         expected = generation.items.get(item)
         if expected is None:
-            return [] if seen is None and "reason" in answer else [("vector", None, answer)]
-        return [] if seen == list(expected) else [("vector", list(expected), answer)]
+            return (
+                [] if answered_vector is None and "reason" in answer else [("vector", None, answer)]
+            )
+        return [] if answered_vector == list(expected) else [("vector", list(expected), answer)]
 
-    def _judge_similar(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
-        item = ask.entity.id or ""
+    def _judge_similar(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        item = lookup.entity.id or ""
         know = self.knowledge
-        banned = self._banned(ask, generation)
-        wrong = self._judge_items(ask, answer["items"], answer["scores"], banned, ())
+        banned = self._banned(lookup, generation)
+        wrong = self._judge_items(lookup, answer["items"], answer["scores"], banned, ())
         if wrong or item in know.blocked_items or (know.impaired and answer["source"] == "default"):
             return wrong
         vector = generation.items.get(item)
         width = generation.rules.similar
-        k = ask.k or width
+        k = lookup.k or width
         if vector is None:
             right = answer["items"] == [] and "reason" in answer
             return [] if right else [("similar", "an empty list with a reason", answer)]
@@ -812,21 +858,23 @@ class Checker:
         )
         full = [pair for pair in ranked if pair[1] not in banned]
         base = [pair for pair in ranked[:width] if pair[1] not in banned]
-        expression = self._filter(ask, generation)
+        expression = self._filter(lookup, generation)
         if expression is not None:
-            passing = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
+            passing_ranked = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
             return self._compare(
                 answer,
-                passing,
-                min(k, len(passing)),
-                min(k, len(passing)),
+                passing_ranked,
+                min(k, len(passing_ranked)),
+                min(k, len(passing_ranked)),
                 k,
-                len(passing) < k,
+                len(passing_ranked) < k,
                 "filter",
                 False,
             )
-        if ask.rerank is not None:
-            return self._judge_reranked(ask, answer, generation, None, [base, full[:width]], [full])
+        if lookup.rerank is not None:
+            return self._judge_reranked(
+                lookup, answer, generation, None, [base, full[:width]], [full]
+            )
         return self._compare(
             answer,
             full,
@@ -838,25 +886,29 @@ class Checker:
             answer["source"] == "live",
         )
 
-    def _judge_facet(self, ask: Ask, answer: Json, generation: Generation) -> list[Complaint]:
-        attribute = generation.rules.facets[ask.table]
-        value = ask.entity.id or ""
-        banned = self._banned(ask, generation)
-        wrong = self._judge_items(ask, answer["items"], answer["scores"], banned, ())
+    def _judge_facet(self, lookup: Ask, answer: Json, generation: Generation) -> list[Complaint]:
+        attribute = generation.rules.facets[lookup.table]
+        value = lookup.entity.id or ""
+        banned = self._banned(lookup, generation)
+        wrong = self._judge_items(lookup, answer["items"], answer["scores"], banned, ())
         if wrong or (self.knowledge.impaired and answer["source"] == "default"):
             return wrong
         day = day_of(generation, self.knowledge.events)
         total = generation.interactions
 
         def has(item: str, attributes: dict[str, object] | None) -> bool:
-            held = (attributes or {}).get(attribute)
-            return value in held if isinstance(held, list) else held == value
+            attribute_value = (attributes or {}).get(attribute)
+            return (
+                value in attribute_value
+                if isinstance(attribute_value, list)
+                else attribute_value == value
+            )
 
         of_night = [
             item for item in generation.items if has(item, dict(generation.attributes[item]))
         ]
         width = generation.rules.facet
-        k = ask.k or width
+        k = lookup.k or width
         ranked = generation.rank({item: generation.counts[item] / total for item in of_night})
         base = [
             pair
@@ -870,43 +922,47 @@ class Checker:
                 "not_in_generation",
             )
             return [] if right else [("facet", "[], default, not_in_generation", answer)]
-        if ask.rerank is not None:
-            return self._judge_reranked(ask, answer, generation, None, [base], [base])
+        if lookup.rerank is not None:
+            return self._judge_reranked(lookup, answer, generation, None, [base], [base])
         return self._compare(
             answer, base, min(k, len(base)), min(k, len(base)), k, len(base) < k, "facet", False
         )
 
     # Other routes
 
-    def explain_and_ask(self, client: Client, ask: Ask) -> None:
+    def explain_and_ask(self, client: Client, lookup: Ask) -> None:
         """Hold an explanation against the answer that follows it."""
         settled = self.knowledge.is_settled()
-        options = ask.options()
-        body = ask.entity.body()
+        options = lookup.options()
+        body = lookup.entity.body()
         reply = client.send(
             "POST",
-            f"/v1/explain/{ask.table}",
+            f"/v1/explain/{lookup.table}",
             {"entities": [body], **options},
         )
         if reply.status != 200:
             self.report.violate("explain", PROMISES["explain"], 200, reply.body, client.recent[-6:])
             return
-        answers = self.ask(client, ask)
+        answers = self.ask(client, lookup)
         self.report.count("explanations")
         if not answers or not settled:
             return
-        told = reply.body["answer"]
-        if ask.filter is not None and {told["tier"], answers[0]["source"]} == {"l1", "l2"}:
+        explained_answer = reply.body["answer"]
+        if lookup.filter is not None and {explained_answer["tier"], answers[0]["source"]} == {
+            "l1",
+            "l2",
+        }:
             self.report.count(
                 "undecided: under a filter `explain` names the list's tier, `source` the vector's"
             )
             return
-        seen = [answers[0]["source"], answers[0].get("reason"), answers[0].get("live")]
+        observed_fields = [answers[0]["source"], answers[0].get("reason"), answers[0].get("live")]
         self.report.require(
-            [told["tier"], told["reason"], told["live"]] == seen,
+            [explained_answer["tier"], explained_answer["reason"], explained_answer["live"]]
+            == observed_fields,
             "explain",
             PROMISES["explain"],
-            {"explained": told, "sentence": reply.body["sentence"]},
+            {"explained": explained_answer, "sentence": reply.body["sentence"]},
             answers[0],
             client.recent[-6:],
         )
@@ -936,8 +992,10 @@ class Checker:
             if not wrong:
                 return
             if settled:
-                for rule, expected, seen in wrong:
-                    self.report.violate(rule, PROMISES[rule], expected, seen, client.recent[-12:])
+                for rule, expected, observed in wrong:
+                    self.report.violate(
+                        rule, PROMISES[rule], expected, observed, client.recent[-12:]
+                    )
                 return
             time.sleep(0.05)
 
@@ -955,25 +1013,31 @@ class Checker:
         if user.id in know.blocked_users or know.impaired:
             return []
         day = day_of(generation, know.events)
-        known = [item for item in candidates if item in generation.items]
-        blocked = [item for item in known if item in know.blocked_items]
+        catalogue_candidates = [item for item in candidates if item in generation.items]
+        blocked = [item for item in catalogue_candidates if item in know.blocked_items]
         if set(answer["blocked"]) & set(answer["items"]) or set(blocked) & set(answer["items"]):
             return [("banned", sorted(blocked), answer)]
-        excluded = [item for item in known if item in (user.history or ())]
-        open_ = [item for item in known if item not in blocked and item not in excluded]
+        excluded = [item for item in catalogue_candidates if item in (user.history or ())]
+        open_ = [
+            item for item in catalogue_candidates if item not in blocked and item not in excluded
+        ]
         if expression is not None:
             failing = [item for item in open_ if not passes(expression, day.attributes[item])]
             if set(failing) & set(answer["items"]):
                 return [("passes", failing, answer)]
             open_ = [item for item in open_ if item not in failing]
         if view.vector is None:
-            stored = know.stored_inputs.get((generation.id, user.id or ""), [])
-            return [] if stored or not answer["scores"] else [("score route", "no scores", answer)]
+            stored_inputs = know.stored_inputs.get((generation.id, user.id or ""), [])
+            return (
+                []
+                if stored_inputs or not answer["scores"]
+                else [("score route", "no scores", answer)]
+            )
         vectors = [view.vector]
         if user.country is not None and not view.is_live:
-            told = user_view(generation, Input(None, user.history, user.country), []).vector
-            vectors += [told] if told is not None else []
-        seen = [
+            sent_vector = user_view(generation, Input(None, user.history, user.country), []).vector
+            vectors += [sent_vector] if sent_vector is not None else []
+        answered_ranking = [
             (float(np.float32(s)), i)
             for s, i in zip(answer["scores"], answer["items"], strict=True)
         ]
@@ -987,11 +1051,13 @@ class Checker:
             ]
             for vector in vectors
         ]
-        if seen not in rankings:
-            ordered = [score for score, _ in seen] == sorted(
-                (score for score, _ in seen), reverse=True
+        if answered_ranking not in rankings:
+            ordered = [score for score, _ in answered_ranking] == sorted(
+                (score for score, _ in answered_ranking), reverse=True
             )
-            if not (ordered and sorted(seen) in [sorted(ranking) for ranking in rankings]):
+            if not (
+                ordered and sorted(answered_ranking) in [sorted(ranking) for ranking in rankings]
+            ):
                 wrong.append(("score route", rankings, answer))
             else:
                 self.report.count(
@@ -1003,10 +1069,10 @@ class Checker:
             wrong.append(
                 ("score route", "unknown: those that the generation does not have", answer)
             )
-        counted = {view.events} if len(vectors) == 1 else {view.events, 0}
+        allowed_event_counts = {view.events} if len(vectors) == 1 else {view.events, 0}
         if (
             not view.brings_vector
-            and answer.get("events", 0) not in counted
+            and answer.get("events", 0) not in allowed_event_counts
             and user.id is not None
         ):
             wrong.append(("events", view.events, answer))
@@ -1015,13 +1081,16 @@ class Checker:
     def learn_order(self, client: Client, id_: str) -> None:
         """Read the catalogue's order off lists whose scores are all equal."""
         generation = self.knowledge.generations[id_]
-        seen, answer = self._read_all_items(client, generation)
+        ordered_items, answer = self._read_all_items(client, generation)
         for _ in range(_READS_MAX):
             # What is blocked or unblocked meanwhile takes effect between two pages of a read.
-            before, (seen, answer) = seen, self._read_all_items(client, generation)
-            if seen == before:
+            previous_items, (ordered_items, answer) = (
+                ordered_items,
+                self._read_all_items(client, generation),
+            )
+            if ordered_items == previous_items:
                 break
-        missing = set(generation.items) - set(seen) - self.knowledge.blocked_items
+        missing = set(generation.items) - set(ordered_items) - self.knowledge.blocked_items
         self.report.require(
             not missing and all(score == 0 for score in answer["scores"]),
             "filter",
@@ -1031,24 +1100,27 @@ class Checker:
             client.recent[-3:],
         )
         earlier = [item for item in self.knowledge.order if item in generation.items]
-        common = [item for item in earlier if item in set(seen)]
+        common = [item for item in earlier if item in set(ordered_items)]
         self.report.require(
-            common == [item for item in seen if item in set(earlier)],
+            common == [item for item in ordered_items if item in set(earlier)],
             "order",
             PROMISES["order"],
             common,
-            seen,
+            ordered_items,
             ["ask for a list whose scores are all equal, in two generations"],
         )
-        for place, item in enumerate(earlier):
-            if item not in seen:
-                seen.insert(seen.index(earlier[place - 1]) + 1 if place else 0, item)
-        self.knowledge.order = seen
-        generation.order.update({item: place for place, item in enumerate(seen)})
+        for earlier_index, item in enumerate(earlier):
+            if item not in ordered_items:
+                ordered_items.insert(
+                    ordered_items.index(earlier[earlier_index - 1]) + 1 if earlier_index else 0,
+                    item,
+                )
+        self.knowledge.order = ordered_items
+        generation.order.update({item: ordinal for ordinal, item in enumerate(ordered_items)})
 
     def _read_all_items(self, client: Client, generation: Generation) -> tuple[list[str], Json]:
         """Read all items of the catalogue, page by page; return them and the last answer."""
-        seen: list[str] = []
+        ordered_items: list[str] = []
         zero = Input(None, (), 0)
         while True:
             reply = client.lookup(
@@ -1056,7 +1128,7 @@ class Checker:
                 [zero.body()],
                 k=generation.rules.topk,
                 filter=EVERYTHING,
-                exclude=seen,
+                exclude=ordered_items,
                 generation=generation.id,
             )
             client.recent.clear()
@@ -1066,6 +1138,6 @@ class Checker:
             self.knowledge.answered[answer["table"], answer["source"]] += 1
             if "reason" in answer:
                 self.knowledge.reasons[answer["table"], answer["reason"]] += 1
-            seen += [item for item in answer["items"] if item in generation.items]
+            ordered_items += [item for item in answer["items"] if item in generation.items]
             if answer["short"]:
-                return seen, answer
+                return ordered_items, answer

@@ -70,11 +70,11 @@ class Client:
     ) -> Reply:
         """Send one request and return its reply; a connection that the service has closed is opened again."""
         data = None if body is None else json.dumps(body, ensure_ascii=False).encode()
-        sent = dict(headers or {})
+        request_headers = dict(headers or {})
         if data is not None:
-            sent.setdefault("Content-Type", "application/json")
+            request_headers.setdefault("Content-Type", "application/json")
         if self.token is not None:
-            sent.setdefault("Authorization", f"Bearer {self.token}")
+            request_headers.setdefault("Authorization", f"Bearer {self.token}")
         line = f"{method} {target}" + ("" if data is None else " " + data.decode())
         if headers:
             line += f"   ({headers})"
@@ -85,7 +85,7 @@ class Client:
         for attempt in (1, 2):
             connection = self._connect()
             try:
-                connection.request(method, target, data, sent)
+                connection.request(method, target, data, request_headers)
                 response = connection.getresponse()
                 raw = response.read()
                 if response.will_close:
@@ -120,22 +120,22 @@ class Client:
 
     def lookup_one(self, table: str, entity: str, **options: object) -> Reply:
         """Ask `GET /v1/lookup/{table}/{entity}`."""
-        words = {
+        query_parameters = {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in options.items()
         }
-        query = "?" + urlencode(words, quote_via=quote) if words else ""
+        query = "?" + urlencode(query_parameters, quote_via=quote) if query_parameters else ""
         return self.send(
             "GET", f"/v1/lookup/{quote(table, safe='')}/{quote(entity, safe='')}{query}"
         )
 
     def explain(self, table: str, entity: str, **options: object) -> Reply:
         """Ask `GET /v1/explain/{table}/{entity}`."""
-        words = {
+        query_parameters = {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in options.items()
         }
-        query = "?" + urlencode(words, quote_via=quote) if words else ""
+        query = "?" + urlencode(query_parameters, quote_via=quote) if query_parameters else ""
         return self.send(
             "GET", f"/v1/explain/{quote(table, safe='')}/{quote(entity, safe='')}{query}"
         )

@@ -24,25 +24,29 @@ def passes(expression: Json, attributes: Mapping[str, Attribute]) -> bool:
         return not passes(operand, attributes)
     if operator == "exists":
         return str(operand) in attributes
-    name, wanted = operand
+    name, filter_value = operand
     if name not in attributes:
         return False
     value = attributes[name]
     if operator == "contains":
-        return isinstance(value, list) and wanted in value
+        return isinstance(value, list) and filter_value in value
     if name == "since":
         value = float(str(value))
-        wanted = [_seconds(one) for one in wanted] if isinstance(wanted, list) else _seconds(wanted)
+        filter_value = (
+            [_seconds(moment) for moment in filter_value]
+            if isinstance(filter_value, list)
+            else _seconds(filter_value)
+        )
     if operator == "in":
-        return bool(value in wanted)
+        return bool(value in filter_value)
     if operator == "==":
-        return bool(value == wanted)
+        return bool(value == filter_value)
     number = float(str(value))
     comparisons = {
-        "<": number < wanted,
-        "<=": number <= wanted,
-        ">": number > wanted,
-        ">=": number >= wanted,
+        "<": number < filter_value,
+        "<=": number <= filter_value,
+        ">": number > filter_value,
+        ">=": number >= filter_value,
     }
     return bool(comparisons[operator])
 

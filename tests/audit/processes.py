@@ -26,13 +26,13 @@ class TimedOut(AssertionError):
 
 
 def wait_until(
-    condition: Callable[[], bool], deadline_s: float, what: str, pause_s: float = 0.02
+    condition: Callable[[], bool], deadline_s: float, description: str, pause_s: float = 0.02
 ) -> None:
     """Poll until the condition holds; raise TimedOut after the deadline."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimedOut(f"not within {deadline_s:g} s: {what}")
+            raise TimedOut(f"not within {deadline_s:g} s: {description}")
         time.sleep(pause_s)
 
 
@@ -82,11 +82,11 @@ class RedisServer:
         """Return whether the server answers a PING."""
         return self.command("PING") == b"+PONG\r\n"
 
-    def command(self, *words: str) -> bytes:
+    def command(self, *arguments: str) -> bytes:
         """Send one command; return its reply as it came, empty if nobody answers."""
-        parts = [f"*{len(words)}\r\n".encode()]
-        for word in words:
-            text = word.encode()
+        parts = [f"*{len(arguments)}\r\n".encode()]
+        for argument in arguments:
+            text = argument.encode()
             parts.append(b"$%d\r\n%s\r\n" % (len(text), text))
         try:
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
@@ -115,12 +115,12 @@ def _reply_end(reply: bytes, start: int) -> int | None:
     line_end = reply.find(b"\r\n", start)
     if line_end < 0:
         return None
-    kind, rest, end = reply[start : start + 1], reply[start + 1 : line_end], line_end + 2
-    if kind == b"$" and int(rest) >= 0:
-        end += int(rest) + 2
+    kind, header, end = reply[start : start + 1], reply[start + 1 : line_end], line_end + 2
+    if kind == b"$" and int(header) >= 0:
+        end += int(header) + 2
         return end if end <= len(reply) else None
     if kind == b"*":
-        for _ in range(int(rest)):
+        for _ in range(int(header)):
             after = _reply_end(reply, end)
             if after is None:
                 return None
@@ -154,20 +154,24 @@ class Site:
 
     def variables(self) -> dict[str, str]:
         """Return the environment of a process, without settings of whoever runs the audit."""
-        kept = {
+        process_environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("LARDER_") and name not in ("REDIS_URL", "PYTHONPATH")
         }
-        kept |= {"REDIS_URL": self.redis_url, "LARDER_ACTOR": "auditor", **self.environment}
+        process_environment |= {
+            "REDIS_URL": self.redis_url,
+            "LARDER_ACTOR": "auditor",
+            **self.environment,
+        }
         if self.events_url is not None:
-            kept["LARDER_EVENTS_URL"] = self.events_url
-        return kept
+            process_environment["LARDER_EVENTS_URL"] = self.events_url
+        return process_environment
 
-    def run(self, *words: str, timeout_s: float = 120, check: bool = True) -> Finished:
+    def run(self, *arguments: str, timeout_s: float = 120, check: bool = True) -> Finished:
         """Run `larder WORDS`; raise AssertionError with its errors if it fails and `check` is set."""
-        done = subprocess.run(
-            [LARDER, *words],
+        completed_process = subprocess.run(
+            [LARDER, *arguments],
             cwd=self.folder,
             env=self.variables(),
             capture_output=True,
@@ -175,10 +179,16 @@ class Site:
             timeout=timeout_s,
             check=False,
         )
-        finished = Finished(words, done.returncode, done.stdout, done.stderr)
-        if check and done.returncode != 0:
+        finished = Finished(
+            arguments,
+            completed_process.returncode,
+            completed_process.stdout,
+            completed_process.stderr,
+        )
+        if check and completed_process.returncode != 0:
             raise AssertionError(
-                f"larder {' '.join(words)} ended with {done.returncode}: {done.stdout[-1500:]} {done.stderr[-3000:]}"
+                f"larder {' '.join(arguments)} ended with {completed_process.returncode}: "
+                f"{completed_process.stdout[-1500:]} {completed_process.stderr[-3000:]}"
             )
         return finished
 

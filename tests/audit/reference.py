@@ -93,9 +93,11 @@ class Generation:
         last = ranked[width - 1][0]
         sure = [pair for pair in ranked if pair[0] > last]
         equal = [pair for pair in ranked if pair[0] == last]
-        wanted = set(preferred)
-        taken = sorted(equal, key=lambda pair: pair[1] not in wanted)[: width - len(sure)]
-        return sure + [pair for pair in equal if pair in taken]
+        preferred_items = set(preferred)
+        selected_ties = sorted(equal, key=lambda pair: pair[1] not in preferred_items)[
+            : width - len(sure)
+        ]
+        return sure + [pair for pair in equal if pair in selected_ties]
 
     def rank_by(self, vector: Vector, items: Mapping[str, Vector]) -> Ranked:
         """Rank items by their inner product with a vector."""
@@ -113,9 +115,9 @@ class Generation:
         return user in self.clicks or user in self.featured or user in self.vectors
 
 
-def dot(left: Vector, right: Vector) -> float:
+def dot(left_vector: Vector, right: Vector) -> float:
     """Inner product; exact for the numbers of a world."""
-    return math.fsum(a * b for a, b in zip(left, right, strict=True))
+    return math.fsum(a * b for a, b in zip(left_vector, right, strict=True))
 
 
 def make_generation(
@@ -162,12 +164,12 @@ def make_generation(
     ]
     times = [float(row.time) for row in world.interactions[: world.written] if row.counts]
     times += [event.time for event in events if event.is_action]
-    for place, (row, time) in enumerate(zip(rows, times, strict=True)):
+    for source_index, (row, time) in enumerate(zip(rows, times, strict=True)):
         if row.user in gone_users or row.item in gone_items:
             continue
         if row.item in items:
             counts[row.item] += 1
-            clicks.setdefault(row.user, []).append((time, place, row.item))
+            clicks.setdefault(row.user, []).append((time, source_index, row.item))
     return Generation(
         id_,
         rules,
@@ -188,14 +190,16 @@ def make_generation(
 def new_item(event: Event) -> Item:
     """Return the item that an event with features brought."""
     assert event.features is not None and event.item is not None
-    looks = event.features["looks"]
-    assert isinstance(looks, list)
+    looks_vector = event.features["looks"]
+    assert isinstance(looks_vector, list)
     lift = event.features.get("lift", 0.0)
-    given = {**event.features, **(event.attributes or {})}
+    event_values = {**event.features, **(event.attributes or {})}
     attributes = merge_attributes(
-        {}, {name: given[name] for name in ATTRIBUTE_NAMES if name in given}
+        {}, {name: event_values[name] for name in ATTRIBUTE_NAMES if name in event_values}
     )
-    return Item(event.item, tuple(float(part) for part in looks), float(str(lift)), attributes)
+    return Item(
+        event.item, tuple(float(part) for part in looks_vector), float(str(lift)), attributes
+    )
 
 
 def merge_attributes(
@@ -294,10 +298,10 @@ def history_of(clicks: Iterable[tuple[float, int, str]]) -> list[str]:
 
 def user_view(generation: Generation, user: Input, events: list[Event]) -> UserView:
     """Compute a user's view from a generation and all events accepted so far (or that are to count)."""
-    newer = events[generation.events :]
-    own = [event for event in newer if user.id is not None and event.user == user.id]
-    actions = [event for event in own if event.is_action]
-    settings = [event for event in own if event.attributes is not None]
+    newer_events = events[generation.events :]
+    user_events = [event for event in newer_events if user.id is not None and event.user == user.id]
+    actions = [event for event in user_events if event.is_action]
+    settings = [event for event in user_events if event.attributes is not None]
     clicks = list(generation.clicks.get(user.id or "", []))
     by_night = frozenset(item for _, _, item in clicks)
     country = generation.countries.get(user.id or "")
@@ -305,21 +309,25 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
     for event in settings:
         value = (event.attributes or {}).get("country", country)
         country = value if isinstance(value, int) else None
-    known = user.id is not None and generation.knows_user(user.id)
+    is_known_user = user.id is not None and generation.knows_user(user.id)
     vector_of_own = generation.vectors.get(user.id or "")
-    has_record = known and (vector_of_own is not None or night_country is not None)
+    has_record = is_known_user and (vector_of_own is not None or night_country is not None)
     new = {event.item for event in events if event.features is not None}
-    counted = [event for event in actions if event.item in generation.items or event.item in new]
-    brought = list(enumerate(counted, start=len(clicks)))
-    with_events = clicks + [(event.time, place, event.item or "") for place, event in brought]
+    counted_events = [
+        event for event in actions if event.item in generation.items or event.item in new
+    ]
+    numbered_events = list(enumerate(counted_events, start=len(clicks)))
+    with_events = clicks + [
+        (event.time, source_index, event.item or "") for source_index, event in numbered_events
+    ]
     recent = frozenset(event.item or "" for event in actions)
-    sent = frozenset(user.history or ())
+    sent_items = frozenset(user.history or ())
     vector: Vector | None
     is_live = is_fallback = False
     limit = generation.rules.history_limit
     if vector_of_own is not None:
         vector = vector_of_own
-    elif country is not None and (has_record or own):
+    elif country is not None and (has_record or user_events):
         vector = generation.model.user_vector(history_of(with_events)[-limit:], country)
     elif has_record:
         is_fallback = True
@@ -327,19 +335,22 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
         vector = generation.model.user_vector(history_of(clicks)[-limit:], night_country)
     elif user.country is not None:
         is_live = True
-        told = keep_last((*(user.history or ()), *(event.item or "" for event in actions)))
-        told = [item for item in told if item in generation.items]
-        vector = generation.model.user_vector(told[-limit:], user.country)
+        live_history = keep_last((*(user.history or ()), *(event.item or "" for event in actions)))
+        live_history = [item for item in live_history if item in generation.items]
+        vector = generation.model.user_vector(live_history[-limit:], user.country)
     else:
         vector = None
     countries = (country, night_country, user.country)
-    mood_country = next((one for one in countries if one is not None), None)
+    mood_country = next(
+        (candidate_country for candidate_country in countries if candidate_country is not None),
+        None,
+    )
     return UserView(
         vector,
         None if mood_country is None else generation.model.mood(mood_country),
         by_night | recent,
         recent,
-        sent,
+        sent_items,
         len(actions) + len(settings),
         has_record,
         vector_of_own is not None,
@@ -370,21 +381,21 @@ def day_of(generation: Generation, events: list[Event]) -> Day:
     attributes = dict(generation.attributes)
     fresh: dict[str, Vector] = {}
     values: dict[str, dict[str, object]] = {}
-    brought: dict[str, Item] = {}
+    new_item_by_id: dict[str, Item] = {}
     for event in events[generation.events :]:
         if event.user is not None or event.item is None:
             continue
         if event.features is not None and event.item not in generation.items:
             if event.item not in generation.erased_items:
-                brought[event.item] = new_item(event)
+                new_item_by_id[event.item] = new_item(event)
         elif event.attributes:
             values.setdefault(event.item, {}).update(event.attributes)
-    for id_, item in brought.items():
+    for id_, item in new_item_by_id.items():
         vector = item.vector()
         assert vector is not None
         fresh[id_] = vector
         attributes[id_] = merge_attributes(item.attributes, values.get(id_, {}))
-    for id_, changed in values.items():
+    for id_, item_values in values.items():
         if id_ in generation.items:
-            attributes[id_] = merge_attributes(generation.attributes[id_], changed)
+            attributes[id_] = merge_attributes(generation.attributes[id_], item_values)
     return Day(attributes, fresh, frozenset(values))

@@ -31,38 +31,38 @@ class Report:
     violations: dict[str, list[Violation]] = field(default_factory=dict)
     scenario: str = ""
 
-    def count(self, what: str, number: int = 1) -> None:
+    def count(self, counter_name: str, number: int = 1) -> None:
         """Count something that was covered."""
-        self.counts[what] += number
+        self.counts[counter_name] += number
 
     def violate(
-        self, rule: str, promise: str, expected: object, seen: object, recipe: Iterable[str]
+        self, rule: str, promise: str, expected: object, observed: object, recipe: Iterable[str]
     ) -> None:
         """Record a violation."""
         self.violations.setdefault(rule, []).append(
-            Violation(rule, promise, _text(expected), _text(seen), tuple(recipe), self.scenario)
+            Violation(rule, promise, _text(expected), _text(observed), tuple(recipe), self.scenario)
         )
 
     def require(
         self,
-        holds: bool,
+        is_fulfilled: bool,
         rule: str,
         promise: str,
         expected: object,
-        seen: object,
+        observed: object,
         recipe: Iterable[str],
     ) -> bool:
         """Count a check, and record a violation if it does not hold."""
         self.counts["checks"] += 1
         self.counts[f"rule {rule}"] += 1
-        if not holds:
-            self.violate(rule, promise, expected, seen, recipe)
-        return holds
+        if not is_fulfilled:
+            self.violate(rule, promise, expected, observed, recipe)
+        return is_fulfilled
 
-    def add(self, other: Report) -> None:
+    def add(self, partial_report: Report) -> None:
         """Take over what another report has."""
-        self.counts.update(other.counts)
-        for rule, violations in other.violations.items():
+        self.counts.update(partial_report.counts)
+        for rule, violations in partial_report.violations.items():
             self.violations.setdefault(rule, []).extend(violations)
 
     @property
@@ -74,8 +74,8 @@ class Report:
         """Return the report as text: coverage, then each kind of violation with recipes."""
         lines = [f"seed {self.seed}", "covered:"]
         lines += [
-            f"  {number:>8,} {what}"
-            for what, number in sorted(
+            f"  {number:>8,} {counter_name}"
+            for counter_name, number in sorted(
                 self.counts.items(), key=lambda pair: (pair[0].startswith("rule "), pair[0])
             )
         ]

@@ -41,9 +41,9 @@ def boost(
     """Apply the boosts; candidates of equal worth keep their order."""
     boosted = []
     for score, item in candidates:
-        for one in spec.get("boost", []):
-            if passes(one["filter"], attributes.get(item, {})):
-                score = score * one["factor"] if score >= 0 else score / one["factor"]
+        for boost_rule in spec.get("boost", []):
+            if passes(boost_rule["filter"], attributes.get(item, {})):
+                score = score * boost_rule["factor"] if score >= 0 else score / boost_rule["factor"]
         boosted.append((score, item))
     return sorted(boosted, key=lambda pair: -pair[0])
 
@@ -66,51 +66,62 @@ def complaint(
     """Return why `items` is not the first k of the candidates in the new order, or None if it is."""
     ranked = boost(candidates, spec, attributes)
     diversify = spec.get("diversify", {})
-    mmr, most, name = diversify.get("mmr", 1.0), diversify.get("most"), diversify.get("attribute")
+    mmr, per_value_max, name = (
+        diversify.get("mmr", 1.0),
+        diversify.get("most"),
+        diversify.get("attribute"),
+    )
     scores = [score for score, _ in ranked]
     low, high = (min(scores), max(scores)) if scores else (0.0, 0.0)
     span = high - low or 1.0
-    taken: Counter[str] = Counter()
-    chosen: list[str] = []
-    for place in range(k + 1):
+    count_by_value: Counter[str] = Counter()
+    chosen_items: list[str] = []
+    for rank in range(k + 1):
         open_ = [
             (score, item)
             for score, item in ranked
-            if item not in chosen
+            if item not in chosen_items
             and (
-                most is None
-                or all(taken[value] < most for value in _values(attributes[item], name))
+                per_value_max is None
+                or all(
+                    count_by_value[value] < per_value_max
+                    for value in _values(attributes[item], name)
+                )
             )
         ]
-        if place == k or not open_:
-            return None if len(items) == place else f"{len(items)} items, {place} expected"
-        if place == len(items):
-            return f"{place} items; {open_[0][1]!r} could follow"
+        if rank == k or not open_:
+            return None if len(items) == rank else f"{len(items)} items, {rank} expected"
+        if rank == len(items):
+            return f"{rank} items; {open_[0][1]!r} could follow"
         worths = []
         for score, item in open_:
             worth = mmr * (score - low) / span
-            if mmr < 1 and chosen:
+            if mmr < 1 and chosen_items:
                 worth -= (1 - mmr) * max(
-                    (max(cosine(vectors[item], vectors[other]), 0.0) for other in chosen),
+                    (
+                        max(cosine(vectors[item], vectors[chosen_item]), 0.0)
+                        for chosen_item in chosen_items
+                    ),
                     default=0.0,
                 )
             worths.append(worth)
-        best = max(worths)
+        best_worth = max(worths)
         ids = [item for _, item in open_]
-        if items[place] not in ids:
-            return f"place {place}: {items[place]!r} is no candidate there"
-        index = ids.index(items[place])
+        if items[rank] not in ids:
+            return f"place {rank}: {items[rank]!r} is no candidate there"
+        index = ids.index(items[rank])
         exact = mmr == 1.0
-        if worths[index] < best - (0 if exact else TOLERANCE):
-            return f"place {place}: {items[place]!r} is worth {worths[index]:g}, {ids[worths.index(best)]!r} {best:g}"
-        if exact and worths.index(best) != index:
-            return f"place {place}: {items[place]!r} stands behind its equal {ids[worths.index(best)]!r}"
-        chosen.append(items[place])
-        taken.update(_values(attributes[items[place]], name))
+        if worths[index] < best_worth - (0 if exact else TOLERANCE):
+            best_item = ids[worths.index(best_worth)]
+            return f"place {rank}: {items[rank]!r} is worth {worths[index]:g}, {best_item!r} {best_worth:g}"
+        if exact and worths.index(best_worth) != index:
+            return f"place {rank}: {items[rank]!r} stands behind its equal {ids[worths.index(best_worth)]!r}"
+        chosen_items.append(items[rank])
+        count_by_value.update(_values(attributes[items[rank]], name))
     return None
 
 
-def cosine(left: Vector, right: Vector) -> float:
+def cosine(left_vector: Vector, right: Vector) -> float:
     """Cosine of two vectors; 0 where one is zero."""
-    length = math.sqrt(sum(a * a for a in left) * sum(b * b for b in right))
-    return sum(a * b for a, b in zip(left, right, strict=True)) / length if length else 0.0
+    length = math.sqrt(sum(a * a for a in left_vector) * sum(b * b for b in right))
+    return sum(a * b for a, b in zip(left_vector, right, strict=True)) / length if length else 0.0

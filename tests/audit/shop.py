@@ -361,27 +361,27 @@ class Shop:
 
     def block(self, item: str | None = None, user: str | None = None) -> None:
         """Block an item, a user, or both."""
-        words = ["block"]
+        arguments = ["block"]
         if item is not None:
-            words += ["--item", item]
+            arguments += ["--item", item]
             self.knowledge.blocked_items.add(item)
         if user is not None:
-            words += ["--entity", user]
+            arguments += ["--entity", user]
             self.knowledge.blocked_users.add(user)
-        self.site.run(*words)
+        self.site.run(*arguments)
         self.knowledge.change()
         self.report.count("blocks")
 
     def unblock(self, item: str | None = None, user: str | None = None) -> None:
         """Take an item or a user off the blocklist."""
-        words = ["unblock"]
+        arguments = ["unblock"]
         if item is not None:
-            words += ["--item", item]
+            arguments += ["--item", item]
             self.knowledge.blocked_items.discard(item)
         if user is not None:
-            words += ["--entity", user]
+            arguments += ["--entity", user]
             self.knowledge.blocked_users.discard(user)
-        self.site.run(*words)
+        self.site.run(*arguments)
         self.knowledge.change()
         self.report.count("unblocks")
         self.learn_again()
@@ -432,10 +432,12 @@ class Shop:
         if reply.status != 202:
             return {}
         receipt: Json = reply.body
-        rejected = {one["index"]: one["reason"] for one in receipt["rejected"]}
-        barred = self.erased_users | self.knowledge.blocked_users
+        rejected = {rejection["index"]: rejection["reason"] for rejection in receipt["rejected"]}
+        refused_users = self.erased_users | self.knowledge.blocked_users
         expected = {
-            index: "erased" for index, event in enumerate(events) if event.get("user") in barred
+            index: "erased"
+            for index, event in enumerate(events)
+            if event.get("user") in refused_users
         }
         self.report.require(
             rejected == expected,
@@ -453,24 +455,24 @@ class Shop:
             receipt,
             client.recent[-3:],
         )
-        now = time.time()
+        now_s = time.time()
         self.new_items += [str(event["item"]) for event in events if "features" in event]
         for index, event in enumerate(events):
             if index not in rejected:
-                self.log_event(event, receipt["position"], now)
-        self.log_event(marker, receipt["position"], now)
+                self.log_event(event, receipt["position"], now_s)
+        self.log_event(marker, receipt["position"], now_s)
         self.sent_events += 1
         self.knowledge.change()
         self.report.count("events", len(events))
         return receipt
 
-    def log_event(self, event: Json, position: str, now: float) -> None:
+    def log_event(self, event: Json, position: str, now_s: float) -> None:
         """Log an event that was accepted."""
         self.knowledge.events.append(
             Event(
                 str(event["id"]),
                 position,
-                float(event.get("time", now)),
+                float(event.get("time", now_s)),
                 event.get("user"),
                 event.get("item"),
                 event.get("weight", 1.0),
@@ -577,26 +579,26 @@ class Shop:
     def draw_ask(self, rng: random.Random, generations: list[str] | None = None) -> Ask:
         """Draw a question about a list of a user."""
         entity = self.draw_input(rng)
-        ask = Ask("user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk]))
+        lookup = Ask("user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk]))
         if rng.random() < 0.4:
             expression = (
                 rng.choice(["in_stock", "cheap"]) if rng.random() < 0.4 else draw_filter(rng)
             )
-            ask = replace(ask, filter=expression)
+            lookup = replace(lookup, filter=expression)
         if rng.random() < 0.25:
             count = rng.choice([1, 3, 8, 40])
             items = list(self.world.items)
-            ask = replace(ask, exclude=tuple(rng.sample(items, min(count, len(items)))))
+            lookup = replace(lookup, exclude=tuple(rng.sample(items, min(count, len(items)))))
         if rng.random() < 0.25:
-            ask = replace(
-                ask,
+            lookup = replace(
+                lookup,
                 rerank=rng.choice(["varied", "fresh"]) if rng.random() < 0.3 else draw_rerank(rng),
             )
         if rng.random() < 0.1:
-            ask = replace(ask, stored_only=True)
+            lookup = replace(lookup, stored_only=True)
         if rng.random() < 0.1 and generations:
-            ask = replace(ask, generation=rng.choice(generations))
-        return ask
+            lookup = replace(lookup, generation=rng.choice(generations))
+        return lookup
 
     def ask_once(
         self, rng: random.Random, generations: list[str] | None = None, client: Client | None = None
@@ -625,17 +627,17 @@ class Shop:
         if kind == "list":
             checker.ask(client, self.draw_ask(rng, generations))
         elif kind == "get":
-            ask = replace(
+            lookup = replace(
                 self.draw_ask(rng, generations),
                 entity=Input(rng.choice(self.world.users)),
                 exclude=(),
             )
-            checker.ask(client, ask, route="get")
+            checker.ask(client, lookup, route="get")
         elif kind == "batch":
-            ask = self.draw_ask(rng, generations)
+            lookup = self.draw_ask(rng, generations)
             checker.ask(
                 client,
-                *(replace(ask, entity=self.draw_input(rng)) for _ in range(rng.randrange(2, 9))),
+                *(replace(lookup, entity=self.draw_input(rng)) for _ in range(rng.randrange(2, 9))),
             )
         elif kind == "vector":
             checker.ask(client, Ask("user_vector", self.draw_input(rng)))
@@ -644,24 +646,24 @@ class Shop:
         elif kind == "item":
             checker.ask(client, Ask("item_vector", Input(rng.choice([*items, "unheard of"]))))
         elif kind == "similar":
-            ask = Ask(
+            lookup = Ask(
                 "item_similar",
                 Input(rng.choice([*items, "unheard of"])),
                 k=rng.choice([None, 1, 5, 12]),
             )
             if rng.random() < 0.4:
-                ask = replace(ask, filter=draw_filter(rng))
+                lookup = replace(lookup, filter=draw_filter(rng))
             elif rng.random() < 0.4:
-                ask = replace(ask, exclude=tuple(rng.sample(items, 3)))
-            checker.ask(client, ask)
+                lookup = replace(lookup, exclude=tuple(rng.sample(items, 3)))
+            checker.ask(client, lookup)
         elif kind == "facet":
             table, value = rng.choice(
                 [("brands", rng.choice(BRANDS[:-1])), ("tagged", rng.choice(TAGS)), ("brands", "?")]
             )
-            ask = Ask(table, Input(value), k=rng.choice([None, 1, 3]))
+            lookup = Ask(table, Input(value), k=rng.choice([None, 1, 3]))
             if rng.random() < 0.3:
-                ask = replace(ask, exclude=tuple(rng.sample(items, 3)))
-            checker.ask(client, ask)
+                lookup = replace(lookup, exclude=tuple(rng.sample(items, 3)))
+            checker.ask(client, lookup)
         elif kind == "explain":
             checker.explain_and_ask(client, self.draw_ask(rng, generations))
         elif kind == "score":
@@ -683,9 +685,15 @@ class Shop:
             )
         else:
             user = rng.choice(self.world.users)
-            sent = self.draw_input(rng)
+            drawn_input = self.draw_input(rng)
             checker.ask(
-                client, Ask("user_topk", Input(user, sent.history, sent.country), k=5, fresh=True)
+                client,
+                Ask(
+                    "user_topk",
+                    Input(user, drawn_input.history, drawn_input.country),
+                    k=5,
+                    fresh=True,
+                ),
             )
 
     def compare_metrics(self) -> None:
@@ -710,17 +718,25 @@ class Shop:
                 {f'table="{t}"': n for t, n in know.with_events.items()},
             ),
         ):
-            seen = {
+            metric_counts = {
                 name[len(label) + 1 : -1]: int(value)
                 for name, value in metrics.items()
                 if name.startswith(label + "{") and value
             }
             self.report.require(
-                seen == {name: number for name, number in expected.items() if number},
+                metric_counts == {name: number for name, number in expected.items() if number},
                 f"metrics {label}",
                 PROMISES["metrics"],
-                {name: n for name, n in sorted(expected.items()) if seen.get(name, 0) != n},
-                {name: n for name, n in sorted(seen.items()) if expected.get(name, 0) != n},
+                {
+                    name: n
+                    for name, n in sorted(expected.items())
+                    if metric_counts.get(name, 0) != n
+                },
+                {
+                    name: n
+                    for name, n in sorted(metric_counts.items())
+                    if expected.get(name, 0) != n
+                },
                 [
                     "count the answers of all requests since the start of the service, then GET /metrics"
                 ],

@@ -43,11 +43,11 @@ def test_answers_keep_the_promises_of_the_documents_in_all_scenarios(
 ) -> None:
     # given ten minutes, and a printed seed
     print(f"seed {seed}")
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     # when all scenarios run
     report = run_audit(None, seed, 510, tmp_path, lanes=2)
 
     # then no promise was broken
-    print(_text_of(report), f"{time.monotonic() - began:.0f} s", sep="\n")
+    print(_text_of(report), f"{time.monotonic() - started_at:.0f} s", sep="\n")
     assert report.is_clean, _text_of(report)

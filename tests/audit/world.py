@@ -179,13 +179,13 @@ def make_world(seed: int, shape: Shape) -> World:
     rng = random.Random(f"world {seed}")
     ids = [_item_id(number) for number in range(shape.items)]
     items: dict[str, Item] = {}
-    looks = [draw_looks(rng) for _ in range(shape.items)]
+    looks_vectors = [draw_looks(rng) for _ in range(shape.items)]
     for number, id_ in enumerate(ids):
         twin = number - rng.randrange(1, 4)
         if rng.random() < 0.2 and twin >= 0:
-            looks[number] = looks[twin]
+            looks_vectors[number] = looks_vectors[twin]
         lift = 0.0 if rng.random() < 0.7 else rng.choice([-1.0, 0.5, 1.0])
-        items[id_] = Item(id_, looks[number], lift, draw_attributes(rng))
+        items[id_] = Item(id_, looks_vectors[number], lift, draw_attributes(rng))
     lacking = ids[rng.randrange(shape.items)]
     items[lacking] = replace(items[lacking], looks=None)
     vocabulary = tuple(id_ for id_ in ids[: shape.items - shape.unknown_items])

@@ -42,13 +42,15 @@ def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
         bodies = [
             orjson.dumps({"entities": users[at : at + 100], "k": 20}) for at in range(0, 100, 10)
         ]
-        made = [request(f"/v1/lookup/{TABLE}", body) for body in bodies]
+        raw_requests = [request(f"/v1/lookup/{TABLE}", body) for body in bodies]
     else:
-        made = [request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in users]
+        raw_requests = [
+            request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in users
+        ]
     if not header:
-        return made
+        return raw_requests
     line = f"\r\nAuthorization: {header}\r\n".encode()
-    return [each.replace(b"\r\n", line, 1) for each in made]
+    return [raw_request.replace(b"\r\n", line, 1) for raw_request in raw_requests]
 
 
 def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
@@ -70,54 +72,59 @@ def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     return {"open": {}, "default": {"LARDER_TOKEN": "sesame"}, **settings}, headers
 
 
-def measure(report: Report, case: Case, kind: str, before: Path, options: Options) -> None:
+def measure(
+    report: Report, case: Case, kind: str, baseline_checkout: Path, options: Options
+) -> None:
     """One kind of request, a service for each variant, all on the first core."""
     settings, headers = variants(case.folder)
     count = COUNTS[kind] // (6 if options.quick else 1)
     more = {"LARDER_L1_BYTES": "1"} if kind == "stored" else {}
     with ExitStack() as stack:
 
-        def serve(name: str, checkout: Path, own: dict[str, str]) -> Program:
+        def serve(name: str, checkout: Path, variant_settings: dict[str, str]) -> Program:
             command = ["env", "-C", str(checkout), sys.executable, "-m", "serving", "--port", "0"]
-            environ = environment(case.night, PYTHONPATH=str(checkout), **own, **more)
+            environ = environment(case.night, PYTHONPATH=str(checkout), **variant_settings, **more)
             log = case.folder / f"{name}.log"
             return stack.enter_context(program([*command, "--log-level", "warning"], log, environ))
 
         def run(target: Program, name: str) -> Callable[[], float]:
-            asked = requests_of(case, kind, headers[name])
-            return lambda: per_cpu_s(target, asked, count)
+            raw_requests = requests_of(case, kind, headers[name])
+            return lambda: per_cpu_s(target, raw_requests, count)
 
         baselines = {
-            name: serve(f"before-{name}", before, settings[name]) for name in ("open", "default")
+            name: serve(f"before-{name}", baseline_checkout, settings[name])
+            for name in ("open", "default")
         }
-        running = {name: serve(name, ROOT, own) for name, own in settings.items()}
+        running = {
+            name: serve(name, ROOT, variant_settings) for name, variant_settings in settings.items()
+        }
         placed = place(*baselines.values(), *running.values())
         report.figures["placement"] = f"servers on {placed}"
-        found = compare(
+        ratio_by_pair = compare(
             {name: run(target, name) for name, target in baselines.items()},
             {name: run(target, name) for name, target in running.items()},
             rounds=options.rounds,
         )
-    for (baseline, name), ratio in found.items():
+    for (baseline, name), ratio in ratio_by_pair.items():
         if (baseline == "open") == (name == "open"):
             report.ratios[f"{kind}_{name}_vs_before"] = ratio
 
 
 def main() -> None:
     """Measure and report."""
-    argv, before = sys.argv[1:], ROOT
+    argv, baseline_checkout = sys.argv[1:], ROOT
     if "--before" in argv:
         at = argv.index("--before")
-        before = Path(argv[at + 1]).absolute()
+        baseline_checkout = Path(argv[at + 1]).absolute()
         del argv[at : at + 2]
     options = parse(__doc__ or "", argv)
     report = Report("access", ("uvicorn", "uvloop", "httptools"))
-    report.figures["before"] = str(before)
+    report.figures["before"] = str(baseline_checkout)
     report.figures["unit"] = "requests per second of the server's processor time"
     with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
         case = make_case(Path(folder), server.url, options.quick)
         for kind in COUNTS:
-            measure(report, case, kind, before, options)
+            measure(report, case, kind, baseline_checkout, options)
     report.show(options)
 
 

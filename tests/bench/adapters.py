@@ -45,24 +45,26 @@ class Fitted:
         users, items = size
         rng = np.random.default_rng(0)
         lengths = np.clip(20 * rng.pareto(1.6, users) + 20, 20, 800).astype(np.int64)
-        seen = Histories.of([
+        click_histories = Histories.of([
             np.unique((items * rng.random(count) ** 2.5).astype(np.int64)) for count in lengths
         ])  # fmt: skip
-        ones = np.ones(len(seen.indices), np.float32)
-        clicks = sp.csr_matrix((ones, seen.indices, seen.indptr), size)
+        ones = np.ones(len(click_histories.indices), np.float32)
+        clicks = sp.csr_matrix((ones, click_histories.indices, click_histories.indptr), size)
         model = als.AlternatingLeastSquares(factors=FACTORS, iterations=5, random_state=0)
         if fit:
             model.fit(clicks, show_progress=False)
         else:
             model.user_factors = rng.standard_normal((users, FACTORS), np.float32)
             model.item_factors = rng.standard_normal((items, FACTORS), np.float32)
-        return cls(model, clicks, seen)
+        return cls(model, clicks, click_histories)
 
     def by_implicit(self) -> NDArray[np.int64]:
         """Lists [users, K] by implicit."""
         users = np.arange(self.clicks.shape[0])
-        found = self.model.recommend(users, self.clicks, N=K, filter_already_liked_items=True)
-        return np.asarray(found[0], np.int64)
+        ids_and_scores = self.model.recommend(
+            users, self.clicks, N=K, filter_already_liked_items=True
+        )
+        return np.asarray(ids_and_scores[0], np.int64)
 
     def by_larder(self) -> NDArray[np.int64]:
         """Lists [users, K] by the night's scorer."""
@@ -71,16 +73,18 @@ class Fitted:
 
     def overlap(self) -> float:
         """Share of implicit's lists that ours hold; items that score as the last one does count as equal."""
-        theirs, ours = self.by_implicit(), self.by_larder()
+        theirs, larder_lists = self.by_implicit(), self.by_larder()
         missing = 0
-        differ = np.flatnonzero((np.sort(theirs, axis=1) != np.sort(ours, axis=1)).any(axis=1))
+        differ = np.flatnonzero(
+            (np.sort(theirs, axis=1) != np.sort(larder_lists, axis=1)).any(axis=1)
+        )
         for row in differ:
             user = self.model.user_factors[row].astype(np.float64)
             last = float((self.model.item_factors[theirs[row]] @ user).min())
-            alone = np.setxor1d(theirs[row], ours[row])
+            alone = np.setxor1d(theirs[row], larder_lists[row])
             scores = self.model.item_factors[alone] @ user
             missing += int((np.abs(scores - last) > CLOSE * abs(last)).sum()) + len(
-                np.intersect1d(ours[row], self.clicks[row].indices)
+                np.intersect1d(larder_lists[row], self.clicks[row].indices)
             )
         return 1.0 - missing / theirs.size
 
@@ -111,12 +115,12 @@ def main() -> None:
         if overlap < 1:
             raise RuntimeError(f"lists of {size} share {overlap:.6f}: they have to be the same")
         report.figures |= {f"size{name}": f"{size[0]:,} x {size[1]:,}", f"overlap{name}": overlap}
-        found = alternate(
+        ratio_by_name = alternate(
             lambda fitted=fitted, users=size[0]: rate(fitted.by_implicit, users),  # type: ignore[misc]
             {"larder": lambda fitted=fitted, users=size[0]: rate(fitted.by_larder, users)},  # type: ignore[misc]
             rounds=options.rounds,
         )
-        report.ratios[f"vs_implicit_recommend{name}"] = found["larder"]
+        report.ratios[f"vs_implicit_recommend{name}"] = ratio_by_name["larder"]
     report.show(options)
 
 

@@ -56,15 +56,15 @@ def accuracy(report: Report, options: Options) -> None:
     file = trace_file()
     keys = zipf(40_000, 1_000_000) if file is None else orm_busy(file)
     capacities = capacities_of(keys, SHARES)
-    listed = keys.tolist()
-    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    key_list = keys.tolist()
+    exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
     errors, rates, spent, touches = [], [], 0.0, 0
     seeds = range(2 if options.quick else 8)
     for seed in seeds:
         shards = Shards(capacities, ServingConfig().advisor_keys)
-        began = time.process_time()
+        cpu_start_s = time.process_time()
         sampled(keys, shards, seed=seed)
-        spent += time.process_time() - began
+        spent += time.process_time() - cpu_start_s
         touches += shards.sampled
         rates.append(shards.rate)
         errors.append(np.abs(np.array(shards.hit_ratios()) - exact) * 100)
@@ -74,8 +74,8 @@ def accuracy(report: Report, options: Options) -> None:
     report.figures["sampling rate"] = f"{min(rates):.3f} to {max(rates):.3f}"
     report.figures["seeds"] = len(seeds)
     report.figures["us per sampled read"] = spent / touches * 1e6
-    for share, capacity, ratio, error in zip(SHARES, capacities, exact, worst, strict=True):
-        name = f"{share:.1%} of keys ({capacity})"
+    for key_share, capacity, ratio, error in zip(SHARES, capacities, exact, worst, strict=True):
+        name = f"{key_share:.1%} of keys ({capacity})"
         report.figures[name] = f"exact {ratio:.4f}, off by {error:.2f} points at most"
     for name, error in (
         ("max_error_points", worst[IS_LARGE].max()),
@@ -97,26 +97,31 @@ def public(report: Report, options: Options) -> None:
             continue
         keys = trace.keys()[: QUICK_READS if options.quick else None]
         capacities = capacities_of(keys, SHARES)
-        report.figures["judge"], found = judge(keys, capacities, ("LRU",))
-        lru = np.array(found["LRU"])
-        for most, errors in worst.items():
+        report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities, ("LRU",))
+        lru = np.array(hit_ratios_by_policy["LRU"])
+        for sampled_keys_max, errors in worst.items():
             errors.append(
-                np.max([off(keys, capacities, most, lru, seed) for seed in seeds], axis=0)
+                np.max(
+                    [off(keys, capacities, sampled_keys_max, lru, seed) for seed in seeds], axis=0
+                )
             )
-        shown = ", ".join(f"{lru[SHARES.index(share)]:.4f} at {share:.0%}" for share in SHOWN)
+        hit_ratio_text = ", ".join(
+            f"{lru[SHARES.index(key_share)]:.4f} at {key_share:.0%}" for key_share in SHOWN
+        )
         report.figures[f"{trace.name}: {len(keys):,} reads, {int(keys.max()) + 1:,} keys"] = (
-            f"LRU {shown}; off by at most "
+            f"LRU {hit_ratio_text}; off by at most "
             + ", ".join(
-                f"{errors[-1][IS_LARGE].max():.2f} points ({errors[-1].max():.2f} from 0.1 %) with {most:,} sampled"
-                for most, errors in worst.items()
+                f"{errors[-1][IS_LARGE].max():.2f} points ({errors[-1].max():.2f} from 0.1 %) with "
+                f"{sampled_keys_max:,} sampled"
+                for sampled_keys_max, errors in worst.items()
             )
         )
     report.absent += missing()
     if not worst[keys_max]:
         return
-    for most, suffix in ((keys_max, ""), (keys_max // FEWER, "_quarter")):
-        for name, chosen in (("public", IS_LARGE), ("public_small", ~IS_LARGE)):
-            error = float(np.max(worst[most], axis=0)[chosen].max())
+    for sampled_keys_max, suffix in ((keys_max, ""), (keys_max // FEWER, "_quarter")):
+        for name, capacity_mask in (("public", IS_LARGE), ("public_small", ~IS_LARGE)):
+            error = float(np.max(worst[sampled_keys_max], axis=0)[capacity_mask].max())
             report.ratios[f"max_error_points_{name}{suffix}"] = Ratio(
                 error, 1.0, len(seeds), error, 1.0
             )

@@ -105,24 +105,26 @@ def over_http(
                 count: int = count,
                 busy: dict[str, list[float]] = busy,
             ) -> Callable[[], float]:
-                def once() -> float:
+                def measure_rate() -> float:
                     requests = strangers.requests(count, entities)
                     driven = drive(servers[name], requests, count, IN_FLIGHT[entities])
                     busy[name].append(driven.busy)
                     return entities * driven.per_cpu_s
 
-                return once
+                return measure_rate
 
-            found = alternate(
+            ratio_by_name = alternate(
                 run("no_cache"),
                 {name: run(name) for name in servers if name != "no_cache"},
                 rounds=options.rounds,
                 rounds_max=7 if options.quick else None,
             )
-            for name, ratio in found.items():
+            for name, ratio in ratio_by_name.items():
                 report.ratios[f"{size}{name}vs_no_cache"] = ratio
-            share = min(statistics.median(each) for each in busy.values())
-            report.figures[f"{size or 'single_'}share of the core used, at least"] = round(share, 3)
+            busy_share = min(statistics.median(busy_shares) for busy_shares in busy.values())
+            report.figures[f"{size or 'single_'}share of the core used, at least"] = round(
+                busy_share, 3
+            )
 
 
 def in_process(report: Report, case: Case, strangers: Strangers, options: Options) -> None:
@@ -140,28 +142,30 @@ def in_process(report: Report, case: Case, strangers: Strangers, options: Option
         }
         with no_tiers():
             services["no_cache"] = service(config)
-        for each in services.values():
-            runner.run(_answer(each, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1]))
+        for running_service in services.values():
+            runner.run(
+                _answer(running_service, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1])
+            )
         settle()
         for entities, size in ((1, ""), (100, "batch_")):
             count = (800 if options.quick else 4_000) // entities
 
             def run(name: str, entities: int = entities, count: int = count) -> Callable[[], float]:
-                def once() -> float:
+                def measure_rate() -> float:
                     bodies = strangers.bodies(count, entities)
-                    began = time.perf_counter()
+                    started_at = time.perf_counter()
                     runner.run(_answer(services[name], bodies, IN_FLIGHT[entities]))
-                    return count * entities / (time.perf_counter() - began)
+                    return count * entities / (time.perf_counter() - started_at)
 
-                return once
+                return measure_rate
 
-            found = alternate(
+            ratio_by_name = alternate(
                 run("no_cache"),
                 {name: run(name) for name in services if name != "no_cache"},
                 rounds=options.rounds,
                 rounds_max=7 if options.quick else None,
             )
-            for name, ratio in found.items():
+            for name, ratio in ratio_by_name.items():
                 report.ratios[f"in_process_{size}{name}vs_no_cache"] = ratio
         runner.run(stack.aclose())
 
@@ -171,8 +175,8 @@ async def _answer(service: Service, bodies: Sequence[bytes], in_flight: int) -> 
 
     async def caller() -> None:
         for body in waiting:
-            ask: Ask = lookup_of({}, body, "json", TABLE, service.limits)
-            for answer in await service.ladder.lookup(service.holding(), ask, time.monotonic()):
+            lookup: Ask = lookup_of({}, body, "json", TABLE, service.limits)
+            for answer in await service.ladder.lookup(service.holding(), lookup, time.monotonic()):
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 

@@ -125,33 +125,40 @@ def measure(
     count = len(case.records)
 
     def timed(write: Write) -> Callable[[], float]:
-        def once() -> float:
+        def measure_rate() -> float:
             client.flushall(asynchronous=False)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             write(client)
-            return count / (time.perf_counter() - began)
+            return count / (time.perf_counter() - started_at)
 
-        return once
+        return measure_rate
 
     ways = writers(case, config)
-    for name, way in (("vs_set_pipeline", "SET pipeline"), ("vs_mset", "MSET")):
-        found = alternate(timed(ways[way]), {"load": timed(ways["load_part"])}, rounds=rounds)
-        report.ratios[name] = found["load"]
+    for name, writer_name in (("vs_set_pipeline", "SET pipeline"), ("vs_mset", "MSET")):
+        ratio_by_name = alternate(
+            timed(ways[writer_name]), {"load": timed(ways["load_part"])}, rounds=rounds
+        )
+        report.ratios[name] = ratio_by_name["load"]
     client.close()
-    size, held = LAYOUT.size_bytes, {name: held_by(way, count) for name, way in ways.items()}
-    for name, bytes_each in held.items():
-        report.figures[f"bytes per entity, {name}"] = round(bytes_each, 1)
-    ours = held["load_part"]
-    report.ratios["bytes_over_payload"] = Ratio(ours / size, 1.0, 1, ours, size)
+    size, bytes_per_record_by_writer = (
+        LAYOUT.size_bytes,
+        {name: held_by(write, count) for name, write in ways.items()},
+    )
+    for name, bytes_per_record in bytes_per_record_by_writer.items():
+        report.figures[f"bytes per entity, {name}"] = round(bytes_per_record, 1)
+    loader_bytes_per_record = bytes_per_record_by_writer["load_part"]
+    report.ratios["bytes_over_payload"] = Ratio(
+        loader_bytes_per_record / size, 1.0, 1, loader_bytes_per_record, size
+    )
     report.promises["bytes_over_payload"] = Promise(least=1.0, most=1.01)
 
 
 def held_by(write: Write, count: int) -> float:
     """Bytes of memory per record, in a Redis that held nothing before: a used one gives back only in its own time."""
     with own_server() as fresh, redis.Redis.from_url(fresh.url, protocol=3) as client:
-        before = int(client.info("memory")["used_memory"])
+        used_bytes_before = int(client.info("memory")["used_memory"])
         write(client)
-        return (int(client.info("memory")["used_memory"]) - before) / count
+        return (int(client.info("memory")["used_memory"]) - used_bytes_before) / count
 
 
 if __name__ == "__main__":

@@ -49,27 +49,31 @@ def by_vectors(report: Report, options: Options) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((ITEMS, DIMS), np.float32)
     users = rng.standard_normal((64, DIMS), np.float32)
-    index, best = faiss.IndexFlatIP(DIMS), BestOf(vectors)
+    index, subset_search = faiss.IndexFlatIP(DIMS), BestOf(vectors)
     index.add(vectors)
     faiss.omp_set_num_threads(1)
-    for name, share in SHARES.items():
-        passing = np.flatnonzero(rng.random(ITEMS) < share)
-        selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing))
+    for name, passing_share in SHARES.items():
+        passing_ordinals = np.flatnonzero(rng.random(ITEMS) < passing_share)
+        selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing_ordinals))
         theirs = index.search(users, K, params=selector)[1]
-        ours = np.stack([best.of(user, passing, K)[0] for user in users])
+        larder_lists = np.stack([subset_search.of(user, passing_ordinals, K)[0] for user in users])
         overlap = np.mean(
-            [len(np.intersect1d(*pair)) / K for pair in zip(ours, theirs, strict=True)]
+            [len(np.intersect1d(*pair)) / K for pair in zip(larder_lists, theirs, strict=True)]
         )
         report.figures[f"{name}overlap"] = float(overlap)
 
         def faiss_rate(selector: object = selector) -> float:
-            return _rate(lambda one: index.search(one[None], K, params=selector), users)
+            return _rate(
+                lambda user_vector: index.search(user_vector[None], K, params=selector), users
+            )
 
-        def our_rate(passing: object = passing) -> float:
-            return _rate(lambda one: best.of(one, passing, K), users)  # type: ignore[arg-type]
+        def our_rate(passing_ordinals: Any = passing_ordinals) -> float:
+            return _rate(
+                lambda user_vector: subset_search.of(user_vector, passing_ordinals, K), users
+            )
 
-        found = alternate(faiss_rate, {"larder": our_rate}, rounds=options.rounds)
-        report.ratios[f"{name}vs_faiss_selector"] = found["larder"]
+        ratio_by_name = alternate(faiss_rate, {"larder": our_rate}, rounds=options.rounds)
+        report.ratios[f"{name}vs_faiss_selector"] = ratio_by_name["larder"]
 
 
 def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
@@ -81,8 +85,8 @@ def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
 
 def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> None:
     """Over HTTP, from L1."""
-    plain = prepare(folder / "plain", redis_url, users=1_000, items=2_000)
-    publish_night(plain, UNTIL)
+    config_without_prices = prepare(folder / "plain", redis_url, users=1_000, items=2_000)
+    publish_night(config_without_prices, UNTIL)
     config = prepare(folder / "shop", redis_url, users=1_000, items=2_000)
     path = config.path("items.parquet")
     table = pq.read_table(path)
@@ -96,7 +100,7 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     with (
         program(serve, folder / "log", environment(config)) as filtering,
-        program(serve, folder / "plain.log", environment(plain)) as without,
+        program(serve, folder / "plain.log", environment(config_without_prices)) as without,
     ):
         # An age that none has: for the complete way.
         complete = "&max_age_seconds=1000000000"
@@ -111,9 +115,9 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
         varied = complete + "&rerank=" + quote('{"diversify":{"mmr":0.7}}', safe="")
 
         def run(target: Program, spell: Spelling, numbers: Iterator[int], more: str) -> float:
-            some = list(itertools.islice(numbers, count))
-            ids = [spell(users[number % len(users)], number) for number in some]
-            sending = [request(f"/v1/lookup/user_topk/{each}?k=20{more}") for each in ids]
+            request_numbers = list(itertools.islice(numbers, count))
+            ids = [spell(users[number % len(users)], number) for number in request_numbers]
+            sending = [request(f"/v1/lookup/user_topk/{user_id}?k=20{more}") for user_id in ids]
             return per_cpu_s(target, sending, count)
 
         for name, spell, baseline, less, more in (
@@ -124,12 +128,12 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
             ("varied", quoted, filtering, complete, varied),
         ):
             numbers = itertools.count()
-            found = compare(
+            ratio_by_pair = compare(
                 {"baseline": partial(run, baseline, spell, numbers, less)},
                 {"candidate": partial(run, filtering, spell, numbers, more)},
                 rounds=options.rounds,
             )
-            (report.ratios[name],) = found.values()
+            (report.ratios[name],) = ratio_by_pair.values()
 
 
 def quoted(id_: str, _: int) -> str:

@@ -92,7 +92,7 @@ def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Repo
         fleet(config, folder / "logs", count=REPLICAS, LARDER_POLL_S="1.0") as services,
         control_of(config) as control,
     ):
-        urls = [each.url for each in services]
+        urls = [service.url for service in services]
         with calling(urls, paths, rate=size.rate, seed=SEED, folder=folder) as calls:
             time.sleep(SETTLE_S)
             flips = []
@@ -121,8 +121,12 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
         raise RuntimeError("there is no pointer")
 
     def swaps() -> list[float]:
-        found = [each for each in control.replicas() if each.epoch == pointer.epoch]
-        return [each.swapped_at for each in found if each.swapped_at is not None]
+        following_replicas = [
+            replica for replica in control.replicas() if replica.epoch == pointer.epoch
+        ]
+        return [
+            replica.swapped_at for replica in following_replicas if replica.swapped_at is not None
+        ]
 
     time.sleep(AFTER_S)  # looking would be work on the same cores
     if not until(lambda: len(swaps()) == REPLICAS):
@@ -131,23 +135,23 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
 
 
 def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
-    before = [calls.between(each.asked_at - 1, each.asked_at) for each in flips]
-    earlier = [calls.between(each.asked_at - 2, each.asked_at - 1) for each in flips]
+    durations_before = [calls.between(flip.asked_at - 1, flip.asked_at) for flip in flips]
+    earlier = [calls.between(flip.asked_at - 2, flip.asked_at - 1) for flip in flips]
     staging = [
-        calls.between(each.asked_at, each.moved_at) for each in flips if not each.is_rollback
+        calls.between(flip.asked_at, flip.moved_at) for flip in flips if not flip.is_rollback
     ]
-    during = [calls.between(each.moved_at, max(each.swapped_at) + AFTER_S) for each in flips]
-    rollbacks = [each for each in flips if each.is_rollback]
+    during = [calls.between(flip.moved_at, max(flip.swapped_at) + AFTER_S) for flip in flips]
+    rollbacks = [flip for flip in flips if flip.is_rollback]
     report = Report("flip", ("redis", "hiredis", "fastapi", "uvicorn", "onnxruntime"))
     report.ratios["p99_during_vs_before"] = Ratio(
-        value=_p99_ms(during) / _p99_ms(before),
-        aa=_p99_ms(before) / _p99_ms(earlier),
+        value=_p99_ms(during) / _p99_ms(durations_before),
+        aa=_p99_ms(durations_before) / _p99_ms(earlier),
         rounds=len(flips),
         candidate=_p99_ms(during),
-        baseline=_p99_ms(before),
+        baseline=_p99_ms(durations_before),
         tolerance=0.1,
     )
-    skew_ms = float(np.percentile([each.skew_ms for each in flips], 99))
+    skew_ms = float(np.percentile([flip.skew_ms for flip in flips], 99))
     report.ratios["skew_p99_ms"] = Ratio(skew_ms, 1.0, len(flips), skew_ms, 1.0)
     report.promises = {
         "p99_during_vs_before": Promise(
@@ -160,25 +164,29 @@ def _report(flips: Sequence[Flip], calls: Recording, size: Size) -> Report:
         "replicas": REPLICAS,
         "users": size.users,
         "requests/s": size.rate,
-        "requests before": sum(map(len, before)),
+        "requests before": sum(map(len, durations_before)),
         "requests during": sum(map(len, during)),
         "requests failed": calls.failed,
-        "p50 before, ms": _percentile_ms(before, 50),
+        "p50 before, ms": _percentile_ms(durations_before, 50),
         "p50 during, ms": _percentile_ms(during, 50),
-        "p99 before, ms": _p99_ms(before),
+        "p99 before, ms": _p99_ms(durations_before),
         "p99 during, ms": _p99_ms(during),
         "p99 during publishes, ms": _p99_ms(
-            [each for each, flip in zip(during, flips, strict=True) if not flip.is_rollback]
+            [
+                durations
+                for durations, flip in zip(during, flips, strict=True)
+                if not flip.is_rollback
+            ]
         ),
         "p99 during rollbacks, ms": _p99_ms(
-            [each for each, flip in zip(during, flips, strict=True) if flip.is_rollback]
+            [durations for durations, flip in zip(during, flips, strict=True) if flip.is_rollback]
         ),
         "p99 while staging, ms": _p99_ms(staging),
-        "skew_p50_ms": float(np.percentile([each.skew_ms for each in flips], 50)),
+        "skew_p50_ms": float(np.percentile([flip.skew_ms for flip in flips], 50)),
         "rollback_visible_p99_ms": float(
-            np.percentile([each.visible_ms for each in rollbacks], 99)
+            np.percentile([flip.visible_ms for flip in rollbacks], 99)
         ),
-        "lag_p99_ms": float(np.percentile([each.lag_ms for each in flips], 99)),
+        "lag_p99_ms": float(np.percentile([flip.lag_ms for flip in flips], 99)),
     }
     return report
 

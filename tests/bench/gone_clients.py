@@ -69,20 +69,20 @@ class Bench(NamedTuple):
             )
             for seed in range(clients)
         ]  # fmt: skip
-        ended, probes = threading.Event(), list[float]()
-        probing = threading.Thread(target=self._probe, args=(ended, probes))
+        stop_event, probes = threading.Event(), list[float]()
+        probing = threading.Thread(target=self._probe, args=(stop_event, probes))
         probing.start()
         try:
-            took = self._ask(self.seconds + 0.5)
+            durations_ms = self._ask(self.seconds + 0.5)
         finally:
-            said = [client.communicate()[0] for client in started]
-            ended.set()
+            client_outputs = [client.communicate()[0] for client in started]
+            stop_event.set()
             probing.join()
         self._settle()
-        counts = [[int(word) for word in line.split()] for line in said]
+        counts = [[int(count_text) for count_text in line.split()] for line in client_outputs]
         return Run(
-            round(float(np.percentile(took, 99, method="higher")), 3),
-            round(max(took), 1),
+            round(float(np.percentile(durations_ms, 99, method="higher")), 3),
+            round(max(durations_ms), 1),
             round(max(probes), 1),
             sum(requests for requests, _, _ in counts),
             sum(answered for _, answered, _ in counts),
@@ -97,8 +97,10 @@ class Bench(NamedTuple):
     def shed(self) -> str:
         """Counts of `larder_shed_total` by stage."""
         lines = self._get("/metrics").decode().splitlines()
-        found = [line.split() for line in lines if line.startswith("larder_shed_total{")]
-        return " ".join(f"{name.split(chr(34))[1]}={float(count):g}" for name, count in found)
+        shed_samples = [line.split() for line in lines if line.startswith("larder_shed_total{")]
+        return " ".join(
+            f"{name.split(chr(34))[1]}={float(count):g}" for name, count in shed_samples
+        )
 
     def _get(self, path: str) -> bytes:
         """The body of an answer on a connection of its own."""
@@ -113,30 +115,30 @@ class Bench(NamedTuple):
     def _ask(self, seconds: float) -> list[float]:
         where, draw = urlsplit(self.larder.url), random.Random(1)
         connection = HTTPConnection(str(where.hostname), where.port, timeout=60)
-        took, until = list[float](), time.monotonic() + seconds
-        while time.monotonic() < until:
-            began = time.perf_counter()
+        durations_ms, ends_at = list[float](), time.monotonic() + seconds
+        while time.monotonic() < ends_at:
+            started_at = time.perf_counter()
             connection.request("GET", _path(draw.choice(self.ids)))
             connection.getresponse().read()
-            took.append(1000 * (time.perf_counter() - began))
+            durations_ms.append(1000 * (time.perf_counter() - started_at))
             time.sleep(_PAUSE_S)
         connection.close()
-        return took
+        return durations_ms
 
     def _settle(self) -> None:
         """Wait until the service has done, or dropped, all that it was asked."""
         quick = 0
         while quick < _QUICK_PROBES:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             self._get("/healthz")
-            quick = quick + 1 if time.perf_counter() - began < PROBE_MS / 1000 else 0
+            quick = quick + 1 if time.perf_counter() - started_at < PROBE_MS / 1000 else 0
             time.sleep(_PROBE_PAUSE_S)
 
-    def _probe(self, ended: threading.Event, took: list[float]) -> None:
-        while not ended.wait(_PROBE_PAUSE_S):
-            began = time.perf_counter()
+    def _probe(self, stop_event: threading.Event, durations_ms: list[float]) -> None:
+        while not stop_event.wait(_PROBE_PAUSE_S):
+            started_at = time.perf_counter()
             self._get("/healthz")
-            took.append(1000 * (time.perf_counter() - began))
+            durations_ms.append(1000 * (time.perf_counter() - started_at))
 
 
 def _path(name: str) -> str:
@@ -160,12 +162,14 @@ def measure(report: Report, bench: Bench, rounds: int) -> None:
                 run = bench.run(clients, mode)
                 runs[mode].append(run)
                 print(f"{clients} that {mode}: {run}", file=sys.stderr, flush=True)
-        patient, gone = ([run.p99_ms for run in runs[mode]] for mode in ("wait", "leave"))
+        patient, leaving_p99s_ms = (
+            [run.p99_ms for run in runs[mode]] for mode in ("wait", "leave")
+        )
         half = rounds // 2
         report.ratios[f"l1_p99_of_{clients}"] = Ratio(
-            round(statistics.median(gone) / statistics.median(patient), 3),
+            round(statistics.median(leaving_p99s_ms) / statistics.median(patient), 3),
             round(statistics.median(patient[half:]) / statistics.median(patient[:half]), 3),
-            rounds, statistics.median(gone), statistics.median(patient), _TOLERANCE,
+            rounds, statistics.median(leaving_p99s_ms), statistics.median(patient), _TOLERANCE,
         )  # fmt: skip
         health_ms = max(run.health_ms for run in runs["leave"])
         report.ratios[f"health_of_{clients}"] = Ratio(

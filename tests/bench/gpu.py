@@ -73,13 +73,15 @@ RATES = {
 
 def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
     """Gaussian vectors; `skewed` gives items lengths as the reference model's are (log-normal)."""
-    few = random_case(4096, items, dims)
+    base_case = random_case(4096, items, dims)
     rng = np.random.default_rng(1)
-    vectors = few.items
+    vectors = base_case.items
     if skewed:
         vectors = vectors * np.exp(0.9 * rng.standard_normal((items, 1))).astype(np.float32)
     rows = np.arange(users) % 4096
-    return Case(rng.standard_normal((users, dims), np.float32), vectors, few.histories.take(rows))
+    return Case(
+        rng.standard_normal((users, dims), np.float32), vectors, base_case.histories.take(rows)
+    )
 
 
 def cases(options: Options, kind: str) -> Iterator[tuple[str, Case]]:
@@ -116,15 +118,17 @@ def product(case: Case, device: Any, columns: int) -> Callable[[], object]:
     import torch
 
     dtype = torch.float32 if device.type == "cpu" else torch.float16
-    users, items = (torch.from_numpy(each).to(device, dtype) for each in (case.users, case.items))
-    out = torch.empty((ROWS, min(columns, len(items))), dtype=dtype, device=device)
+    users, items = (
+        torch.from_numpy(vectors).to(device, dtype) for vectors in (case.users, case.items)
+    )
+    product_buffer = torch.empty((ROWS, min(columns, len(items))), dtype=dtype, device=device)
 
     def run() -> None:
         for row in range(0, len(users), ROWS):
-            some = users[row : row + ROWS]
-            for start in range(0, len(items), out.shape[1]):
-                part = items[start : start + out.shape[1]]
-                torch.mm(some, part.T, out=out[: len(some), : len(part)])
+            user_batch = users[row : row + ROWS]
+            for start in range(0, len(items), product_buffer.shape[1]):
+                part = items[start : start + product_buffer.shape[1]]
+                torch.mm(user_batch, part.T, out=product_buffer[: len(user_batch), : len(part)])
 
     return run
 
@@ -135,12 +139,14 @@ def square_product(case: Case, device: Any) -> float:
 
     side, dtype = SQUARE[device.type], torch.float32 if device.type == "cpu" else torch.bfloat16
     rng = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2))
-    out = torch.empty_like(left)
+    left_matrix, right = (
+        torch.randn(side, side, generator=rng).to(device, dtype) for _ in range(2)
+    )
+    product_buffer = torch.empty_like(left_matrix)
 
     def run() -> None:
         for _ in range(10):
-            torch.mm(left, right, out=out)
+            torch.mm(left_matrix, right, out=product_buffer)
 
     run()
     products_per_s = timed(10, run, device)
@@ -165,9 +171,9 @@ def matmul_topk(case: Case, device: Any, columns: int) -> Callable[[], object]:
 
     def run() -> None:
         for row in range(0, len(case.users), rows):
-            some = torch.from_numpy(case.users[row : row + rows]).to(device, dtype)
-            found = torch.topk(some @ items.T, K)
-            found.values.cpu(), found.indices.cpu()
+            user_batch = torch.from_numpy(case.users[row : row + rows]).to(device, dtype)
+            top_lists = torch.topk(user_batch @ items.T, K)
+            top_lists.values.cpu(), top_lists.indices.cpu()
 
     return run
 
@@ -196,8 +202,8 @@ def cuvs(case: Case) -> Callable[[], object] | None:
     def run() -> None:
         for row in range(0, len(case.users), 16_384):
             queries = cupy.asarray(case.users[row : row + 16_384])
-            for found in brute_force.search(index, queries, K):
-                cupy.asnumpy(cupy.asarray(found))
+            for search_output in brute_force.search(index, queries, K):
+                cupy.asnumpy(cupy.asarray(search_output))
 
     return run
 
@@ -295,18 +301,18 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         timed(len(case.users), without_histories, device)
     )
     columns = 1 << 20 if device.type == "cuda" else 1 << 12
-    listed = first_users(case, LISTED_USERS)
-    report.figures[f"{name}_listed_users"] = len(listed.users)
+    listed_case = first_users(case, LISTED_USERS)
+    report.figures[f"{name}_listed_users"] = len(listed_case.users)
     baselines: dict[str, tuple[int, Callable[[], object]]] = {
         "matrix_product": (len(case.users), product(case, device, columns)),
-        "matmul_topk": (len(listed.users), matmul_topk(listed, device, columns)),
+        "matmul_topk": (len(listed_case.users), matmul_topk(listed_case, device, columns)),
     }
-    for label, run in (("faiss_gpu", faiss_gpu(listed)), ("cuvs", cuvs(listed))):
+    for label, run in (("faiss_gpu", faiss_gpu(listed_case)), ("cuvs", cuvs(listed_case))):
         if run is not None:
-            baselines[label] = len(listed.users), run
-    if name.startswith("million") and (searched := flashlib(report, name, listed, device)):
+            baselines[label] = len(listed_case.users), run
+    if name.startswith("million") and (searched := flashlib(report, name, listed_case, device)):
         baselines["flashlib"] = searched
-    found = compare(
+    ratio_by_pair = compare(
         {
             "square_product": partial(square_product, case, device),
             **{
@@ -322,7 +328,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         rounds=options.rounds,
         rounds_max=options.rounds + 2,
     )
-    for (baseline, _), ratio in found.items():
+    for (baseline, _), ratio in ratio_by_pair.items():
         label = RATES.get((name, baseline), f"{name}_vs_{baseline}")
         report.ratios[label] = ratio
         report.figures[f"{name}_users_per_s"] = round(ratio.candidate)
@@ -361,12 +367,12 @@ def main() -> None:
     """Measure and report; without a device only say so."""
     options = parse(__doc__.splitlines()[0])
     report = Report("gpu", ("torch", "triton", "flashlib", "faiss-cpu", "faiss-gpu", "cuvs-cu12"))
-    found = devices(os.environ.get("LARDER_DEVICE", "auto"))
-    report.figures["device"] = found[0] if found else "none: nothing is measured"
-    if found:
+    device_names = devices(os.environ.get("LARDER_DEVICE", "auto"))
+    report.figures["device"] = device_names[0] if device_names else "none: nothing is measured"
+    if device_names:
         import torch
 
-        device = torch.device(found[0])
+        device = torch.device(device_names[0])
         with suppress(AssertionError, RuntimeError):  # of the processor there is no name
             report.figures["device_name"] = torch.cuda.get_device_name(device)
         for name, case in cases(options, "gpu" if device.type == "cuda" else "processor"):

@@ -85,12 +85,12 @@ class Bench:
             self._call(self.settle_s)
             self.times.take()
             answered = self._call(self.seconds)
-            took, is_get = self.times.take()
+            durations_ns, is_get = self.times.take()
             self.memory_mb = max(self.memory_mb, _memory_mb(self.larder.pid))
-        found = Block(_p99_ms(took), _p99_ms(took[is_get]), answered)
-        self.seen[sort].append(found)
+        block = Block(_p99_ms(durations_ns), _p99_ms(durations_ns[is_get]), answered)
+        self.seen[sort].append(block)
         time.sleep(0.5)  # the service sees its peers go
-        return found
+        return block
 
     def warm(self) -> None:
         """The requests of a block beside nobody, uncounted: what they ask for is in L1 after it."""
@@ -99,16 +99,18 @@ class Bench:
 
     def _call(self, seconds: float) -> Answered:
         arrivals = self.stream.arrivals(self.larder.url, (RATE, seconds))
-        with_token = [each.replace(b"\r\n", AUTHORIZED, 1) for each in arrivals.requests]
-        requests = [with_token[each] for each in arrivals.which]
+        with_token = [
+            raw_request.replace(b"\r\n", AUTHORIZED, 1) for raw_request in arrivals.requests
+        ]
+        requests = [with_token[request_index] for request_index in arrivals.which]
         where = urlsplit(self.larder.url)
         address = where.hostname or "", where.port or 0
         due = arrivals.due.tolist()
         return self.callers.submit(call, address, self.path, requests, due, DEADLINE_S).result()
 
 
-def _p99_ms(took: NDArray[np.int64]) -> float:
-    return round(float(np.percentile(took, 99, method="higher")) / 1e6, 4)
+def _p99_ms(durations_ns: NDArray[np.int64]) -> float:
+    return round(float(np.percentile(durations_ns, 99, method="higher")) / 1e6, 4)
 
 
 def _memory_mb(pid: int) -> float:
@@ -129,12 +131,12 @@ class Round(NamedTuple):
 def ratio_of(rounds: Sequence[Round], figure: Callable[[Block], float]) -> Ratio:
     """Hostile over idle, and idle over itself: what came last over what came first."""
     ratios, aa, idle, hostile = [], [], [], []
-    for each in rounds:
-        ends = (figure(each.first) + figure(each.last)) / 2
-        middle = figure(each.middle)
-        calm, stormy = (ends, middle) if each.is_idle_first else (middle, ends)
+    for round_ in rounds:
+        ends = (figure(round_.first) + figure(round_.last)) / 2
+        middle = figure(round_.middle)
+        calm, stormy = (ends, middle) if round_.is_idle_first else (middle, ends)
         ratios.append(stormy / calm)
-        aa.append(figure(each.last) / figure(each.first))
+        aa.append(figure(round_.last) / figure(round_.first))
         idle.append(calm)
         hostile.append(stormy)
     middle_of = statistics.median
@@ -153,7 +155,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 def per_round(rounds: Sequence[Round], figure: Callable[[Block], float]) -> list[float]:
     """The ratio of each."""
-    return [round(ratio_of([each], figure).value, 3) for each in rounds]
+    return [round(ratio_of([round_], figure).value, 3) for round_ in rounds]
 
 
 def measure(report: Report, bench: Bench, options: Options) -> None:
@@ -164,23 +166,23 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
     bench.block("hostile")
     for blocks in bench.seen.values():
         blocks.clear()
-    until = time.monotonic() + 60 * MINUTES_MAX
+    ends_at = time.monotonic() + 60 * MINUTES_MAX
     while len(rounds) < options.rounds or (
-        len(rounds) < limit and time.monotonic() < until and not _agree(rounds)
+        len(rounds) < limit and time.monotonic() < ends_at and not _agree(rounds)
     ):
         rounds.append(_round(bench, len(rounds)))
         ratios = (per_round(rounds[-1:], figure)[0] for figure in FIGURES.values())
-        took = (f"{each.all_ms:.2f}" for each in rounds[-1][:3])
-        line = f"round {len(rounds)}: {', '.join(map(str, ratios))} (p99 {', '.join(took)} ms)"
+        p99_texts = (f"{block.all_ms:.2f}" for block in rounds[-1][:3])
+        line = f"round {len(rounds)}: {', '.join(map(str, ratios))} (p99 {', '.join(p99_texts)} ms)"
         print(line, file=sys.stderr, flush=True)
     for name, figure in FIGURES.items():
-        found = per_round(rounds, figure)
-        low, high = interval(found)
+        round_ratios = per_round(rounds, figure)
+        low, high = interval(round_ratios)
         report.ratios[f"{name}_vs_idle"] = ratio_of(rounds, figure)
         report.figures[f"{name}: 95 % of the ratio"] = f"{low:.3f} to {high:.3f}"
-        report.figures[f"{name}: ratios of all rounds"] = " ".join(map(str, found))
-    why = "the p99 of a block of two seconds is that of eight requests"
-    report.promises["p99_vs_idle"] = Promise(most=1 + MARGIN, quick=why)
+        report.figures[f"{name}: ratios of all rounds"] = " ".join(map(str, round_ratios))
+    quick_reason = "the p99 of a block of two seconds is that of eight requests"
+    report.promises["p99_vs_idle"] = Promise(most=1 + MARGIN, quick=quick_reason)
     report.figures["95 % intervals within half the margin"] = "yes" if _agree(rounds) else "NO"
     told(report, bench)
 
@@ -216,16 +218,21 @@ def _agree(rounds: Sequence[Round]) -> bool:
 def told(report: Report, bench: Bench) -> None:
     """What became of memory and of callers: `missed` is the share of requests without a 200 in the deadline."""
     for sort, blocks in bench.seen.items():
-        answered = [each.answered for each in blocks]
-        asked, missed = (
-            sum(getattr(each, name) for each in answered) for name in ("requests", "missed")
+        answered = [block.answered for block in blocks]
+        request_count, missed = (
+            sum(getattr(answered_calls, name) for answered_calls in answered)
+            for name in ("requests", "missed")
         )
-        report.ratios[f"{sort}_missed"] = Ratio(missed / asked, 1.0, 1, missed, asked)
+        report.ratios[f"{sort}_missed"] = Ratio(
+            missed / request_count, 1.0, 1, missed, request_count
+        )
         report.figures[f"{sort}: slowest as callers saw it, ms"] = max(
-            each.slowest_ms for each in answered
+            answered_calls.slowest_ms for answered_calls in answered
         )
-    held = bench.memory_mb
-    report.ratios["memory_vs_bound"] = Ratio(held / MEMORY_MB, 1.0, 1, held, MEMORY_MB)
+    peak_memory_mb = bench.memory_mb
+    report.ratios["memory_vs_bound"] = Ratio(
+        peak_memory_mb / MEMORY_MB, 1.0, 1, peak_memory_mb, MEMORY_MB
+    )
     report.promises["memory_vs_bound"] = Promise(most=1.0)
     report.promises["hostile_missed"] = Promise(most=0)
 

@@ -36,9 +36,9 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
         plain_app += [body, redis_url]
         with (
             program(bare_app, case.folder / "bare.log") as bare,
-            program(plain_app, case.folder / "plain.log") as plain,
+            program(plain_app, case.folder / "plain.log") as fastapi_server,
         ):
-            report.figures["placement"] = f"servers on {place(larder, bare, plain)}"
+            report.figures["placement"] = f"servers on {place(larder, bare, fastapi_server)}"
             report.figures["body bytes"] = body.stat().st_size
             report.figures["unit"] = "requests per second of the server's processor time"
             lookups = [request(path) for path in paths]
@@ -46,15 +46,15 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
             def run(target: Program, requests: list[bytes]) -> Callable[[], float]:
                 return lambda: per_cpu_s(target, requests, count)
 
-            found = compare(
+            ratio_by_pair = compare(
                 {
                     "bare_asgi": run(bare, [request("/")]),
-                    "fastapi_route": run(plain, [request("/prebuilt")]),
+                    "fastapi_route": run(fastapi_server, [request("/prebuilt")]),
                 },
                 {"l1": run(larder, lookups)},
                 rounds=options.rounds,
             )
-    for (baseline, candidate), ratio in found.items():
+    for (baseline, candidate), ratio in ratio_by_pair.items():
         report.ratios[f"{candidate}_vs_{baseline}"] = ratio
 
 

@@ -45,24 +45,24 @@ class Bench:
             count, CALLS_QUICK if options.quick else CALLS, p=weights / weights.sum()
         )
         hashes = rng.integers(1 << 62, size=count).tolist()
-        self.names = [LocalKey("20261123T000000Z-0", "user_topk", each) for each in hashes]
-        self.requests = [b"/v1/lookup/user_topk/user-%d?k=20" % each for each in range(count)]
-        self.records = [random.Random(each).randbytes(RECORD_BYTES) for each in range(count)]
-        self.asked = [self.names[each] for each in drawn.tolist()]
-        self.asked_ready = [self.requests[each] for each in drawn.tolist()]
+        self.names = [LocalKey("20261123T000000Z-0", "user_topk", key_hash) for key_hash in hashes]
+        self.requests = [b"/v1/lookup/user_topk/user-%d?k=20" % number for number in range(count)]
+        self.records = [random.Random(number).randbytes(RECORD_BYTES) for number in range(count)]
+        self.asked = [self.names[key_index] for key_index in drawn.tolist()]
+        self.asked_ready = [self.requests[key_index] for key_index in drawn.tolist()]
         self.entry_of = dict(
-            zip(self.names, (Entry(each, 1) for each in self.records), strict=True)
+            zip(self.names, (Entry(record, 1) for record in self.records), strict=True)
         )
 
     def full(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
         """Both with all records, L1 with ready answers as well."""
-        local, other = LocalTier(1 << 40), lru(1 << 40)
+        local, lru_cache = LocalTier(1 << 40), lru(1 << 40)
         for name, entry in self.entry_of.items():
             local.put(name, entry)
-            other[name] = entry
+            lru_cache[name] = entry
         for request, record in zip(self.requests, self.records, strict=True):
             local.keep(Ready(1, record, b"}", 0, ("user_topk", b"u"), request))
-        return local, other
+        return local, lru_cache
 
     def churned(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
         """Both with room for a part."""
@@ -77,47 +77,47 @@ def lru(room: int) -> "LRUCache[LocalKey, Entry]":
 
 def rate(get: Callable[[Key], object], keys: Sequence[Key]) -> float:
     """Calls per second."""
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     for key in keys:
         get(key)
-    return len(keys) / (time.perf_counter() - began)
+    return len(keys) / (time.perf_counter() - started_at)
 
 
 def singly(get: Callable[[Key], object], keys: Sequence[Key]) -> str:
     """p50 / p99 / p99.9 in nanoseconds."""
-    clock, took, empty = time.perf_counter_ns, [], []
+    clock, durations_ns, empty = time.perf_counter_ns, [], []
     for key in keys[:TIMED]:
-        began = clock()
+        start_ns = clock()
         get(key)
-        took.append(clock() - began)
-        began = clock()
-        empty.append(clock() - began)
-    found = np.percentile(took, (50, 99, 99.9)) - np.median(empty)
-    return " / ".join(f"{max(0.0, each):.0f}" for each in found)
+        durations_ns.append(clock() - start_ns)
+        start_ns = clock()
+        empty.append(clock() - start_ns)
+    percentiles_ns = np.percentile(durations_ns, (50, 99, 99.9)) - np.median(empty)
+    return " / ".join(f"{max(0.0, percentile_ns):.0f}" for percentile_ns in percentiles_ns)
 
 
 def measure(report: Report, options: Options) -> None:
     """All rows."""
     bench = Bench(options)
-    local, other = bench.full()
-    base = partial(rate, other.__getitem__, bench.asked)
+    local, lru_cache = bench.full()
+    base = partial(rate, lru_cache.__getitem__, bench.asked)
     hits = {
         "record_vs_cachetools": partial(rate, local.get, bench.asked),
         "ready_vs_cachetools": partial(rate, local.ready, bench.asked_ready),
     }
     report.ratios |= alternate(base, hits, rounds=options.rounds)
-    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(other.__getitem__, bench.asked)
+    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(lru_cache.__getitem__, bench.asked)
     report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.asked)
     report.figures["ready: ns, p50 / p99 / p99.9"] = singly(local.ready, bench.asked_ready)
 
     small, base_small = bench.churned()
-    most = 0
+    peak_bytes = 0
 
     def through_local(name: LocalKey) -> None:
-        nonlocal most
+        nonlocal peak_bytes
         if small.get(name) is None:
             small.put(name, bench.entry_of[name])
-            most = max(most, small.size_bytes)
+            peak_bytes = max(peak_bytes, small.size_bytes)
 
     def through_other(name: LocalKey) -> None:
         if base_small.get(name) is None:
@@ -128,7 +128,9 @@ def measure(report: Report, options: Options) -> None:
         {"": partial(rate, through_local, bench.asked)},
         rounds=options.rounds,
     )[""]
-    report.figures["under churn: L1 held at most, of its bound"] = round(most / small.max_bytes, 4)
+    report.figures["under churn: L1 held at most, of its bound"] = round(
+        peak_bytes / small.max_bytes, 4
+    )
     report.figures["under churn: records held, L1 / cachetools"] = (
         f"{len(small):,} / {len(base_small):,}"
     )

@@ -48,15 +48,19 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
     env = environment(case.night, LARDER_L1_BYTES=_NO_L1)
     with ExitStack() as stack:
         larder = stack.enter_context(program(serve, case.folder / "serving.log", env))
-        plain = stack.enter_context(program([*plain_app, redis_url], case.folder / "plain.log"))
+        fastapi_server = stack.enter_context(
+            program([*plain_app, redis_url], case.folder / "plain.log")
+        )
         bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         bare = stack.enter_context(program(bare_app, case.folder / "bare.log"))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         names = runner.run(_fill(redis_url, len(case.users)))
         where = pin(0, 0)
-        report.figures["placement"] = f"servers on {place(larder, plain, bare)}, client on {where}"
+        report.figures["placement"] = (
+            f"servers on {place(larder, fastapi_server, bare)}, client on {where}"
+        )
         report.figures["unit"] = "per second of processor time"
-        _singles(report, case, larder, (plain, bare), names, options)
+        _singles(report, case, larder, (fastapi_server, bare), names, options)
         mget = _mget(runner, redis_url, names, 100 if options.quick else 1_000)
         path, batches = f"/v1/lookup/{TABLE}", _batches(case.users)
         texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
@@ -67,10 +71,10 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
         def rate(posts: list[bytes]) -> Callable[[], float]:
             return lambda: BATCH * per_cpu_s(larder, posts, count, connections=TASKS)
 
-        found = alternate(
+        ratio_by_name = alternate(
             mget, {name: rate(posts) for name, posts in forms.items()}, rounds=options.rounds
         )
-        report.ratios |= found
+        report.ratios |= ratio_by_name
 
 
 def _singles(
@@ -84,16 +88,16 @@ def _singles(
     count = 4_000 if options.quick else 30_000
     gets = [request(f"/redis/{name}") for name in names]
     lookups = [request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in case.users]
-    plain, bare = baselines
-    found = compare(
+    fastapi_server, bare = baselines
+    ratio_by_pair = compare(
         {
-            "fastapi_get": lambda: per_cpu_s(plain, gets, count),
+            "fastapi_get": lambda: per_cpu_s(fastapi_server, gets, count),
             "bare_asgi": lambda: per_cpu_s(bare, [request("/")], count),
         },
         {"single": lambda: per_cpu_s(larder, lookups, count)},
         rounds=options.rounds,
     )
-    for (baseline, candidate), ratio in found.items():
+    for (baseline, candidate), ratio in ratio_by_pair.items():
         report.ratios[f"{candidate}_vs_{baseline}"] = ratio
 
 
@@ -117,7 +121,7 @@ def _mget(
 ) -> Callable[[], float]:
     batches = _batches(names)
 
-    async def ask() -> float:
+    async def measure_rate() -> float:
         client = redis.asyncio.Redis.from_url(redis_url, protocol=2, max_connections=TASKS)
         async with client:
             await client.mget(batches[0])
@@ -127,11 +131,11 @@ def _mget(
                 for number in waiting:
                     await client.mget(batches[number % len(batches)])
 
-            before = time.thread_time()
+            cpu_start_s = time.thread_time()
             await asyncio.gather(*(caller() for _ in range(TASKS)))
-            return count * BATCH / (time.thread_time() - before)
+            return count * BATCH / (time.thread_time() - cpu_start_s)
 
-    return lambda: runner.run(ask())
+    return lambda: runner.run(measure_rate())
 
 
 def main() -> None:

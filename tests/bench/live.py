@@ -57,7 +57,7 @@ def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[Job]:
     rng = random.Random(0)
     drawn = [rng.sample(case.items, rng.randint(5, 30)) for _ in range(count)]
     return [
-        Job(snapshot, TABLE, LiveInput(tuple(each.encode() for each in history)), 1, 1)
+        Job(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
         for history in drawn
     ]
 
@@ -66,11 +66,11 @@ def offline(jobs: list[Job], size: int) -> Measured:
     """The unit in a row, in batches of one size."""
 
     def run() -> tuple[float, float]:
-        began, spent = time.perf_counter(), time.process_time()
+        started_at, spent = time.perf_counter(), time.process_time()
         for at in range(0, len(jobs), size):
             for outcome in compute(jobs[at : at + size]):
                 _check(outcome)
-        return time.perf_counter() - began, time.process_time() - spent
+        return time.perf_counter() - started_at, time.process_time() - spent
 
     return run
 
@@ -121,9 +121,9 @@ class Through:
         return lambda: self._timed(work())
 
     def _timed(self, work: Coroutine[Any, Any, None]) -> tuple[float, float]:
-        began, spent = time.perf_counter(), time.process_time()
+        started_at, spent = time.perf_counter(), time.process_time()
         self._runner.run(work)
-        return time.perf_counter() - began, time.process_time() - spent
+        return time.perf_counter() - started_at, time.process_time() - spent
 
 
 def _check(outcome: object) -> None:
@@ -143,13 +143,13 @@ def compare(
     """As `answers` per second or, without them, as seconds; processor time as a figure beside it."""
     spent: dict[str, list[float]] = {"base": [], "candidate": []}
 
-    def figure(which: str, run: Measured) -> Callable[[], float]:
-        def once() -> float:
+    def figure(role: str, run: Measured) -> Callable[[], float]:
+        def run_timed() -> float:
             seconds, processor = run()
-            spent[which].append(processor)
+            spent[role].append(processor)
             return answers / seconds if answers else seconds
 
-        return once
+        return run_timed
 
     report.ratios[name] = alternate(
         figure("base", base),
@@ -157,7 +157,7 @@ def compare(
         rounds=options.rounds,
         rounds_max=7 if options.quick else None,
     )[""]
-    over, under = (statistics.median(spent[each]) for each in ("candidate", "base"))
+    over, under = (statistics.median(spent[role]) for role in ("candidate", "base"))
     ratio = under / over if answers else over / under
     report.figures[f"{name}, by processor time"] = round(ratio, 3)
 
@@ -165,46 +165,47 @@ def compare(
 def measure(report: Report, case: Case, options: Options) -> None:
     """All ratios over one night."""
     config = settings(case.night)
-    snapshots = {each: open_snapshot(config, each) for each in ("int8", "fp32")}
+    snapshots = {precision: open_snapshot(config, precision) for precision in ("int8", "fp32")}
     count = 768 if options.quick else 8_192
-    jobs = {name: make_jobs(each, case, count) for name, each in snapshots.items()}
+    jobs = {name: make_jobs(snapshot, case, count) for name, snapshot in snapshots.items()}
     settle()
     rates = {
         size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
     }
-    best = max(rates, key=lambda size: rates[size])
+    best_batch_size = max(rates, key=lambda size: rates[size])
     for size, rate in rates.items():
         report.figures[f"offline, batches of {size}: answers/s"] = round(rate)
-    report.figures["best batch"] = best
+    report.figures["best batch"] = best_batch_size
     with (
         ThreadPoolExecutor(1, "larder-live") as pool,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         through = Through(runner, pool)
-        few = jobs["int8"][: count // 4]
+        lone_jobs = jobs["int8"][: count // 4]
         compare(
             report,
             "lone_vs_direct",
-            through.hop(few),
-            through.lone(few),
+            through.hop(lone_jobs),
+            through.lone(lone_jobs),
             options,
         )
-        found = {
-            each: count / min(through.saturated(jobs["int8"], each)()[0] for _ in range(2))
-            for each in IN_FLIGHT
+        rate_by_callers = {
+            in_flight: count
+            / min(through.saturated(jobs["int8"], in_flight)()[0] for _ in range(2))
+            for in_flight in IN_FLIGHT
         }
-        callers = max(found, key=lambda each: found[each])
+        callers = max(rate_by_callers, key=lambda in_flight: rate_by_callers[in_flight])
         report.figures["callers at saturation"] = callers
         through.sizes.clear()
         compare(
-            report, "vs_offline", offline(jobs["int8"], best),
+            report, "vs_offline", offline(jobs["int8"], best_batch_size),
             through.saturated(jobs["int8"], callers), options, answers=count,
         )  # fmt: skip
         report.figures["median batch at saturation"] = sorted(through.sizes)[
             len(through.sizes) // 2
         ]
     compare(
-        report, "int8_vs_fp32", offline(jobs["fp32"], best), offline(jobs["int8"], best),
+        report, "int8_vs_fp32", offline(jobs["fp32"], best_batch_size), offline(jobs["int8"], best_batch_size),
         options, answers=count,
     )  # fmt: skip
     for name, model in snapshots["int8"].manifest.models.items():

@@ -84,35 +84,35 @@ class Watched:
 def read(url: str, size: int, pages: int, seconds: float, answer: Connection) -> None:
     """The reader: (time, round trip) of each read."""
     pin(0, READER_CORE)
-    place = urlsplit(url)
+    parsed_url = urlsplit(url)
     rng = np.random.default_rng(0)
     records = size // LAYOUT.size_bytes
-    asked = []
+    raw_commands = []
     for _ in range(1_000):
         name = KEYS.page(GENERATION, "user_topk", int(rng.integers(pages))).encode()
         at = int(rng.integers(records)) * LAYOUT.size_bytes
         first, last = b"%d" % at, b"%d" % (at + LAYOUT.size_bytes - 1)
-        asked.append(
+        raw_commands.append(
             b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n"
             % (len(name), name, len(first), first, len(last), last)
         )
     due = len(b"$%d\r\n\r\n" % LAYOUT.size_bytes) + LAYOUT.size_bytes
-    found: list[tuple[float, float]] = []
-    with socket.create_connection((str(place.hostname), int(place.port or 0))) as wire:
+    round_trips: list[tuple[float, float]] = []
+    with socket.create_connection((str(parsed_url.hostname), int(parsed_url.port or 0))) as wire:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        began = time.perf_counter()
-        next_at = began
-        while (now := time.perf_counter()) < began + seconds:
-            if now < next_at:
-                time.sleep(next_at - now)
+        started_at = time.perf_counter()
+        next_at = started_at
+        while (now_s := time.perf_counter()) < started_at + seconds:
+            if now_s < next_at:
+                time.sleep(next_at - now_s)
             next_at = max(next_at + 1 / READS_S, time.perf_counter() - 5 / READS_S)
-            sent = time.perf_counter()
-            wire.sendall(asked[len(found) % len(asked)])
-            got = 0
-            while got < due:
-                got += len(wire.recv(due))
-            found.append((sent, time.perf_counter() - sent))
-    answer.send(np.array(found))
+            sent_at = time.perf_counter()
+            wire.sendall(raw_commands[len(round_trips) % len(raw_commands)])
+            received_bytes = 0
+            while received_bytes < due:
+                received_bytes += len(wire.recv(due))
+            round_trips.append((sent_at, time.perf_counter() - sent_at))
+    answer.send(np.array(round_trips))
 
 
 def load(
@@ -126,16 +126,16 @@ def load(
 @contextmanager
 def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
     """A process that answers once."""
-    here, there = multiprocessing.Pipe()
+    parent_connection, child_connection = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.bench.tools.load_rates"]
     )  # so that none imports for a second
-    running = context.Process(target=run, args=(*arguments, there))
+    running = context.Process(target=run, args=(*arguments, child_connection))
     running.start()
     assert running.pid is not None
     try:
-        yield running.pid, here
+        yield running.pid, parent_connection
         running.join(30.0)
     finally:
         if running.is_alive():
@@ -156,45 +156,57 @@ def stopped(pid: int | None) -> Iterator[None]:
 
 
 def watch(
-    url: str, case: Case, config: NightConfig, how: str, turns: int, *, halts: bool = True
+    url: str,
+    case: Case,
+    config: NightConfig,
+    how: str,
+    load_period_count: int,
+    *,
+    halts: bool = True,
 ) -> Watched:
     """A reader beside a load that is stopped every other turn, on cores that may halt or not."""
     size, pages = case.part.table.page_bytes, case.part.pages.pages - 1
-    whole = STARTING_S + WARM_S[how] + (2 * turns + 1) * TURN_S + SPARE_S
+    total_s = STARTING_S + WARM_S[how] + (2 * load_period_count + 1) * TURN_S + SPARE_S
     spans: dict[str, list[tuple[float, float]]] = {"loaded": [], "rested": []}
 
-    def turn(name: str) -> None:
-        began = time.perf_counter()
+    def record_period(name: str) -> None:
+        started_at = time.perf_counter()
         time.sleep(TURN_S)
-        spans[name].append((began + EDGE_S, time.perf_counter() - EDGE_S))
+        spans[name].append((started_at + EDGE_S, time.perf_counter() - EDGE_S))
 
     with ExitStack() as stack:
         if not halts:
             stack.enter_context(awake(0))
         spinner = None if halts else stack.enter_context(awake(READER_CORE))
-        _, reader = stack.enter_context(process(read, url, size, pages, whole))
-        pid, loader = stack.enter_context(process(load, url, case, config, how == "closed", whole))
+        _, reader = stack.enter_context(process(read, url, size, pages, total_s))
+        pid, loader = stack.enter_context(
+            process(load, url, case, config, how == "closed", total_s)
+        )
         with stopped(spinner):  # beside a load its core does not halt
             time.sleep(STARTING_S + WARM_S[how])
-        for number in range(turns + 1):
+        for number in range(load_period_count + 1):
             with stopped(pid):
-                turn("rested")
-            if number < turns:
+                record_period("rested")
+            if number < load_period_count:
                 with stopped(spinner):
-                    turn("loaded")
-        steps, found = loader.recv(), reader.recv()
+                    record_period("loaded")
+        steps, round_trips = loader.recv(), reader.recv()
     inside = {
-        name: [found[(found[:, 0] >= a) & (found[:, 0] < b), 1] for a, b in each]
-        for name, each in spans.items()
+        name: [
+            round_trips[(round_trips[:, 0] >= a) & (round_trips[:, 0] < b), 1] for a, b in periods
+        ]
+        for name, periods in spans.items()
     }
-    p99s = {name: [float(np.percentile(each, 99)) for each in of] for name, of in inside.items()}
-    done = sum(
+    p99s = {
+        name: [float(np.percentile(trips_s, 99)) for trips_s in of] for name, of in inside.items()
+    }
+    loaded_bytes = sum(
         float(np.diff(np.interp(span, steps[:, 0], steps[:, 1]))[0]) for span in spans["loaded"]
     )
     return Watched(
         p99s["loaded"], p99s["rested"],
-        {name: np.concatenate(each) for name, each in inside.items()},
-        done / sum(b - a for a, b in spans["loaded"]),
+        {name: np.concatenate(period_trips) for name, period_trips in inside.items()},
+        loaded_bytes / sum(b - a for a, b in spans["loaded"]),
     )  # fmt: skip
 
 
@@ -209,10 +221,10 @@ def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None
 
 def main() -> None:
     """Measure and report."""
-    options = parse(__doc__ or "", [each for each in sys.argv[1:] if each != "--sweep"])
+    options = parse(__doc__ or "", [argument for argument in sys.argv[1:] if argument != "--sweep"])
     config = NightConfig()
     count = 60_000 if options.quick else 200_000
-    turns = 2 if options.quick else 5
+    load_period_count = 2 if options.quick else 5
     if options.quick:
         WARM_S["closed"] = QUICK_WARM_S
     report = Report("load", ("redis", "hiredis"))
@@ -222,13 +234,22 @@ def main() -> None:
         )
         with redis.Redis.from_url(server.url, protocol=3) as client:
             if "--sweep" in sys.argv:
-                sweep(server.url, client, Path(folder), config, count, turns)
+                sweep(server.url, client, Path(folder), config, count, load_period_count)
                 return
             case = make_case(Path(folder), count, config)
             report.figures["page bytes"] = case.part.table.page_bytes
             report.figures["piece bytes"] = config.governor.piece_bytes
             publish_live(client, case, config)
-            measure(report, server.url, client, case, config, options.rounds, turns, options.quick)
+            measure(
+                report,
+                server.url,
+                client,
+                case,
+                config,
+                options.rounds,
+                load_period_count,
+                options.quick,
+            )
         unpin()
     report.promises = {
         "p99_closed_loop_vs_idle": Promise(most=1.3),
@@ -247,32 +268,34 @@ def measure(
     case: Case,
     config: NightConfig,
     rounds: int,
-    turns: int,
+    load_period_count: int,
     quick: bool,
 ) -> None:
     """Alternating rounds; every other one runs backwards."""
     states = ("", ", awake")[: 1 if quick else 2]
     order = ("open", *(f"closed{state}" for state in states))
-    seen: dict[str, list[Watched]] = {how: [] for how in order}
+    stretches_by_load: dict[str, list[Watched]] = {how: [] for how in order}
     base = Baselines(url, client, case, config, 0.3 if quick else 1.0)
     base.measure()
     for number in range(rounds):
         for how in order if number % 2 else reversed(order):
             kind, _, state = how.partition(", ")
-            seen[how].append(watch(url, case, config, kind, turns, halts=not state))
+            stretches_by_load[how].append(
+                watch(url, case, config, kind, load_period_count, halts=not state)
+            )
             base.measure()
             base.around(how)
-    for how, stretches in seen.items():
+    for how, stretches in stretches_by_load.items():
         kind, _, state = how.partition(", ")
         suffix = state and f"_{state}"
-        slowed = [each for one in stretches for each in one.slowed]
+        slowed = [slowdown for stretch in stretches for slowdown in stretch.slowed]
         report.ratios[f"p99_{kind}_loop_vs_idle{suffix}"] = Ratio(
             statistics.median(slowed),
-            statistics.median(each for one in stretches for each in one.drifted), len(slowed),
-            statistics.median(each for one in stretches for each in one.loaded) * 1e6,
-            statistics.median(each for one in stretches for each in one.rested) * 1e6, P99_TOLERANCE,
+            statistics.median(drift for stretch in stretches for drift in stretch.drifted), len(slowed),
+            statistics.median(p99_s for stretch in stretches for p99_s in stretch.loaded) * 1e6,
+            statistics.median(p99_s for stretch in stretches for p99_s in stretch.rested) * 1e6, P99_TOLERANCE,
         )  # fmt: skip
-        rates = [each.rate for each in stretches]
+        rates = [stretch.rate for stretch in stretches]
         if kind == "closed":
             for name, ratio in base.ratios(how, rates).items():
                 report.ratios[f"rate_vs_{name}{suffix}"] = ratio
@@ -281,7 +304,7 @@ def measure(
             f"{value:.2f}" for value in np.percentile(slowed, [25, 50, 75])
         )
         for name in ("rested", "loaded"):
-            trips = np.concatenate([each.trips[name] for each in stretches])
+            trips = np.concatenate([stretch.trips[name] for stretch in stretches])
             report.figures[f"p50 / p99 / p99.9 us of {len(trips):,}, {how}, {name}"] = " / ".join(
                 f"{value * 1e6:.0f}" for value in np.percentile(trips, [50, 99, 99.9])
             )
@@ -294,7 +317,7 @@ def sweep(
     folder: Path,
     config: NightConfig,
     count: int,
-    turns: int,
+    load_period_count: int,
 ) -> None:
     """Rate and the reader's p99 against idle, over page and piece sizes."""
     table = Table(
@@ -302,20 +325,24 @@ def sweep(
         title="load --sweep",
     )  # fmt: skip
     for page in (32, 64, 128, 256, 1024):
-        chosen = replace(config, page_bytes=page * KIB)
+        page_config = replace(config, page_bytes=page * KIB)
         root = folder / str(page)
         root.mkdir()
-        case = make_case(root, count, chosen)
-        publish_live(client, case, chosen)
-        flat = flat_out(url, case, chosen, 5.0)
+        case = make_case(root, count, page_config)
+        publish_live(client, case, page_config)
+        flat = flat_out(url, case, page_config, 5.0)
         for piece in (16, 32, 64, 256):
             if piece > page:
                 continue
-            governed = replace(chosen, governor=replace(config.governor, piece_bytes=piece * KIB))
-            closed = watch(url, case, governed, "closed", turns)
-            p99s = (statistics.median(each) * 1e6 for each in (closed.loaded, closed.rested))
+            governed = replace(
+                page_config, governor=replace(config.governor, piece_bytes=piece * KIB)
+            )
+            closed = watch(url, case, governed, "closed", load_period_count)
+            p99s = (
+                statistics.median(p99_series) * 1e6 for p99_series in (closed.loaded, closed.rested)
+            )
             table.add_row(
-                str(page), str(piece), f"{closed.rate / 1e6:.0f}", *(f"{each:.0f}" for each in p99s),
+                str(page), str(piece), f"{closed.rate / 1e6:.0f}", *(f"{p99_us:.0f}" for p99_us in p99s),
                 f"{statistics.median(closed.slowed):.2f}", f"{flat / 1e6:.0f}",
             )  # fmt: skip
     Console(width=110).print(table)

@@ -67,64 +67,74 @@ class Bench:
         self.rate = count / outcomes.ended
         return self.rate
 
-    def steady(self, rate: float, share: float) -> None:
+    def steady(self, rate: float, load_share: float) -> None:
         """Percentiles at a share of saturation."""
-        found = self.run(self.stream.arrivals(self.larder.url, (rate * share, 2 * self.seconds)))
-        name = f"{share:.0%}"
+        outcomes = self.run(
+            self.stream.arrivals(self.larder.url, (rate * load_share, 2 * self.seconds))
+        )
+        name = f"{load_share:.0%}"
         for percent in (50, 99, 99.9):
-            self.report.figures[f"{name}: p{percent} ms"] = _ms(found.seconds, percent)
-            hits = found.seconds[found.source == L1]
+            self.report.figures[f"{name}: p{percent} ms"] = _ms(outcomes.seconds, percent)
+            hits = outcomes.seconds[outcomes.source == L1]
             self.report.figures[f"{name}: p{percent} ms of L1 hits"] = _ms(hits, percent)
-        in_time = found.good(DEADLINE_S)
+        in_time = outcomes.good(DEADLINE_S)
         self.report.figures[f"{name}: requests"] = len(in_time)
         self.report.figures[f"{name}: not answered within the deadline"] = int((~in_time).sum())
-        self.report.figures[f"{name}: left without inference"] = int(found.is_shed.sum())
+        self.report.figures[f"{name}: left without inference"] = int(outcomes.is_shed.sum())
 
     def l1_p99(self, rate: float) -> Callable[[], float]:
         """Milliseconds, in the mix."""
 
-        def once() -> float:
-            found = self.run(self.stream.arrivals(self.larder.url, (rate, self.seconds)))
-            return _ms(found.seconds[found.source == L1], 99)
+        def measure_p99_ms() -> float:
+            outcomes = self.run(self.stream.arrivals(self.larder.url, (rate, self.seconds)))
+            return _ms(outcomes.seconds[outcomes.source == L1], 99)
 
-        return once
+        return measure_p99_ms
 
     def bare_p99(self, rate: float) -> Callable[[], float]:
         """Milliseconds of the bare app."""
 
-        def once() -> float:
+        def measure_p99_ms() -> float:
             mix = self.stream.arrivals(self.bare.url, (rate, self.seconds))
-            same = Arrivals(
+            bare_arrivals = Arrivals(
                 mix.url, [request("/")], np.zeros_like(mix.which), mix.due, CONNECTIONS, DEADLINE_S
             )
-            return _ms(self.run(same).seconds, 99)
+            return _ms(self.run(bare_arrivals).seconds, 99)
 
-        return once
+        return measure_p99_ms
 
-    def overload(self, seen: list[Outcomes]) -> Callable[[], float]:
+    def overload(self, overload_outcomes: list[Outcomes]) -> Callable[[], float]:
         """Good answers per second at 150 %; the calm after it is in what was seen."""
 
-        def once() -> float:
+        def measure_goodput() -> float:
             parts = (1.5 * self.rate, self.overload_s), (0.5 * self.rate, CALM_S)
-            found = self.run(self.stream.arrivals(self.larder.url, *parts))
-            seen.append(found)
-            during = found.due < self.overload_s
-            return float(found.good(DEADLINE_S)[during].sum()) / self.overload_s
+            outcomes = self.run(self.stream.arrivals(self.larder.url, *parts))
+            overload_outcomes.append(outcomes)
+            during = outcomes.due < self.overload_s
+            return float(outcomes.good(DEADLINE_S)[during].sum()) / self.overload_s
 
-        return once
+        return measure_goodput
 
 
 def _ms(seconds: NDArray[np.float64], percent: float) -> float:
     return round(float(np.percentile(seconds, percent, method="higher")) * 1000, 3)
 
 
-def _tell_overload(report: Report, seen: list[Outcomes], seconds: float) -> None:
+def _tell_overload(report: Report, overload_outcomes: list[Outcomes], seconds: float) -> None:
     """Figures of all rounds at 150 % together."""
     figures = report.figures
-    status = np.concatenate([each.status[each.due < seconds] for each in seen])
-    source = np.concatenate([each.source[each.due < seconds] for each in seen])
-    in_time = np.concatenate([each.good(DEADLINE_S)[each.due < seconds] for each in seen])
-    took = np.concatenate([each.seconds[each.due < seconds] for each in seen])
+    status = np.concatenate(
+        [outcomes.status[outcomes.due < seconds] for outcomes in overload_outcomes]
+    )
+    source = np.concatenate(
+        [outcomes.source[outcomes.due < seconds] for outcomes in overload_outcomes]
+    )
+    in_time = np.concatenate(
+        [outcomes.good(DEADLINE_S)[outcomes.due < seconds] for outcomes in overload_outcomes]
+    )
+    durations_s = np.concatenate(
+        [outcomes.seconds[outcomes.due < seconds] for outcomes in overload_outcomes]
+    )
     figures["150%: requests"] = len(status)
     figures["150%: in time"] = round(float(in_time.mean()), 4)
     figures["150%: 503"] = int((status == 503).sum())
@@ -133,17 +143,17 @@ def _tell_overload(report: Report, seen: list[Outcomes], seconds: float) -> None
         (status == 0).sum()
     )
     figures["150%: left without inference"] = sum(
-        int(each.is_shed[each.due < seconds].sum()) for each in seen
+        int(outcomes.is_shed[outcomes.due < seconds].sum()) for outcomes in overload_outcomes
     )
     figures["150%: live answers"] = int((source == LIVE).sum())
     for percent in (50, 99):
-        figures[f"150%: p{percent} ms"] = _ms(took, percent)
-    figures["150%: never sent"] = sum(each.given_up for each in seen)
+        figures[f"150%: p{percent} ms"] = _ms(durations_s, percent)
+    figures["150%: never sent"] = sum(outcomes.given_up for outcomes in overload_outcomes)
     recovery = []
-    for each in seen:
-        after = each.due >= seconds
-        bad = after & (~each.good(DEADLINE_S) | each.is_shed)
-        recovery.append(float(each.due[bad].max(initial=seconds)) - seconds)
+    for outcomes in overload_outcomes:
+        after = outcomes.due >= seconds
+        unrecovered_mask = after & (~outcomes.good(DEADLINE_S) | outcomes.is_shed)
+        recovery.append(float(outcomes.due[unrecovered_mask].max(initial=seconds)) - seconds)
     figures["recovery s, median"] = round(median(recovery), 3)
     figures["recovery s, worst"] = round(max(recovery), 3)
 
@@ -174,8 +184,8 @@ def _measure(bench: Bench, options: Options) -> None:
     count = 6_000 if options.quick else 40_000
     rate = median(bench.saturation(count) for _ in range(3))
     report.figures["saturation, requests/s"] = round(rate)
-    for share in (0.5, 0.7, 0.9):
-        bench.steady(rate, share)
+    for load_share in (0.5, 0.7, 0.9):
+        bench.steady(rate, load_share)
     report.ratios["l1_p99_vs_bare_asgi"] = alternate(
         bench.bare_p99(0.7 * rate),
         {"": bench.l1_p99(0.7 * rate)},
@@ -183,14 +193,14 @@ def _measure(bench: Bench, options: Options) -> None:
         rounds_max=6 if options.quick else None,
         tolerance=P99_TOLERANCE,
     )[""]
-    seen: list[Outcomes] = []
+    overload_outcomes: list[Outcomes] = []
     report.ratios["goodput_150_vs_max"] = alternate(
         lambda: bench.saturation(count),
-        {"": bench.overload(seen)},
+        {"": bench.overload(overload_outcomes)},
         rounds=options.rounds,
         rounds_max=5 if options.quick else None,
     )[""]
-    _tell_overload(report, seen, bench.overload_s)
+    _tell_overload(report, overload_outcomes, bench.overload_s)
     report.figures["callers: share of a core used, at most"] = round(bench.busiest, 2)
 
 

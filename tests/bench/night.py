@@ -66,7 +66,9 @@ def drawn_case(folder: Path) -> Case:
     ])  # fmt: skip
     owners = np.repeat(np.arange(users), np.diff(histories.indptr))
     train(
-        ReferenceData(owners, histories.indices, [str(each) for each in range(items)]),
+        ReferenceData(
+            owners, histories.indices, [str(item_number) for item_number in range(items)]
+        ),
         folder,
         dims=DIMS,
         shape=SpectralShape(),
@@ -132,19 +134,21 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         for shard in range(night.config.shards)
     ]
     chunks = [
-        each.encode(chunk) for each in work for chunk in read_users(each, build.root / "scratch")
+        shard_work.encode(chunk)
+        for shard_work in work
+        for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate([each.outputs["user_tower"] for each in chunks])
-    lengths = np.concatenate([np.diff(each.seen.indptr) for each in chunks])
-    seen = Histories(
+    users = np.concatenate([encoded_chunk.outputs["user_tower"] for encoded_chunk in chunks])
+    lengths = np.concatenate([np.diff(encoded_chunk.seen.indptr) for encoded_chunk in chunks])
+    seen_items = Histories(
         np.concatenate([[0], np.cumsum(lengths)]),
-        np.concatenate([each.seen.indices for each in chunks]),
+        np.concatenate([encoded_chunk.seen.indices for encoded_chunk in chunks]),
     )
     scorer = Scorers(night.config.device).at(0).of(work[0].items, "inner_product")
 
     def run() -> float:
         started, cpu = time.perf_counter(), time.process_time()
-        scorer.top(users, K, seen)
+        scorer.top(users, K, seen_items)
         night.spent.kernel.append(time.process_time() - cpu)
         return len(users) / (time.perf_counter() - started)
 
@@ -153,14 +157,14 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
 
 def cpu_ratio(spent: Spent, users: int) -> Ratio:
     """As `alternate` would find it from processor time: one warm run of each, then before, candidate, after."""
-    before, after = np.array(spent.kernel[1::2]), np.array(spent.kernel[2::2])
+    kernel_before_s, after = np.array(spent.kernel[1::2]), np.array(spent.kernel[2::2])
     nights = np.array(spent.night[1:])
     return Ratio(
-        value=statistics.median((before + after) / 2 / nights),
-        aa=statistics.median(before / after),
+        value=statistics.median((kernel_before_s + after) / 2 / nights),
+        aa=statistics.median(kernel_before_s / after),
         rounds=len(nights),
         candidate=users / statistics.median(nights),
-        baseline=users / statistics.median((before + after) / 2),
+        baseline=users / statistics.median((kernel_before_s + after) / 2),
     )
 
 
@@ -170,8 +174,8 @@ def main() -> None:
     copies = COPIES_QUICK if options.quick else COPIES
     file = real_file()
     report = Report("night", ("faiss-cpu", "onnxruntime", "pyarrow", "redis"))
-    with TemporaryDirectory(prefix="larder-bench-") as place:
-        folder = Path(place)
+    with TemporaryDirectory(prefix="larder-bench-") as folder_name:
+        folder = Path(folder_name)
         bundle, sources = folder / "bundle", folder / "interactions.parquet"
         case = drawn_case(bundle) if file is None else real_case(file, bundle, 1 << 30, DIMS)
         write_interactions(sources, case.histories, copies)
@@ -193,18 +197,20 @@ def main() -> None:
                 "dims": DIMS,
                 "cores": usable_cores(),
             }
-            found = alternate(
+            ratio_by_name = alternate(
                 kernel,
                 {"night": night.run},
                 rounds=options.rounds,
                 rounds_max=options.rounds + (1 if options.quick else 2),
             )
-            report.ratios["end_to_end_vs_kernel"] = found["night"]
+            report.ratios["end_to_end_vs_kernel"] = ratio_by_name["night"]
             report.ratios["end_to_end_vs_kernel_cpu"] = cpu_ratio(night.spent, users)
     if file is None:
         report.absent.append(f"vectors trained on real data: {NO_DATA}; these are drawn")
-    why = "fixed costs weigh more on so few users, and lists of drawn ones cost the kernel less"
-    report.promises["end_to_end_vs_kernel"] = Promise(0.7, quick=why)
+    quick_reason = (
+        "fixed costs weigh more on so few users, and lists of drawn ones cost the kernel less"
+    )
+    report.promises["end_to_end_vs_kernel"] = Promise(0.7, quick=quick_reason)
     report.show(options)
 
 

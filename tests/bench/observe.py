@@ -54,17 +54,17 @@ def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
     def run(target: Program) -> Callable[[], float]:
         return lambda: per_cpu_s(target, lookups, COUNT)
 
-    found = []
+    pair_ratios = []
     for _ in range(5 if options.quick else PAIRS):
         with served(case, "on", {}) as on, served(case, "off", off) as without:
-            for each in (on, without):
-                per_cpu_s(each, lookups, SETTLE)
+            for running_server in (on, without):
+                per_cpu_s(running_server, lookups, SETTLE)
             rounds = max(ROUNDS, options.rounds // PAIRS)
             (ratio,) = alternate(
                 run(without), {"on": run(on)}, rounds=rounds, tolerance=TOLERANCE
             ).values()
-            found.append(ratio)
-    return together(found)
+            pair_ratios.append(ratio)
+    return together(pair_ratios)
 
 
 def together(ratios: Sequence[Ratio]) -> Ratio:
@@ -74,8 +74,8 @@ def together(ratios: Sequence[Ratio]) -> Ratio:
         return statistics.median(map(of, ratios))
 
     return Ratio(
-        middle(lambda each: each.value), middle(lambda each: each.aa), sum(each.rounds for each in ratios),
-        middle(lambda each: each.candidate), middle(lambda each: each.baseline), TOLERANCE,
+        middle(lambda ratio: ratio.value), middle(lambda ratio: ratio.aa), sum(ratio.rounds for ratio in ratios),
+        middle(lambda ratio: ratio.candidate), middle(lambda ratio: ratio.baseline), TOLERANCE,
     )  # fmt: skip
 
 

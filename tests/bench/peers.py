@@ -76,12 +76,12 @@ class Drivers:
         """A run whose figure is users per second of the server's processor time."""
         count = COUNTS[name][batch] // self._share
 
-        def once() -> float:
+        def measure_rate() -> float:
             driven = drive(target, requests, count, CONNECTIONS[batch])
             self.seen[f"{name}, {batch}"].append(driven)
             return batch * driven.per_cpu_s
 
-        return once
+        return measure_rate
 
     def figures(self, report: Report) -> None:
         """Requests per second by the clock, and shares of the core."""
@@ -100,8 +100,8 @@ def check_same(rows: dict[str, Row], feast: Program, larders: Sequence[Program])
     forms = {form: ask(feast, form, users) for form in FORMS}
     body = json.dumps({"entities": users, "k": K}).encode()
     for larder in larders:
-        ours = call(f"{larder.url}/v1/lookup/{TABLE}", body)["answers"]
-        if wrong := differing(sample, forms, ours):
+        larder_answers = call(f"{larder.url}/v1/lookup/{TABLE}", body)["answers"]
+        if wrong := differing(sample, forms, larder_answers):
             raise RuntimeError(f"the two services hold different records of {', '.join(wrong[:5])}")
 
 
@@ -127,32 +127,32 @@ def measure(
         drivers = Drivers(options.quick)
         forms = BEST_OF if options.quick else tuple(FORMS)
         for batch in (1, BATCH):
-            asked = _batches(case.users, batch)
+            user_batches = _batches(case.users, batch)
             baselines = {
                 form: drivers.run(
                     f"feast {form}",
                     feast,
-                    [feast_side.post(form, ids) for ids in asked],
+                    [feast_side.post(form, ids) for ids in user_batches],
                     batch,
                 )
                 for form in forms
             }
             candidates = {
                 suffix: drivers.run(f"larder {name}", larder[tier], requests, batch)
-                for suffix, (name, tier, requests) in _ours(asked, batch).items()
+                for suffix, (name, tier, requests) in _ours(user_batches, batch).items()
             }
-            found = compare(
+            ratio_by_pair = compare(
                 baselines,
                 candidates,
                 rounds=options.rounds,
                 rounds_max=7 if options.quick else None,
             )
-            best = best_form({form: found[form, ""].baseline for form in BEST_OF})
-            report.figures[f"feast's best form, {batch}"] = best
-            for (form, suffix), ratio in found.items():
+            fastest_form = best_form({form: ratio_by_pair[form, ""].baseline for form in BEST_OF})
+            report.figures[f"feast's best form, {batch}"] = fastest_form
+            for (form, suffix), ratio in ratio_by_pair.items():
                 name = f"vs_feast_batch{batch}{suffix}"
                 report.ratios[name + ("" if form == "bytes" else f"_{form}")] = ratio
-                if form == best:
+                if form == fastest_form:
                     report.ratios[best_name(batch, suffix)] = ratio
         drivers.figures(report)
 
@@ -167,14 +167,16 @@ def best_name(batch: int, suffix: str) -> str:
     return f"vs_feast_best_batch{batch}" + (suffix or ("_l1" if batch == 1 else ""))
 
 
-def _ours(asked: list[list[str]], batch: int) -> dict[str, tuple[str, str, list[bytes]]]:
+def _ours(user_batches: list[list[str]], batch: int) -> dict[str, tuple[str, str, list[bytes]]]:
     """By suffix of the ratio: what it is called, the tier it comes from, the requests."""
     path = f"/v1/lookup/{TABLE}"
     if batch == 1:
-        gets = [request(f"{path}/{quote(user, safe='')}?k={K}") for (user,) in asked]
+        gets = [request(f"{path}/{quote(user, safe='')}?k={K}") for (user,) in user_batches]
         return {"": ("L1", "l1", gets), "_l2": ("L2", "l2", gets)}
-    texts = [request(path, json.dumps({"entities": ids, "k": K}).encode()) for ids in asked]
-    streams = [request(path, write_arrow_ids(ids, {"k": str(K)}), MEDIA_TYPE) for ids in asked]
+    texts = [request(path, json.dumps({"entities": ids, "k": K}).encode()) for ids in user_batches]
+    streams = [
+        request(path, write_arrow_ids(ids, {"k": str(K)}), MEDIA_TYPE) for ids in user_batches
+    ]
     return {"": ("L2 binary", "l2", streams), "_json": ("L2 JSON", "l2", texts)}
 
 

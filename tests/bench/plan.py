@@ -75,8 +75,8 @@ FULL = (
     Case(40_000, 20_000, 100, 256, 4, 60, 1.2, (2, 16)),
 )
 QUICK = tuple(
-    replace(each, users=each.users // 4, items=each.items // 2, dims=each.dims // 2)
-    for each in FULL
+    replace(case, users=case.users // 4, items=case.items // 2, dims=case.dims // 2)
+    for case in FULL
 )
 
 
@@ -112,7 +112,9 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
     clicks = synthesize(World(users=case.users, items=case.items))
     write_clicks(
         folder,
-        replace(clicks, item_ids=tuple(each + "x" * case.id_bytes for each in clicks.item_ids)),
+        replace(
+            clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)
+        ),
     )
     train_reference(config, data_until=UNTIL)
     return config
@@ -120,12 +122,12 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
 
 def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
     """As the command does, for the requests that `drive` will send."""
-    asked = PlanParameters(
+    plan_parameters = PlanParameters(
         qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
         seconds=seconds, data_until=UNTIL,
     )  # fmt: skip
     log = np.bincount(stream(case, case.users, seed=2)) if case.has_log else None
-    return forecast(config, asked, None if log is None else log[log > 0])
+    return forecast(config, plan_parameters, None if log is None else log[log > 0])
 
 
 class Night:
@@ -196,8 +198,8 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
             tier.put(key, Entry(record, user))
             continue
         hits[at] = True
-        sent = bytes(ANSWER_BYTES - 2 * len(request))
-        tier.keep(Ready(0, sent, b"", 0, ("user_topk", request), request))
+        answer_body = bytes(ANSWER_BYTES - 2 * len(request))
+        tier.keep(Ready(0, answer_body, b"", 0, ("user_topk", request), request))
     return float(hits.mean()), float(hits[REQUESTS // 2 :].mean())
 
 
@@ -205,34 +207,46 @@ def errors(
     case: Case, forecasts: Sequence[Forecast], night: Night, nights: Sequence[Took]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Shares by which each figure is off, and what was measured."""
-    found, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
-    mapped = sum(each.size_bytes for each in manifest.artefacts())
+    last_forecast, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
+    mapped = sum(artefact.size_bytes for artefact in manifest.artefacts())
     directories = sum(
-        part.file.size_bytes for each in manifest.entity_sets.values() for part in each.parts
+        part.file.size_bytes
+        for entity_set in manifest.entity_sets.values()
+        for part in entity_set.parts
     )
     root = night.config.store().local(generation_path(manifest.generation))
-    disk = sum(each.stat().st_size for each in root.rglob("*") if each.is_file())
+    disk = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     measured = {
         "bytes: Redis": float(grown), "bytes: Redis pages": float(pages),
         "bytes: directories": float(directories), "bytes: mapped": float(mapped), "bytes: disk": float(disk),
     }  # fmt: skip
     foretold = (
-        found.redis_bytes, found.redis_bytes, found.shape.directory_bytes, found.shape.mapped_bytes,
-        found.shape.disk_bytes,
+        last_forecast.redis_bytes, last_forecast.redis_bytes, last_forecast.shape.directory_bytes,
+        last_forecast.shape.mapped_bytes,
+        last_forecast.shape.disk_bytes,
     )  # fmt: skip
     off = {
-        name: told / seen - 1 for (name, seen), told in zip(measured.items(), foretold, strict=True)
+        name: forecast_bytes / measured_bytes - 1
+        for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
-    told = [Took(each.timings.all, each.load).each() for each in forecasts]
-    seen = [each.each() for each in nights]
-    for name in told[0]:
-        off[name] = median(one[name] / two[name] for one, two in zip(told, seen, strict=True)) - 1
-        measured[name] = median(each[name] for each in seen)
-    layout = found.shape.layouts["user_topk"][1]
-    for each, mib in zip(found.hits, case.l1_mib, strict=True):
+    forecast_times = [
+        Took(night_forecast.timings.all, night_forecast.load).each() for night_forecast in forecasts
+    ]
+    measured_times = [real_night.each() for real_night in nights]
+    for name in forecast_times[0]:
+        off[name] = (
+            median(
+                forecast_by_name[name] / two[name]
+                for forecast_by_name, two in zip(forecast_times, measured_times, strict=True)
+            )
+            - 1
+        )
+        measured[name] = median(measured_by_name[name] for measured_by_name in measured_times)
+    layout = last_forecast.shape.layouts["user_topk"][1]
+    for hit_forecast, mib in zip(last_forecast.hits, case.l1_mib, strict=True):
         cold, steady = drive(case, case.users, layout.size_bytes, mib)
-        off[f"points: {mib} MiB"] = 100 * (each.steady - steady)
-        off[f"points: {mib} MiB from empty"] = 100 * ((each.from_cold or 0.0) - cold)
+        off[f"points: {mib} MiB"] = 100 * (hit_forecast.steady - steady)
+        off[f"points: {mib} MiB from empty"] = 100 * ((hit_forecast.from_cold or 0.0) - cold)
         measured[f"points: {mib} MiB"] = 100 * steady
         measured[f"points: {mib} MiB from empty"] = 100 * cold
     return off, measured
@@ -246,8 +260,8 @@ def main() -> None:
     aa: dict[str, list[float]] = {"time": [], "cpu": []}
     for number, case in enumerate(QUICK if options.quick else FULL, 1):
         started = time.perf_counter()
-        with TemporaryDirectory(prefix="larder-plan-") as place, own_server() as running:
-            config = prepare(case, Path(place) / "night", running.url)
+        with TemporaryDirectory(prefix="larder-plan-") as folder_name, own_server() as running:
+            config = prepare(case, Path(folder_name) / "night", running.url)
             night = Night(config, running)
             forecasts, nights = [], []
             for _ in range(ROUNDS_QUICK if options.quick else ROUNDS):
@@ -256,14 +270,14 @@ def main() -> None:
             off, measured = errors(case, forecasts, night, nights)
         name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
         report.figures[name] = f"sample {forecasts[-1].sample_users:,} users"
-        for what, each in off.items():
-            unit = "points" if what.startswith("points") else "%"
-            shown = each if unit == "points" else 100 * each
-            report.figures[f"{number} {what}"] = (
-                f"{measured[what]:,.4g}, off by {shown:+.2f} {unit}"
+        for figure_name, deviation in off.items():
+            unit = "points" if figure_name.startswith("points") else "%"
+            deviation_in_unit = deviation if unit == "points" else 100 * deviation
+            report.figures[f"{number} {figure_name}"] = (
+                f"{measured[figure_name]:,.4g}, off by {deviation_in_unit:+.2f} {unit}"
             )
-            kind = what.partition(":")[0]
-            worst[kind] = max(worst.get(kind, 0.0), abs(each))
+            kind = figure_name.partition(":")[0]
+            worst[kind] = max(worst.get(kind, 0.0), abs(deviation))
         for name in nights[0].each():
             times = [night.each()[name] for night in nights]
             ratio = median(later / earlier for earlier, later in pairwise(times))
@@ -280,7 +294,7 @@ def main() -> None:
 
 
 def _furthest(ratios: Sequence[float]) -> float:
-    return max(ratios, key=lambda each: abs(math.log(each)))
+    return max(ratios, key=lambda ratio: abs(math.log(ratio)))
 
 
 if __name__ == "__main__":

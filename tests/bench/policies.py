@@ -43,39 +43,39 @@ RECORD = bytes(616)
 def demo(users: int, requests: int) -> Keys:
     """Tables and ids that the demo's traffic asks for, in its order."""
     numbers: dict[tuple[str, object], int] = {}
-    asked = [
+    key_numbers = [
         numbers.setdefault((question.table, question.id), len(numbers))
         for request in islice(Stream(synthetic(World(users=users))), requests)
         if request.kind not in UNREAD
         for question in request.questions
     ]
-    return np.array(asked, np.int64)
+    return np.array(key_numbers, np.int64)
 
 
 def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
     """All that are on this machine, one in memory at a time."""
-    most = QUICK_READS if quick else None
+    reads_max = QUICK_READS if quick else None
     for trace in TRACES:
         if trace.path() is not None:
-            yield trace.name, trace.keys()[:most]
+            yield trace.name, trace.keys()[:reads_max]
     file = real_file()
     if file is not None:
         for name, keys in gowalla(file).items():
-            yield f"gowalla {name}", keys[:most]
+            yield f"gowalla {name}", keys[:reads_max]
     yield "demo", demo(*((20_000, 200_000) if quick else (50_000, 1_000_000)))
 
 
 def by_judge(report: Report, name: str, keys: Keys) -> None:
     """One stream with every policy of libCacheSim."""
-    capacities = [each for each in capacities_of(keys, SHARES) if each >= KEYS_LEAST]
-    report.figures["judge"], found = judge(keys, capacities)
+    capacities = [capacity for capacity in capacities_of(keys, SHARES) if capacity >= KEYS_LEAST]
+    report.figures["judge"], hit_ratios_by_policy = judge(keys, capacities)
     report.figures[f"{name}: reads, keys, sizes"] = (
-        f"{len(keys):,}, {int(keys.max()) + 1:,}, {' · '.join(f'{each:,}' for each in capacities)}"
+        f"{len(keys):,}, {int(keys.max()) + 1:,}, {' · '.join(f'{capacity:,}' for capacity in capacities)}"
     )
-    lru = np.array(found["LRU"])
+    lru = np.array(hit_ratios_by_policy["LRU"])
     for policy in JUDGED:
-        hits = np.array(found[policy])
-        report.figures[f"{name}: {policy}"] = " · ".join(f"{each:.4f}" for each in hits)
+        hits = np.array(hit_ratios_by_policy[policy])
+        report.figures[f"{name}: {policy}"] = " · ".join(f"{hit_ratio:.4f}" for hit_ratio in hits)
         if policy != "LRU":
             over, ahead = float(np.mean((1 - hits) / (1 - lru))), float((hits - lru).max()) * 100
             report.ratios[f"{name}.{policy}"] = Ratio(over, 1.0, 1, over, 1.0)
@@ -85,17 +85,17 @@ def by_judge(report: Report, name: str, keys: Keys) -> None:
 def by_l1(report: Report, name: str, keys: Keys) -> None:
     """L1 itself, with room for about a tenth of the keys, and the judge's LRU of as many as it held in the end."""
     room = capacities_of(keys, (0.1,))[0] * (len(RECORD) + 500)
-    found, held = l1_hit_ratio(keys, room)
-    _, judged = judge(keys, (held,), ("LRU",))
-    report.figures[f"{name}: L1 itself, {held:,} records in {room:,} bytes"] = (
-        f"{found:.4f}; libCacheSim's LRU of as many {judged['LRU'][0]:.4f}"
+    hit_ratio, record_count = l1_hit_ratio(keys, room)
+    _, judged = judge(keys, (record_count,), ("LRU",))
+    report.figures[f"{name}: L1 itself, {record_count:,} records in {room:,} bytes"] = (
+        f"{hit_ratio:.4f}; libCacheSim's LRU of as many {judged['LRU'][0]:.4f}"
     )
 
 
 def l1_hit_ratio(keys: Keys, room_bytes: int) -> tuple[float, int]:
     """What `LocalTier` finds of a stream of records of one size, and how many it holds in the end."""
     local, entry, hits = LocalTier(room_bytes), Entry(RECORD, 1), 0
-    names = [LocalKey("g", "user_topk", each) for each in range(int(keys.max()) + 1)]
+    names = [LocalKey("g", "user_topk", number) for number in range(int(keys.max()) + 1)]
     for key in keys.tolist():
         if local.get(names[key]) is not None:
             hits += 1
@@ -110,13 +110,13 @@ def hits(kind: Callable[[int], Policy], keys: list[int]) -> Callable[[], float]:
     for key in range(max(keys) + 1):
         get(key)
 
-    def once() -> float:
-        began = time.process_time()
+    def measure_hit_ns() -> float:
+        cpu_start_s = time.process_time()
         for key in keys:
             get(key)
-        return (time.process_time() - began) / len(keys) * 1e9
+        return (time.process_time() - cpu_start_s) / len(keys) * 1e9
 
-    return once
+    return measure_hit_ns
 
 
 def cost(report: Report, options: Options) -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     """Measure and report."""
     options = parse(__doc__ or "")
     report = Report("policies")
-    report.figures["sizes"] = " · ".join(f"{share:.1%} of keys" for share in SHARES)
+    report.figures["sizes"] = " · ".join(f"{key_share:.1%} of keys" for key_share in SHARES)
     cost(report, options)
     if is_there():
         for name, keys in streams(options.quick):

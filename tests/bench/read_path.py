@@ -72,9 +72,9 @@ def make_case(folder: Path, redis_url: str, quick: bool) -> Case:
     tables: dict[str, TableConfig] = {TABLE: TableConfig(TABLE, k=100)}
     night = replace(night, tables=tables, page_bytes=NightConfig().page_bytes)
     generation = publish_night(night, UNTIL)
-    seen = histories(night, UNTIL)
-    items = sorted({item for history in seen.values() for item in history})
-    return Case(folder, night, generation, sorted(seen), items)
+    history_by_user = histories(night, UNTIL)
+    items = sorted({item for history in history_by_user.values() for item in history})
+    return Case(folder, night, generation, sorted(history_by_user), items)
 
 
 def over_http(report: Report, case: Case, options: Options) -> None:
@@ -112,12 +112,12 @@ def _compare(
     loads: dict[str, list[Load]] = {"larder": [], "bare": []}
 
     def run(name: str, target: Program) -> Callable[[], float]:
-        def once() -> float:
+        def measure_rate() -> float:
             load = wrk(target, script, connections=CONNECTIONS, duration_s=duration_s)
             loads[name].append(load)
             return load.requests_per_s
 
-        return once
+        return measure_rate
 
     ratio = alternate(
         run("bare", bare), {"l1": run("larder", larder)}, rounds=options.rounds, rounds_max=7
@@ -133,8 +133,8 @@ def _compare(
 
 def _get(url: str) -> bytes:
     with urllib.request.urlopen(url) as response:  # noqa: S310 - our own loopback server
-        found: bytes = response.read()
-    return found
+        response_body: bytes = response.read()
+    return response_body
 
 
 def in_process(report: Report, case: Case, options: Options) -> None:
@@ -163,24 +163,24 @@ async def _readers(
 ) -> tuple[Rate, Rate]:
     snapshot = service.holding().live
     table = snapshot.manifest.tables[TABLE]
-    wants = [want_in(snapshot, table, user.encode()) for user in case.users]
+    record_keys = [want_in(snapshot, table, user.encode()) for user in case.users]
     url = case.night.redis_url or ""
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(case.night.namespace))
     stack.push_async_callback(remote.aclose)
     tiers = Tiered(LocalTier(0), NegativeCache(0, 0.0), remote)
     client = redis.asyncio.Redis.from_url(url, protocol=2, max_connections=CONNECTIONS)
     stack.push_async_callback(client.aclose)
-    names = [f"bench:{hash_hex(want.key)}" for want in wants]
-    found = [await tiers.get(snapshot.view, want) for want in wants]
-    for name, each in zip(names, found, strict=True):
-        if not isinstance(each, Found) or each.tier != "l2":
-            raise RuntimeError(f"a known user is not in L2: {each}")
-        await client.set(name, each.record)
+    names = [f"bench:{hash_hex(record_key.key)}" for record_key in record_keys]
+    read_results = [await tiers.get(snapshot.view, record_key) for record_key in record_keys]
+    for name, read_result in zip(names, read_results, strict=True):
+        if not isinstance(read_result, Found) or read_result.tier != "l2":
+            raise RuntimeError(f"a known user is not in L2: {read_result}")
+        await client.set(name, read_result.record)
     count = (10_000 if options.quick else 50_000) // CONNECTIONS
 
     async def read(number: int) -> None:
-        want = wants[number % len(wants)]
-        outcome = await tiers.get(snapshot.view, want)
+        record_key = record_keys[number % len(record_keys)]
+        outcome = await tiers.get(snapshot.view, record_key)
         if outcome.__class__ is not Found:
             raise RuntimeError(f"a known user is not in L2: {outcome}")
 
@@ -188,14 +188,14 @@ async def _readers(
         if not await client.get(names[number % len(names)]):
             raise RuntimeError("a record is gone")
 
-    async def rate(one: Callable[[int], Awaitable[None]]) -> float:
+    async def rate(read_one: Callable[[int], Awaitable[None]]) -> float:
         async def caller(first: int) -> None:
             for number in range(first, first + count):
-                await one(number)
+                await read_one(number)
 
-        began = time.perf_counter()
-        await asyncio.gather(*(caller(each * 61) for each in range(CONNECTIONS)))
-        return CONNECTIONS * count / (time.perf_counter() - began)
+        started_at = time.perf_counter()
+        await asyncio.gather(*(caller(caller_index * 61) for caller_index in range(CONNECTIONS)))
+        return CONNECTIONS * count / (time.perf_counter() - started_at)
 
     return lambda: rate(read), lambda: rate(get)
 
@@ -209,36 +209,36 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
         return [rng.sample(case.items, rng.randint(5, 30)) for _ in range(number)]
 
     def asks() -> list[Ask]:
-        found = []
+        lookups = []
         for history in histories_of(count):
             entity = {"id": f"stranger-{next(numbers)}", "history": history}
             body = json.dumps({"entities": [entity], "k": 20}).encode()
-            found.append(lookup_of({}, body, "json", TABLE, service.limits))
-        return found
+            lookups.append(lookup_of({}, body, "json", TABLE, service.limits))
+        return lookups
 
     async def live() -> float:
         waiting = iter(asks())
 
         async def caller() -> None:
-            for ask in waiting:
-                (answer,) = await service.ladder.lookup(service.holding(), ask, time.monotonic())
+            for lookup in waiting:
+                (answer,) = await service.ladder.lookup(service.holding(), lookup, time.monotonic())
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         await asyncio.gather(*(caller() for _ in range(CONNECTIONS)))
-        return count / (time.perf_counter() - began)
+        return count / (time.perf_counter() - started_at)
 
     def bare() -> float:
         snapshot = service.holding().live
         jobs = [
-            Job(snapshot, TABLE, LiveInput(tuple(each.encode() for each in history)), 1, 1)
+            Job(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
             for history in histories_of(count)
         ]
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for at in range(0, count, BATCH):
             compute(jobs[at : at + BATCH])
-        return count / (time.perf_counter() - began)
+        return count / (time.perf_counter() - started_at)
 
     return live, bare
 

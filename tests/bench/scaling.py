@@ -65,16 +65,18 @@ LATER = {
 
 def times(sizes: Sequence[tuple[int, int]], repeats: int) -> list[list[float]]:
     """Processor seconds of scoring (users, items), one list per size."""
-    most = random_case(max(users for users, _ in sizes), max(items for _, items in sizes), DIMS)
-    found: list[list[float]] = [[] for _ in sizes]
-    scorers = [Scorer.of(most.items[:items]) for _, items in sizes]
+    largest_case = random_case(
+        max(users for users, _ in sizes), max(items for _, items in sizes), DIMS
+    )
+    seconds_by_size: list[list[float]] = [[] for _ in sizes]
+    scorers = [Scorer.of(largest_case.items[:items]) for _, items in sizes]
     for number in range(repeats + 1):
-        for place, (users, _items) in enumerate(sizes):
+        for size_index, (users, _items) in enumerate(sizes):
             started = time.process_time()
-            scorers[place].top(most.users[:users], K, threads=1)
+            scorers[size_index].top(largest_case.users[:users], K, threads=1)
             if number:  # the first warms
-                found[place].append(time.process_time() - started)
-    return found
+                seconds_by_size[size_index].append(time.process_time() - started)
+    return seconds_by_size
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
@@ -82,16 +84,17 @@ def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def growth(sizes: Sequence[int], found: Sequence[Sequence[float]]) -> Ratio:
+def growth(sizes: Sequence[int], seconds_by_size: Sequence[Sequence[float]]) -> Ratio:
     """An exponent, and that of the first half of the repetitions over that of the second."""
-    half = len(found[0]) // 2
+    half = len(seconds_by_size[0]) // 2
     halves = [
-        exponent(sizes, [min(each[part]) for each in found])
+        exponent(sizes, [min(repetitions_s[part]) for repetitions_s in seconds_by_size])
         for part in (slice(half), slice(half, None))
     ]
-    whole = exponent(sizes, [min(each) for each in found])
+    full_exponent = exponent(sizes, [min(repetitions_s) for repetitions_s in seconds_by_size])
     return Ratio(
-        whole, halves[0] / halves[1], len(found[0]), statistics.median(found[-1]), statistics.median(found[0])
+        full_exponent, halves[0] / halves[1], len(seconds_by_size[0]), statistics.median(seconds_by_size[-1]),
+        statistics.median(seconds_by_size[0])
     )  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def run_step(folder: Path, step: str) -> None:
     is_wide = (folder / CASE).exists()
     config = wide_night.config_of(folder, os.environ["REDIS_URL"]) if is_wide else config_of(folder)
     build = json.loads((folder / "build.json").read_text()) if step != "begin" else {}
-    before = time.process_time()
+    cpu_start_s = time.process_time()
     if step == "begin":
         build = dict(begin.run(config, data_until=UNTIL, run_after=None))
     elif step == "embed_items":
@@ -117,7 +120,7 @@ def run_step(folder: Path, step: str) -> None:
             LATER[step](config, build)
     if step == "begin":
         (folder / "build.json").write_text(json.dumps(build))
-    spent = time.process_time() - before
+    spent = time.process_time() - cpu_start_s
     print(json.dumps({"seconds": spent, "peak": peak_bytes()}))
 
 
@@ -144,25 +147,25 @@ def config_of(folder: Path) -> NightConfig:
 def nights(report: Report, folder: Path, options: Options) -> None:
     """Time and peak memory of every step over four numbers of users."""
     case = drawn_case(folder / "bundle")
-    each = len(case.histories)
-    copies = [1, 2] if options.quick else [COPIES << place for place in range(SIZES)]
+    users_per_copy = len(case.histories)
+    copies = [1, 2] if options.quick else [COPIES << doubling for doubling in range(SIZES)]
     seconds: list[float] = []
     peaks: dict[str, list[float]] = {step: [] for step in STEPS}
     for number in copies:
-        place = folder / str(each * number)
-        place.mkdir()
+        night_folder = folder / str(users_per_copy * number)
+        night_folder.mkdir()
         for first in range(0, number, COPIES):
-            path = place / f"{first:02d}.parquet"
+            path = night_folder / f"{first:02d}.parquet"
             write_interactions(path, case.histories, min(COPIES, number), first)
         spent = 0.0
         for step in STEPS:
-            told = in_process(place, step)
-            spent += told["seconds"]
-            peaks[step].append(told["peak"] / MIB)
+            step_report = in_process(night_folder, step)
+            spent += step_report["seconds"]
+            peaks[step].append(step_report["peak"] / MIB)
         seconds.append(spent)
-    for step, found in peaks.items():
-        report.figures[f"peak MiB, {step}"] = " / ".join(f"{value:.0f}" for value in found)
-    users = [each * number for number in copies]
+    for step, step_peaks in peaks.items():
+        report.figures[f"peak MiB, {step}"] = " / ".join(f"{value:.0f}" for value in step_peaks)
+    users = [users_per_copy * number for number in copies]
     report.figures["night's users"] = " / ".join(f"{count:,}" for count in users)
     report.figures["night's CPU s"] = " / ".join(f"{value:.1f}" for value in seconds)
     report.figures["night's steps"] = ", ".join(STEPS)
@@ -183,22 +186,24 @@ def memory(report: Report, folder: Path, options: Options) -> None:
     for axis, cases in (GROWN_QUICK if options.quick else GROWN).items():
         peaks: dict[str, list[float]] = {step: [] for step in MORE_STEPS}
         for number, case in enumerate(cases):
-            place = folder / f"{axis}-{number}"
-            wide_night.write_case(place, case)
-            foretold = step_bytes(wide_night.shape_of(place, wide_night.config_of(place, "")))
+            case_folder = folder / f"{axis}-{number}"
+            wide_night.write_case(case_folder, case)
+            foretold = step_bytes(
+                wide_night.shape_of(case_folder, wide_night.config_of(case_folder, ""))
+            )
             for step in MORE_STEPS:
-                peak = in_process(place, step)["peak"]
+                peak = in_process(case_folder, step)["peak"]
                 peaks[step].append(peak / MIB)
                 worst = max(
                     worst, (peak / foretold[step], peak, foretold[step], f"{step} by {axis}")
                 )
                 rounds += 1
-            shutil.rmtree(place)
+            shutil.rmtree(case_folder)
         grown = " / ".join(f"{getattr(case, axis):,}" for case in cases)
         report.figures[f"memory over {axis}"] = grown
-        for step, found in peaks.items():
-            told = " / ".join(f"{value:.0f}" for value in found)
-            report.figures[f"peak MiB, {step}, by {axis}"] = told
+        for step, step_peaks in peaks.items():
+            peaks_text = " / ".join(f"{value:.0f}" for value in step_peaks)
+            report.figures[f"peak MiB, {step}, by {axis}"] = peaks_text
     report.figures["nearest to what is foretold"] = worst[3]
     report.ratios["peak_over_foretold"] = Ratio(
         worst[0], 1.0, rounds, worst[1] / MIB, worst[2] / MIB
@@ -208,11 +213,13 @@ def memory(report: Report, folder: Path, options: Options) -> None:
 def in_process(folder: Path, step: str) -> dict[str, float]:
     """What a step said of itself."""
     command = [sys.executable, "-m", "tests.bench.scaling", "--step", step, str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"{step}: {ended.stderr[-2000:]}")
-    told: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return told
+    completed_process = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False
+    )
+    if completed_process.returncode:
+        raise RuntimeError(f"{step}: {completed_process.stderr[-2000:]}")
+    step_report: dict[str, float] = json.loads(completed_process.stdout.splitlines()[-1])
+    return step_report
 
 
 def main() -> None:
@@ -223,16 +230,16 @@ def main() -> None:
     options = parse(__doc__ or "")
     report = Report("scaling", ("faiss-cpu", "onnxruntime", "pyarrow"))
     scale = 1 if options.quick else 2
-    users = [scale * USERS << place for place in range(SIZES)]
-    items = [scale * ITEMS << place for place in range(SIZES)]
+    users = [scale * USERS << doubling for doubling in range(SIZES)]
+    items = [scale * ITEMS << doubling for doubling in range(SIZES)]
     report.figures["users"] = " / ".join(f"{count:,}" for count in users)
     report.figures["items"] = " / ".join(f"{count:,}" for count in items)
     by_users = times([(count, items[0]) for count in users], options.rounds)
     by_items = times([(users[0], count) for count in items], options.rounds)
     report.ratios["users_exponent"] = growth(users, by_users)
     report.ratios["items_exponent"] = growth(items, by_items)
-    with TemporaryDirectory(prefix="larder-bench-") as place:
-        folder = Path(place)
+    with TemporaryDirectory(prefix="larder-bench-") as folder_name:
+        folder = Path(folder_name)
         (folder / "redis").mkdir()
         with server(folder / "redis") as running:
             os.environ["REDIS_URL"] = running.url

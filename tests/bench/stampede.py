@@ -59,23 +59,23 @@ class Run:
 def asks(service: Service, items: list[str], name: str, keys: int) -> list[Ask]:
     """One request for each of so many users whom the night does not know."""
     rng = random.Random(name)
-    found = []
+    lookups = []
     for number in range(keys):
         entity = {"id": f"{name}-{number}", "history": rng.sample(items, 20)}
         body = json.dumps({"entities": [entity], "k": 20}).encode()
-        found.append(lookup_of({}, body, "json", TABLE, service.limits))
-    return found
+        lookups.append(lookup_of({}, body, "json", TABLE, service.limits))
+    return lookups
 
 
-async def stampede(service: Service, url: str, asked: list[Ask], waiters: int) -> Run:
+async def stampede(service: Service, url: str, lookups: list[Ask], waiters: int) -> Run:
     """All callers at once."""
-    holding = service.holding()
+    served = service.holding()
     loads, batches = _inferred(service)
-    reads, cpu, began = _reads(url), time.process_time(), time.perf_counter()
+    reads, cpu, started_at = _reads(url), time.process_time(), time.perf_counter()
     answers = await asyncio.gather(
-        *(service.ladder.lookup(holding, ask, time.monotonic()) for ask in asked * waiters)
+        *(service.ladder.lookup(served, lookup, time.monotonic()) for lookup in lookups * waiters)
     )
-    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    seconds, cpu_s = time.perf_counter() - started_at, time.process_time() - cpu
     loads_now, batches_now = _inferred(service)
     sources = {str(answer["source"]) for (answer,) in answers}
     return Run(
@@ -86,8 +86,10 @@ async def stampede(service: Service, url: str, asked: list[Ask], waiters: int) -
 
 def _inferred(service: Service) -> tuple[float, float]:
     (family,) = service.metrics.live_batch.collect()
-    found = {sample.name: sample.value for sample in family.samples}
-    return found["larder_live_batch_size_sum"], found["larder_live_batch_size_count"]
+    value_by_sample = {sample.name: sample.value for sample in family.samples}
+    return value_by_sample["larder_live_batch_size_sum"], value_by_sample[
+        "larder_live_batch_size_count"
+    ]
 
 
 def _reads(url: str) -> int:
@@ -103,10 +105,10 @@ def replica(config: ServingConfig, items: list[str], pipe: Connection) -> None:
         async with running(config) as service:
             while (order := await asyncio.to_thread(pipe.recv)) is not None:
                 name, keys, waiters = order
-                asked = asks(service, items, name, keys)
+                lookups = asks(service, items, name, keys)
                 pipe.send("ready")
                 await asyncio.to_thread(pipe.recv)
-                pipe.send(await stampede(service, config.redis_url, asked, waiters))
+                pipe.send(await stampede(service, config.redis_url, lookups, waiters))
 
     asyncio.run(serve())
 
@@ -119,12 +121,12 @@ def replicas(case: Case, config: ServingConfig, count: int) -> Iterator[list[Con
     processes = [
         context.Process(target=replica, args=(config, case.items, theirs)) for _, theirs in pipes
     ]
-    ours = [ours for ours, _ in pipes]
+    parent_ends = [parent_end for parent_end, _ in pipes]
     try:
         for process in processes:
             process.start()
-        yield ours
-        for pipe in ours:
+        yield parent_ends
+        for pipe in parent_ends:
             pipe.send(None)
     finally:
         for process in processes:
@@ -154,7 +156,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
         for keys, runs in scenes.items():
             _figures(report, f"{count} process(es), {keys:,} answers", runs)
         loads, keys = max(
-            ((sum(run.loads for run in each), keys) for keys, runs in scenes.items() for each in runs),
+            ((sum(run.loads for run in process_runs), keys) for keys, runs in scenes.items() for process_runs in runs),
             key=lambda pair: pair[0] / pair[1],
         )  # fmt: skip
         report.ratios[name] = Ratio(loads / keys, 1.0, rounds, loads, keys)
@@ -171,8 +173,10 @@ def _together(pipes: list[Connection], name: str, keys: int, waiters: int) -> li
 
 
 def _figures(report: Report, name: str, runs: list[list[Run]]) -> None:
-    loads = [sum(run.loads for run in each) for each in runs]
-    middle = sorted(runs, key=lambda each: max(run.seconds for run in each))[len(runs) // 2]
+    loads = [sum(run.loads for run in process_runs) for process_runs in runs]
+    middle = sorted(runs, key=lambda process_runs: max(run.seconds for run in process_runs))[
+        len(runs) // 2
+    ]
     report.figures[f"{name}: loads"] = f"{min(loads):,} to {max(loads):,}"
     report.figures[f"{name}: inferences' batches"] = sum(run.batches for run in middle)
     report.figures[f"{name}: overlay reads"] = max(run.reads for run in middle)
@@ -198,13 +202,13 @@ def _peer(library: str, url: str, keys: int, waiters: int, limit_s: float) -> st
     program = Path(stampede_peers.__file__)
     command: list[str | Path] = [PEERS, program, library, url, str(keys), str(waiters)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=limit_s)
+        completed_process = subprocess.run(command, capture_output=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"not done after {limit_s:g} s"
-    if done.returncode:
-        return f"failed: {done.stderr.decode().strip().splitlines()[-1]}"
-    found = json.loads(done.stdout.splitlines()[-1])
-    return ", ".join(f"{name} {value}" for name, value in found.items())
+    if completed_process.returncode:
+        return f"failed: {completed_process.stderr.decode().strip().splitlines()[-1]}"
+    value_by_name = json.loads(completed_process.stdout.splitlines()[-1])
+    return ", ".join(f"{name} {value}" for name, value in value_by_name.items())
 
 
 def main() -> None:

@@ -35,32 +35,34 @@ def flat_run(case: Case) -> float:
     index = faiss.IndexFlatIP(case.items.shape[1])
     index.add(case.items)
     lengths = np.diff(case.histories.indptr)
-    spares = [*(each for each in SPARES if each < lengths.max()), int(lengths.max())]
+    spares = [*(spare for spare in SPARES if spare < lengths.max()), int(lengths.max())]
     started = time.process_time()
-    which = np.searchsorted(spares, lengths)
-    for bucket in np.unique(which):
-        rows = np.flatnonzero(which == bucket)
+    bucket_indexes = np.searchsorted(spares, lengths)
+    for bucket in np.unique(bucket_indexes):
+        rows = np.flatnonzero(bucket_indexes == bucket)
         for start in range(0, len(rows), BATCH):
-            some = rows[start : start + BATCH]
-            scores, found = index.search(case.users[some], K + spares[bucket])
-            gone = case.histories.take(some)
-            owners = np.repeat(np.arange(len(some)), np.diff(gone.indptr)) * len(case.items)
-            banned = np.sort(owners + gone.indices)
-            wanted = np.arange(len(some))[:, None] * len(case.items) + found
-            at = np.minimum(np.searchsorted(banned, wanted), len(banned) - 1)
-            order = np.argsort(banned[at] == wanted, axis=1, kind="stable")[:, :K]
-            np.take_along_axis(found, order, axis=1)
+            batch_rows = rows[start : start + BATCH]
+            scores, top_ordinals = index.search(case.users[batch_rows], K + spares[bucket])
+            exclusions = case.histories.take(batch_rows)
+            owners = np.repeat(np.arange(len(batch_rows)), np.diff(exclusions.indptr)) * len(
+                case.items
+            )
+            banned = np.sort(owners + exclusions.indices)
+            candidate_keys = np.arange(len(batch_rows))[:, None] * len(case.items) + top_ordinals
+            at = np.minimum(np.searchsorted(banned, candidate_keys), len(banned) - 1)
+            order = np.argsort(banned[at] == candidate_keys, axis=1, kind="stable")[:, :K]
+            np.take_along_axis(top_ordinals, order, axis=1)
             np.take_along_axis(scores, order, axis=1)
     return len(case.users) / (time.process_time() - started)
 
 
 def product_run(case: Case) -> float:
     """The bare matrix product in tiles of users, selecting nothing."""
-    out = np.empty((512, len(case.items)), np.float32)
+    product_buffer = np.empty((512, len(case.items)), np.float32)
     turned = case.items.T
     started = time.process_time()
     for start in range(0, len(case.users) - 511, 512):
-        np.matmul(case.users[start : start + 512], turned, out=out)
+        np.matmul(case.users[start : start + 512], turned, out=product_buffer)
     return len(case.users) // 512 * 512 / (time.process_time() - started)
 
 
@@ -79,9 +81,11 @@ def exact_scores(case: Case, rows: int) -> NDArray[np.float64]:
 def recall_of_lists(exact: NDArray[np.float64], ordinals: NDArray[Any]) -> float:
     """Share of the K best of each row of scores that its list has; scores within 1e-5 of each other count as equal."""
     good = 0
-    for scores, found in zip(exact, ordinals, strict=True):
-        least = np.partition(scores, -K)[-K]
-        good += int((scores[found.astype(np.int64)] >= least - 1e-5 * abs(least)).sum())
+    for scores, list_ordinals in zip(exact, ordinals, strict=True):
+        kth_score = np.partition(scores, -K)[-K]
+        good += int(
+            (scores[list_ordinals.astype(np.int64)] >= kth_score - 1e-5 * abs(kth_score)).sum()
+        )
     return good / (len(ordinals) * K)
 
 
@@ -123,13 +127,13 @@ def main() -> None:
         scorer = Scorer.of(case.items)
         report.figures[f"{name}_prepare_cpu_s"] = round(time.process_time() - started, 3)
         recalls.append(recall_of(case, scorer))
-        found = compare(
+        ratio_by_pair = compare(
             {"faiss": partial(flat_run, case), "matrix_product": partial(product_run, case)},
             {"larder": partial(larder_run, case, scorer)},
             rounds=options.rounds,
             rounds_max=options.rounds + 2,
         )
-        for (baseline, _), ratio in found.items():
+        for (baseline, _), ratio in ratio_by_pair.items():
             report.ratios[f"{name}_vs_{baseline}"] = ratio
             report.figures[f"{name}_users_per_cpu_s"] = round(ratio.candidate)
     report.promises = {
@@ -144,10 +148,10 @@ def main() -> None:
 
 def in_one_thread() -> None:
     """Starts this program again unless BLAS was told to use one thread: it reads that when it is loaded."""
-    wanted = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    if not wanted.items() <= os.environ.items():
+    thread_settings = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if not thread_settings.items() <= os.environ.items():
         command = [sys.executable, "-m", "tests.bench.topk", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **wanted})  # noqa: S606 - no shell
+        os.execve(sys.executable, command, {**os.environ, **thread_settings})  # noqa: S606 - no shell
 
 
 if __name__ == "__main__":

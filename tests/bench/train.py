@@ -68,7 +68,7 @@ def settings(folder: Path, url: str) -> Path:
 
 def run(config: Path, command: str) -> tuple[float, float]:
     """(seconds, peak GiB) of a command of `precompute`."""
-    words = [
+    command_line = [
         sys.executable,
         "-m",
         "precompute",
@@ -80,7 +80,7 @@ def run(config: Path, command: str) -> tuple[float, float]:
     started = time.perf_counter()
     with (log := config.parent / f"{command}.log").open("wb") as file:
         to_log = [(os.POSIX_SPAWN_DUP2, file.fileno(), number) for number in (1, 2)]
-        child = os.posix_spawn(sys.executable, words, os.environ, file_actions=to_log)
+        child = os.posix_spawn(sys.executable, command_line, os.environ, file_actions=to_log)
         _, status, usage = os.wait4(child, 0)
     if status:
         raise RuntimeError(log.read_text()[-2_000:])
@@ -90,15 +90,17 @@ def run(config: Path, command: str) -> tuple[float, float]:
 def sizes(report: Report, options: Options) -> None:
     """Both programs over growing numbers of users."""
     for users in USERS_QUICK if options.quick else USERS:
-        with TemporaryDirectory() as place, server(Path(place) / "redis") as redis:
-            write(Path(place) / "clicks.parquet", users)
-            config = settings(Path(place), redis.url)
+        with TemporaryDirectory() as folder_name, server(Path(folder_name) / "redis") as redis:
+            write(Path(folder_name) / "clicks.parquet", users)
+            config = settings(Path(folder_name), redis.url)
             trained, training_gib = run(config, "train")
-            chosen = json.loads((Path(place) / "bundle" / "bundle.json").read_bytes())["training"]
+            chosen_training = json.loads(
+                (Path(folder_name) / "bundle" / "bundle.json").read_bytes()
+            )["training"]
             night, night_gib = run(config, "night")
         report.figures[f"{users:,} users, train"] = f"{trained:.1f} s, {training_gib:.2f} GiB"
         report.figures[f"{users:,} users, night"] = f"{night:.1f} s, {night_gib:.2f} GiB"
-        report.figures[f"{users:,} users, chosen"] = json.dumps(chosen)
+        report.figures[f"{users:,} users, chosen"] = json.dumps(chosen_training)
         report.figures[f"{users:,} users, train over night"] = trained / night
 
 
@@ -116,17 +118,19 @@ def found(
     """(Recall@20, NDCG@20), means over users with a test item; recall is hits over test items."""
     discounts = 1 / np.log2(np.arange(TOP) + 2)
     ideal, recalls, gains = np.cumsum(discounts), [], []
-    asked = np.flatnonzero(np.diff(test.indptr))
-    for start in range(0, len(asked), 1_000):
-        some = asked[start : start + 1_000]
-        scores = (train[some] @ rows) @ items.T
-        known = train[some].tocoo()
-        scores[known.row, known.col] = -np.inf
-        best = np.argpartition(-scores, TOP, axis=1)[:, :TOP]
-        order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1, kind="stable")
-        wanted = test[some].toarray() > 0
-        hits = np.take_along_axis(wanted, np.take_along_axis(best, order, axis=1), axis=1)
-        counts = wanted.sum(axis=1)
+    test_users = np.flatnonzero(np.diff(test.indptr))
+    for start in range(0, len(test_users), 1_000):
+        batch_users = test_users[start : start + 1_000]
+        scores = (train[batch_users] @ rows) @ items.T
+        train_clicks = train[batch_users].tocoo()
+        scores[train_clicks.row, train_clicks.col] = -np.inf
+        top_items = np.argpartition(-scores, TOP, axis=1)[:, :TOP]
+        order = np.argsort(-np.take_along_axis(scores, top_items, axis=1), axis=1, kind="stable")
+        is_test_item = test[batch_users].toarray() > 0
+        hits = np.take_along_axis(
+            is_test_item, np.take_along_axis(top_items, order, axis=1), axis=1
+        )
+        counts = is_test_item.sum(axis=1)
         recalls.append(hits.sum(axis=1) / counts)
         gains.append(hits @ discounts / ideal[np.minimum(counts, TOP) - 1])
     return float(np.concatenate(recalls).mean()), float(np.concatenate(gains).mean())
@@ -134,15 +138,15 @@ def found(
 
 def gowalla(report: Report, folder: Path) -> None:
     """Chosen inside the training data, measured on the test data."""
-    known, wanted = pairs(folder / "train.txt.gz"), pairs(folder / "test.txt.gz")
-    size = [int(max(known[axis].max(), wanted[axis].max())) + 1 for axis in (0, 1)]
+    train_pairs, test_pairs = pairs(folder / "train.txt.gz"), pairs(folder / "test.txt.gz")
+    size = [int(max(train_pairs[axis].max(), test_pairs[axis].max())) + 1 for axis in (0, 1)]
     started = time.perf_counter()
     rng = np.random.default_rng(0)
-    choice = choose(*known, size[1], 256, rng)
-    data = UserItemMatrix.of(matrix_of(*known, size))
+    choice = choose(*train_pairs, size[1], 256, rng)
+    data = UserItemMatrix.of(matrix_of(*train_pairs, size))
     [(_, vectors)] = tables_of(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
-    recall, gain = found(matrix_of(*known, size), matrix_of(*wanted, size), *vectors)
+    recall, gain = found(matrix_of(*train_pairs, size), matrix_of(*test_pairs, size), *vectors)
     report.figures |= {
         "chosen": json.dumps(choice.row()),
         "recall_at_20": recall,
@@ -154,11 +158,11 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--gowalla", type=Path)
-    given, rest = parser.parse_known_args()
-    options = parse(f"{__doc__.splitlines()[0]} Also: --gowalla FOLDER", rest)
+    arguments, remaining_argv = parser.parse_known_args()
+    options = parse(f"{__doc__.splitlines()[0]} Also: --gowalla FOLDER", remaining_argv)
     report = Report("train", ("numpy", "scipy"))
-    if given.gowalla:
-        gowalla(report, given.gowalla)
+    if arguments.gowalla:
+        gowalla(report, arguments.gowalla)
     else:
         sizes(report, options)
     report.show(options)

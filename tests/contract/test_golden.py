@@ -89,7 +89,7 @@ def test_a_pointer_and_a_release():
         % GENERATION.encode()
     )
     release = Release(5, "publish", GENERATION, None, "run-1", 1.5, done=True)
-    assert Release.from_bytes(release.to_bytes(), done=True) == release
+    assert Release.from_bytes(release.to_bytes(), is_done=True) == release
     assert b'"done"' not in release.to_bytes()
 
 
@@ -122,6 +122,6 @@ def test_a_manifest_survives_the_round_trip_to_the_byte():
         timings={"score": 1.5},
         facts={"users": 1},
     )
-    again = Manifest.from_bytes(manifest.to_bytes())
-    assert again == manifest
-    assert again.to_bytes() == manifest.to_bytes()
+    parsed_manifest = Manifest.from_bytes(manifest.to_bytes())
+    assert parsed_manifest == manifest
+    assert parsed_manifest.to_bytes() == manifest.to_bytes()

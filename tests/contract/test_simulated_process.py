@@ -55,12 +55,12 @@ def virtual(seed: int = 0) -> VirtualLoop:
 
 def in_both(program: Callable[[], Any]) -> None:
     """Runs a coroutine function on asyncio's loop and on a virtual one: the same comes of it."""
-    loop, there = virtual(), Punctual()
+    loop, real_loop = virtual(), Punctual()
     try:
-        assert loop.run_until_complete(program()) == there.run_until_complete(program())
+        assert loop.run_until_complete(program()) == real_loop.run_until_complete(program())
     finally:
         loop.close()
-        there.close()
+        real_loop.close()
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -82,15 +82,15 @@ def test_callbacks_timers_tasks_and_time_outs_come_in_the_same_order(seed: int) 
 
         limits = (moments[0], moments[7], moments[8])
         tasks = [
-            asyncio.create_task(task(str(each), each, limit))
-            for each, limit in zip(moments[1:4], limits, strict=True)
+            asyncio.create_task(task(str(moment), moment, limit))
+            for moment, limit in zip(moments[1:4], limits, strict=True)
         ]
         loop.call_later(STEP_S * moments[4], gate.set)
         loop.call_later(STEP_S * moments[5], tasks[0].cancel)
         cancelled = loop.call_later(STEP_S * moments[6], happened.append, "never")
         loop.call_later(STEP_S * (moments[6] - 0.5), cancelled.cancel)
-        for each in range(3):
-            loop.call_soon(happened.append, f"soon {each}")
+        for number in range(3):
+            loop.call_soon(happened.append, f"soon {number}")
         await asyncio.wait(tasks)
         await asyncio.sleep(STEP_S * 17)
         return happened
@@ -99,37 +99,37 @@ def test_callbacks_timers_tasks_and_time_outs_come_in_the_same_order(seed: int) 
 
 
 async def pooled(pool: Executor) -> list[Any]:
-    loop, said = asyncio.get_running_loop(), list[Any]()
+    loop, outputs = asyncio.get_running_loop(), list[Any]()
 
     def fails() -> None:
         raise ValueError("no")
 
-    said.append(await loop.run_in_executor(pool, sum, [1, 2]))
+    outputs.append(await loop.run_in_executor(pool, sum, [1, 2]))
     with pytest.raises(ValueError, match="no"):
         await loop.run_in_executor(pool, fails)
-    many = [loop.run_in_executor(pool, pow, 2, each) for each in range(6)]
-    said += await asyncio.gather(*many)
+    power_futures = [loop.run_in_executor(pool, pow, 2, exponent) for exponent in range(6)]
+    outputs += await asyncio.gather(*power_futures)
     pool.shutdown(wait=False, cancel_futures=True)
     with pytest.raises(RuntimeError):
         pool.submit(sum, [1])
-    return said
+    return outputs
 
 
 def test_a_pool_gives_back_what_work_returns_or_raises() -> None:
     loop = virtual()
     threads = Threads(loop, random.Random(1))
-    there = asyncio.new_event_loop()
+    real_loop = asyncio.new_event_loop()
     try:
-        here = loop.run_until_complete(pooled(Pool(threads, 2)))
-        assert here == there.run_until_complete(pooled(ThreadPoolExecutor(2)))
+        simulated_outputs = loop.run_until_complete(pooled(Pool(threads, 2)))
+        assert simulated_outputs == real_loop.run_until_complete(pooled(ThreadPoolExecutor(2)))
     finally:
         threads.stop()
         loop.close()
-        there.close()
+        real_loop.close()
 
 
 def test_bytes_arrive_in_order_and_end_with_the_connection() -> None:
-    sent = [bytes([each]) * (each + 1) for each in range(50)]
+    chunks = [bytes([number]) * (number + 1) for number in range(50)]
 
     class Echo(asyncio.Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -139,35 +139,37 @@ def test_bytes_arrive_in_order_and_end_with_the_connection() -> None:
             self.transport.write(data)
 
     async def talk(port: int) -> bytes:
-        loop, whole, ended = asyncio.get_running_loop(), bytearray(), asyncio.Event()
+        loop, received, closed_event = asyncio.get_running_loop(), bytearray(), asyncio.Event()
 
         class Caller(asyncio.Protocol):
             def data_received(self, data: bytes) -> None:
-                whole.extend(data)
-                if len(whole) == sum(map(len, sent)):
+                received.extend(data)
+                if len(received) == sum(map(len, chunks)):
                     transport.close()
 
             def connection_lost(self, exc: Exception | None) -> None:
-                ended.set()
+                closed_event.set()
 
         transport, _ = await loop.create_connection(Caller, "127.0.0.1", port)
-        for each in sent:
-            transport.write(each)
-        await ended.wait()
-        return bytes(whole)
+        for chunk in chunks:
+            transport.write(chunk)
+        await closed_event.wait()
+        return bytes(received)
 
-    async def there() -> bytes:
+    async def talk_over_sockets() -> bytes:
         server = await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", 0)
-        found = await talk(server.sockets[0].getsockname()[1])
+        echoed = await talk(server.sockets[0].getsockname()[1])
         server.close()
-        return found
+        return echoed
 
     wires = Wires(random.Random(3))
     loop = VirtualLoop(wires, 1_000.0)
     wires.loop, wires.torn = loop, 0.5
     wires.listening[7] = Echo, context_of(None)
     try:
-        assert loop.run_until_complete(talk(7)) == asyncio.run(there()) == b"".join(sent)
+        assert (
+            loop.run_until_complete(talk(7)) == asyncio.run(talk_over_sockets()) == b"".join(chunks)
+        )
     finally:
         loop.close()
 
@@ -179,14 +181,18 @@ def test_the_store_in_memory_is_one_of_files(tmp_path: Path, seed: int) -> None:
     for _ in range(120):
         path, data = rng.choice(paths), rng.randbytes(3)
         folder = rng.choice(["a", "b", "b/c", "none"])
-        what = rng.choice(["read", "write", "write_once", "names", "read_many", "delete"])
+        operation = rng.choice(["read", "write", "write_once", "names", "read_many", "delete"])
         arguments: dict[str, tuple[Any, ...]] = {
             "read": (path,), "write": (path, data), "write_once": (path, data), "names": (folder,),
             "read_many": (paths,), "delete": (rng.choice([path, folder]),),
         }  # fmt: skip
-        said = []
+        store_results = []
         for store in stores:
-            found = getattr(store, what)(*arguments[what])
+            store_result = getattr(store, operation)(*arguments[operation])
             # An emptied folder of files is still there; who lists it finds nothing in either.
-            said.append([each for each in found if "." in each] if what == "names" else found)
-        assert said[0] == said[1], (what, arguments[what])
+            store_results.append(
+                [entry_name for entry_name in store_result if "." in entry_name]
+                if operation == "names"
+                else store_result
+            )
+        assert store_results[0] == store_results[1], (operation, arguments[operation])

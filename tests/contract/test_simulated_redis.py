@@ -54,9 +54,9 @@ def real(url: str) -> Iterator[redis.Redis]:
         yield client
 
 
-def packed(words: list[bytes]) -> bytes:
-    return b"*%d\r\n" % len(words) + b"".join(
-        b"$%d\r\n%b\r\n" % (len(each), each) for each in words
+def packed(arguments: list[bytes]) -> bytes:
+    return b"*%d\r\n" % len(arguments) + b"".join(
+        b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments
     )
 
 
@@ -74,8 +74,8 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
         return [b"EVAL", raw, b"%d" % len(names), *names, *argv]
 
     attempt, generation = rng.choice([b"a", b"b"]), rng.choice([b"g1", b"g2"])
-    until = rng.choice([b"1", b"9999999999"])
-    staged = b'{"generation":"%b","attempt":"%b","until":%b}' % (generation, attempt, until)
+    stage_ends_at = rng.choice([b"1", b"9999999999"])
+    staged = b'{"generation":"%b","attempt":"%b","until":%b}' % (generation, attempt, stage_ends_at)
     return rng.choice([
         [b"GET", name], [b"MGET", name, text[0], page], [b"SET", page, b"0123456789"],
         [b"GETRANGE", page, b"2", b"5"], [b"GETRANGE", b"none", b"0", b"3"],
@@ -97,19 +97,19 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
 def test_it_answers_the_same_bytes(redis_url: str, keyspace: Keyspace, seed: int) -> None:
     rng, simulated = random.Random(seed), Simulated(keyspace)
     with real(redis_url) as client:
-        client.delete(*(f"{each}" for each in ("hash", "log")))
+        client.delete(*(f"{key_name}" for key_name in ("hash", "log")))
         connection = client.connection_pool.get_connection()
         for _ in range(COMMANDS):
-            words = command(rng, keyspace)
-            there = replies(connection, packed(words))
-            here = simulated.ask(packed(words))
-            assert parsed(here) == there, words
+            arguments = command(rng, keyspace)
+            real_reply = replies(connection, packed(arguments))
+            simulated_reply = simulated.ask(packed(arguments))
+            assert parsed(simulated_reply) == real_reply, arguments
         connection.disconnect()
         client.delete("hash", "log")
 
 
-def replies(connection: Any, sent: bytes) -> Any:
-    connection.send_packed_command([sent])
+def replies(connection: Any, packed_command: bytes) -> Any:
+    connection.send_packed_command([packed_command])
     return connection.read_response()
 
 
@@ -120,23 +120,23 @@ def parsed(raw: bytes) -> Any:
 
 
 def test_lives_end_and_are_told_in_milliseconds(keyspace: Keyspace) -> None:
-    simulated, now = Simulated(keyspace), [START]
-    simulated.server.now = lambda: now[0]
+    simulated, clock = Simulated(keyspace), [START]
+    simulated.server.now = lambda: clock[0]
     key = keyspace.overlay("g", "t", "1").encode()
     assert simulated.ask(packed([b"SET", key, b"v", b"PX", b"1500"])) == b"+OK\r\n"
-    now[0] += 0.5
+    clock[0] += 0.5
     assert simulated.ask(packed([b"PTTL", key])) == b":1000\r\n"
-    now[0] += 1.0
+    clock[0] += 1.0
     assert simulated.ask(packed([b"PTTL", key])) == b":-2\r\n"
     assert simulated.ask(packed([b"GET", key])) == b"$-1\r\n"
 
 
 def test_who_listens_hears_what_is_announced(keyspace: Keyspace) -> None:
-    simulated, other = Simulated(keyspace), Ends()
+    simulated, listener_transport = Simulated(keyspace), Ends()
     listener = Session(simulated.server)
-    listener.connection_made(other)
+    listener.connection_made(listener_transport)
     listener.data_received(packed([b"SUBSCRIBE", keyspace.channel.encode()]))
     simulated.ask(packed([b"PUBLISH", keyspace.channel.encode(), b"next"]))
-    assert other.written.endswith(b"$4\r\nnext\r\n") and other.written.startswith(
-        b"*3\r\n$9\r\nsubscribe"
-    )
+    assert listener_transport.written.endswith(
+        b"$4\r\nnext\r\n"
+    ) and listener_transport.written.startswith(b"*3\r\n$9\r\nsubscribe")

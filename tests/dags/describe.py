@@ -19,13 +19,18 @@ def main(folder: str, *configs: str) -> None:
     """
     bag = DagBag(dag_folder=folder)
     heavy = ("torch", "faiss", "onnx", "onnxruntime", "pyarrow", "scipy", "numpy", "fastapi")
-    found = sorted(name for name in heavy if name in sys.modules)
+    heavy_imports = sorted(name for name in heavy if name in sys.modules)
     errors = {Path(name).name: error for name, error in bag.import_errors.items()}
-    told: dict[str, Any] = {"errors": errors, "heavy": found, "dags": described(bag), "under": {}}
+    document: dict[str, Any] = {
+        "errors": errors,
+        "heavy": heavy_imports,
+        "dags": described(bag),
+        "under": {},
+    }
     for config in configs:
         os.environ["LARDER_CONFIG"] = config
-        told["under"][config] = described(DagBag(dag_folder=folder))
-    print(json.dumps(told))
+        document["under"][config] = described(DagBag(dag_folder=folder))
+    print(json.dumps(document))
 
 
 def described(bag: DagBag) -> dict[str, Any]:

@@ -25,14 +25,14 @@ def night(dag: Any, run_after: datetime) -> dict[str, Any]:
     for call in calls.values():
         call.__globals__["get_current_context"] = lambda: context
     build: dict[str, Any] = calls["begin"](calls["take_events"]() if "take_events" in calls else {})
-    found: dict[str, Any] = {}
+    result_by_task: dict[str, Any] = {}
     for name in ORDER:
         if name == "score_shard":
-            found[name] = [calls[name](build, shard) for shard in calls["plan"](build)]
+            result_by_task[name] = [calls[name](build, shard) for shard in calls["plan"](build)]
         elif name == "publish":
-            found[name] = calls[name](found["verify"])
+            result_by_task[name] = calls[name](result_by_task["verify"])
         else:
-            found[name] = calls[name]() if name == "retire" else calls[name](build)
+            result_by_task[name] = calls[name]() if name == "retire" else calls[name](build)
     return build
 
 

@@ -103,13 +103,13 @@ class Place:
     def first_night(self, on_task: Callable[[TaskReport], None] | None = None) -> RunReport:
         """Train a bundle, and wait for the night that its asset starts."""
         assert states(self.run("train_reference")) == {"success"}
-        run_id = self.airflow.wait_new("nightly_precompute", known=())
+        run_id = self.airflow.wait_new("nightly_precompute", earlier_run_ids=())
         return self.airflow.wait("nightly_precompute", run_id, RUN_S, on_task=on_task)
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
         """A real service over what is live, and callers who ask it all the time."""
-        told = environment(
+        service_environ = environment(
             self.config,
             LARDER_L1_BYTES="4096",
             LARDER_POLL_S="0.1",
@@ -118,7 +118,9 @@ class Place:
         )
         items = [f"item-{number}" for number in range(ITEMS)]
         with ExitStack() as stack:
-            service = stack.enter_context(ServiceProcess(self.folder / "service.log", told))
+            service = stack.enter_context(
+                ServiceProcess(self.folder / "service.log", service_environ)
+            )
             watch = Watch(service.url, self.users, items, seed=0)
             self.expect(watch, self.config, self.live.generation)
             yield stack.enter_context(watch)
@@ -145,11 +147,15 @@ def airflow_over(
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"
     path.write_text(config)
-    told = {"LARDER_CONFIG": str(path), "LARDER_SCHEDULE": NEVER, "REDIS_URL": server.url}
-    told |= dict(settings or {})
+    airflow_environ = {
+        "LARDER_CONFIG": str(path),
+        "LARDER_SCHEDULE": NEVER,
+        "REDIS_URL": server.url,
+    }
+    airflow_environ |= dict(settings or {})
     with (
         redis.Redis.from_url(server.url, protocol=3) as client,
-        LocalAirflow(folder / "state", environment=told, pools={"gpu": 2}) as airflow,
+        LocalAirflow(folder / "state", environment=airflow_environ, pools={"gpu": 2}) as airflow,
     ):
         yield Place(folder, airflow, Control(client, Keyspace("default")), server.url)
 

@@ -49,14 +49,14 @@ def pod_of(task: Any) -> Any:
 
 def main(folder: str) -> None:
     """One JSON object: DAG -> task -> its queue and pod."""
-    found = {}
+    tasks_by_dag = {}
     for dag in DagBag(dag_folder=folder).dags.values():
-        stored = json.dumps(DagSerialization.to_dict(dag))
-        tasks = DagSerialization.from_dict(json.loads(stored)).tasks
-        found[dag.dag_id] = {
+        dag_json = json.dumps(DagSerialization.to_dict(dag))
+        tasks = DagSerialization.from_dict(json.loads(dag_json)).tasks
+        tasks_by_dag[dag.dag_id] = {
             task.task_id: {"queue": task.queue, "pod": pod_of(task)} for task in tasks
         }
-    print(json.dumps(found))
+    print(json.dumps(tasks_by_dag))
 
 
 if __name__ == "__main__":

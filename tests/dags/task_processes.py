@@ -33,14 +33,18 @@ class TaskProcesses:
 
 def task_processes(session: int) -> list[TaskProcesses]:
     """Of all tasks that run now in a session of processes."""
-    listed = subprocess.run(
+    completed_process = subprocess.run(
         ["ps", "-wwAo", "pid=,ppid=,sess=,args="], check=True, capture_output=True, text=True
     )
-    rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
-    ours = [(int(row[0]), int(row[1]), row[3]) for row in rows if row[2] == str(session)]
-    children = {parent: pid for pid, parent, name in ours if name.startswith("airflow worker")}
+    rows = [line.split(maxsplit=3) for line in completed_process.stdout.splitlines()]
+    session_processes = [
+        (int(row[0]), int(row[1]), row[3]) for row in rows if row[2] == str(session)
+    ]
+    children = {
+        parent: pid for pid, parent, name in session_processes if name.startswith("airflow worker")
+    }
     return [
         TaskProcesses(name.removeprefix(WORKER), pid, children[pid])
-        for pid, _, name in ours
+        for pid, _, name in session_processes
         if name.startswith(WORKER) and pid in children
     ]

@@ -22,29 +22,33 @@ percent = 10.0
 @pytest.fixture
 def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
     write_interactions(tmp_path / "interactions.csv", seed=7)
-    with airflow_over(tmp_path, own_redis, config=CONFIG + CANARY) as place:
-        yield place
+    with airflow_over(tmp_path, own_redis, config=CONFIG + CANARY) as deployment:
+        yield deployment
 
 
 @pytest.mark.slow
 def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: RedisServer) -> None:
     write_interactions(tmp_path / "interactions.csv", seed=7)
     settings = CONFIG + CANARY + '\n[dag]\npublish = "canary"\n'
-    with airflow_over(tmp_path, own_redis, config=settings) as place:
-        place.first_night()  # nothing was live, so it is published to all
-        before = place.live
-        place.airflow.pause("canary", is_paused=False)
+    with airflow_over(tmp_path, own_redis, config=settings) as deployment:
+        deployment.first_night()  # nothing was live, so it is published to all
+        live_before = deployment.live
+        deployment.airflow.pause("canary", is_paused=False)
 
-        run_id = place.airflow.trigger("nightly_precompute", {})
-        place.airflow.wait("nightly_precompute", run_id, RUN_S)
+        run_id = deployment.airflow.trigger("nightly_precompute", {})
+        deployment.airflow.wait("nightly_precompute", run_id, RUN_S)
 
         tasks = {
-            task.task_id: task for task in place.airflow.report("nightly_precompute", run_id).tasks
+            task.task_id: task
+            for task in deployment.airflow.report("nightly_precompute", run_id).tasks
         }
         assert (tasks["try_as_canary"].state, tasks["publish"].state) == ("success", "skipped")
         with pytest.raises(AirflowFailed, match="canary answered 0 requests"):
-            place.airflow.wait("canary", run_id, RUN_S)
-        assert place.live.generation == before.generation and place.live.canary is not None
+            deployment.airflow.wait("canary", run_id, RUN_S)
+        assert (
+            deployment.live.generation == live_before.generation
+            and deployment.live.canary is not None
+        )
 
 
 @pytest.mark.slow
@@ -52,7 +56,7 @@ def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
     place: Place,
 ) -> None:
     place.first_night()
-    before = place.live
+    live_before = place.live
     tried = build_verified(place.config, now())
 
     run_id = place.airflow.trigger("canary", {})
@@ -62,6 +66,6 @@ def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
     tasks = {task.task_id: task for task in place.airflow.report("canary", run_id).tasks}
     assert (tasks["start"].state, tasks["wait"].state) == ("success", "success")
     assert tasks["conclude"].state == "failed"
-    assert place.live.generation == before.generation and place.live.canary is not None
+    assert place.live.generation == live_before.generation and place.live.canary is not None
     assert place.live.canary.generation == tried
     assert place.control.rows()[tried].state is State.VERIFIED

@@ -68,8 +68,10 @@ class Running:
 
     def says(self, text: str, timeout_s: float) -> None:
         """Wait until it has printed `text`."""
-        found = until(lambda: self.process.poll() is not None or text in self.said, timeout_s)
-        assert found and text in self.said, self.said
+        is_within_timeout = until(
+            lambda: self.process.poll() is not None or text in self.said, timeout_s
+        )
+        assert is_within_timeout and text in self.said, self.said
 
     @property
     def said(self) -> str:
@@ -79,8 +81,8 @@ class Running:
     def worker_log(self, queue: str) -> str:
         """What all workers of a queue have said."""
         return "".join(
-            each.read_text()
-            for each in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
+            log_file.read_text()
+            for log_file in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
         )
 
     def session(self, queue: str) -> int:
@@ -95,9 +97,9 @@ class Running:
 def kill(session: int) -> None:
     """SIGKILL to all of a session at once: nobody is left to tell of the others."""
     members = [
-        int(each.name)
-        for each in Path("/proc").glob("[0-9]*")
-        if is_of_session(int(each.name), session)
+        int(process_folder.name)
+        for process_folder in Path("/proc").glob("[0-9]*")
+        if is_of_session(int(process_folder.name), session)
     ]
     for how in (signal.SIGSTOP, signal.SIGKILL):
         for pid in members:
@@ -116,17 +118,21 @@ def is_of_session(pid: int, session: int) -> bool:
 @contextmanager
 def celery(folder: Path, redis_url: str, *arguments: str) -> Iterator[Running]:
     """`python -m infra.celery` over a folder; killed at the end if it still runs."""
-    mark, printed = f"celery-under-test-{uuid.uuid4().hex}", folder / "printed.log"
+    process_mark, printed = f"celery-under-test-{uuid.uuid4().hex}", folder / "printed.log"
     state = folder / "s"
     command = [sys.executable, "-u", "-m", "infra.celery", "--state", str(state)]
     command += ["--config", str(folder / "larder.toml"), *arguments]
-    told = {"UNDER_TEST": mark, "LARDER_SCHEDULE": NEVER, "REDIS_URL": redis_url}
-    with printed.open("wb") as out:
+    extra_environ = {"UNDER_TEST": process_mark, "LARDER_SCHEDULE": NEVER, "REDIS_URL": redis_url}
+    with printed.open("wb") as output_file:
         process = subprocess.Popen(
-            command, env={**os.environ, **NOTICED, **told}, cwd=ROOT, stdout=out, stderr=out
+            command,
+            env={**os.environ, **NOTICED, **extra_environ},
+            cwd=ROOT,
+            stdout=output_file,
+            stderr=output_file,
         )
     try:
-        yield Running(process, printed, mark, state)
+        yield Running(process, printed, process_mark, state)
     finally:
         process.kill()
         process.wait()
@@ -161,10 +167,13 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         pages = f"{config.namespace}/generations/*/tables/user_topk/"
         assert until(lambda: any((tmp_path / "artifacts").glob(pages + ".*.part")), RUN_S)
         kill(worker)
-        done = len(list((tmp_path / "artifacts").glob(pages + "*.pages")))
-        left = len(list((tmp_path / "artifacts").glob(pages + ".*.part")))
-        print(f"killed with {left} shards half written and {done} of {SHARDS} done", flush=True)
-        assert left > 0 and done < SHARDS
+        finished_count = len(list((tmp_path / "artifacts").glob(pages + "*.pages")))
+        partial_count = len(list((tmp_path / "artifacts").glob(pages + ".*.part")))
+        print(
+            f"killed with {partial_count} shards half written and {finished_count} of {SHARDS} done",
+            flush=True,
+        )
+        assert partial_count > 0 and finished_count < SHARDS
 
         # then: another one takes over, and the night is published by tasks that were tried again
         running.says("the worker of the queue gpu ended", STOP_S)
@@ -181,8 +190,8 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
 
     # and: nothing distinguishes it from its twin
-    for each in (config, twin):
-        retire.run(each)
+    for compared_config in (config, twin):
+        retire.run(compared_config)
     assert assert_whole(config) == undisturbed.result["generation"]
     assert whole(config).differences(whole(twin)) == []
 
@@ -204,7 +213,7 @@ def test_a_stop_leaves_nothing_running(
         assert until((tmp_path / "s/celery/postgres").is_symlink)
         if after == "until Ctrl-C":
             lines = " ".join(marked(running.mark).values())
-            assert all(each in lines for each in PROGRAMS), lines
+            assert all(program in lines for program in PROGRAMS), lines
             assert working_in(running.database)
         database = running.database
 

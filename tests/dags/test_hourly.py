@@ -30,30 +30,30 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
 
     def night_after(moment: datetime) -> tuple[str, str]:
         """Tick and generation of the DAG's next run."""
-        told = in_airflow(
+        printed = in_airflow(
             tmp_path, str(ROOT / "tests/dags/hourly.py"), str(ROOT / "dags"), moment.isoformat(),
             LARDER_CONFIG=str(tmp_path / "night/larder.toml"), REDIS_URL=own_redis.url,
         )  # fmt: skip
-        tick, generation = json.loads(told.splitlines()[-1])
+        tick, generation = json.loads(printed.splitlines()[-1])
         return tick, generation
 
     # when: one night, the file of an hour and an event, another night
-    first, one = night_after(FIRST - timedelta(seconds=1))
+    first, first_generation = night_after(FIRST - timedelta(seconds=1))
     month.night = 1
     users, items = month.ids("user")[:6], month.ids("item")[:6]
-    month.clicks(users, items, at=[FIRST + timedelta(minutes=5 + each) for each in range(6)])
+    month.clicks(users, items, at=[FIRST + timedelta(minutes=5 + minute) for minute in range(6)])
     at_us = int((FIRST + timedelta(minutes=30)).timestamp()) * 1_000_000
     clicked = Event("e", at_us, month.ids("user")[6].encode(), items[0].encode())
     with redis.Redis.from_url(own_redis.url) as client:
-        until = client.xadd(config.keyspace().events, {"e": clicked.to_bytes()}).decode()
+        event_position = client.xadd(config.keyspace().events, {"e": clicked.to_bytes()}).decode()
     second, two = night_after(FIRST)
 
     # then
     assert [first, second] == [FIRST.isoformat(), (FIRST + timedelta(hours=1)).isoformat()]
     manifest = read_manifest(month.config.store(), two)
-    assert manifest.events is not None and manifest.events.until == until
-    found = Reuse.of(manifest.facts)
-    assert found is not None
-    assert (found.base, found.why, found.read_because) == (one, "", "")
-    assert found.night.users["inputs"] == len(users) + 1
-    assert found.night.users["copied"] == sum(found.night.users.values()) - len(users) - 1
+    assert manifest.events is not None and manifest.events.until == event_position
+    reuse = Reuse.of(manifest.facts)
+    assert reuse is not None
+    assert (reuse.base, reuse.why, reuse.read_because) == (first_generation, "", "")
+    assert reuse.night.users["inputs"] == len(users) + 1
+    assert reuse.night.users["copied"] == sum(reuse.night.users.values()) - len(users) - 1

@@ -47,40 +47,48 @@ Task = tuple[str, int]
 
 
 def disturbed_run(
-    place: Place, cut: str, deaths: Mapping[Task, tuple[How, float]], told: Counter[str]
+    deployment: Place,
+    cut: str,
+    deaths: Mapping[Task, tuple[How, float]],
+    kills_by_task: Counter[str],
 ) -> str:
     """One night with these tasks killed at their first try, so many seconds after they were seen; its run id."""
-    run_id = place.airflow.trigger(NIGHT, {"data_until": cut})
+    run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
     give_up, looked_at = time.monotonic() + RUN_S, 0.0
-    left, due, names = dict(deaths), dict[str, float](), dict[str, Task]()
+    pending_deaths, due, names = dict(deaths), dict[str, float](), dict[str, Task]()
     while time.monotonic() < give_up:
         if time.monotonic() - looked_at > 0.3:
-            report, looked_at = place.airflow.report(NIGHT, run_id), time.monotonic()
-            names = {each.instance_id: (each.task_id, each.map_index) for each in report.tasks}
+            report, looked_at = deployment.airflow.report(NIGHT, run_id), time.monotonic()
+            names = {
+                task_report.instance_id: (task_report.task_id, task_report.map_index)
+                for task_report in report.tasks
+            }
             if report.state in ("success", "failed"):
                 break
-        for found in task_processes(place.airflow.session):
-            task = names.get(found.instance_id)
-            if task not in left:
+        for running_task in task_processes(deployment.airflow.session):
+            task = names.get(running_task.instance_id)
+            if task not in pending_deaths:
                 continue
-            how, after_s = left[task]
-            if time.monotonic() >= due.setdefault(found.instance_id, time.monotonic() + after_s):
+            how, after_s = pending_deaths[task]
+            if time.monotonic() >= due.setdefault(
+                running_task.instance_id, time.monotonic() + after_s
+            ):
                 print(f"{task} killed by {how} after {after_s:.3f} s", flush=True)
-                del left[task]
-                found.kill(how)
-                told[task[0]] += 1
+                del pending_deaths[task]
+                running_task.kill(how)
+                kills_by_task[task[0]] += 1
         time.sleep(0.01)
-    assert states(place.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
+    assert states(deployment.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
     # A task whose worker was killed may still be at work.
-    assert until(lambda: not task_processes(place.airflow.session), 30.0)
+    assert until(lambda: not task_processes(deployment.airflow.session), 30.0)
     return run_id
 
 
-def differences(place: Place) -> list[str]:
+def differences(deployment: Place) -> list[str]:
     """What is not as in the twin, once nothing is left to retire but what the service still holds."""
-    for config in (place.config, place.twin):
+    for config in (deployment.config, deployment.twin):
         retire.run(config)
-    return whole(place.config).differences(whole(place.twin))
+    return whole(deployment.config).differences(whole(deployment.twin))
 
 
 @pytest.mark.storm
@@ -93,37 +101,42 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
     source = tmp_path / "interactions.csv"
     write_interactions(source, seed=7)
     config = SMALL_PAGES + CONFIG
-    with airflow_over(tmp_path, own_redis, config=config, settings=NOTICED) as place:
+    with airflow_over(tmp_path, own_redis, config=config, settings=NOTICED) as deployment:
         # given: one night that nobody disturbed, in two places, and callers of the first
-        first = place.first_night()
-        lasted = {(each.task_id, each.map_index): each.duration_s for each in first.tasks}
-        run(partial(night, place.twin, place.live.generation[:16], "twin"))
-        with place.watched() as watch:
-            for turn in range(KILLS):
+        first = deployment.first_night()
+        lasted = {
+            (task_report.task_id, task_report.map_index): task_report.duration_s
+            for task_report in first.tasks
+        }
+        run(partial(night, deployment.twin, deployment.live.generation[:16], "twin"))
+        with deployment.watched() as watch:
+            for night_number in range(KILLS):
                 if killed.total() >= KILLS and set(killed) >= set(ALWAYS):
                     break
                 # when: tasks of the next one are killed at random moments of the time that they take
-                until_ = now()
-                write_interactions(source, seed=7, more=20 * (turn + 1))
-                undisturbed = run(partial(night, place.twin, until_, f"twin-{turn}"))
+                data_until = now()
+                write_interactions(source, seed=7, more=20 * (night_number + 1))
+                undisturbed = run(
+                    partial(night, deployment.twin, data_until, f"twin-{night_number}")
+                )
                 assert undisturbed is not None
                 generation = undisturbed.result["generation"]
-                place.expect(watch, place.twin, generation)
-                others = sorted(set(lasted) - {(each, -1) for each in ALWAYS})
-                chosen = [
-                    *moments.sample(others, PER_RUN - len(ALWAYS)),
-                    *((each, -1) for each in ALWAYS),
+                deployment.expect(watch, deployment.twin, generation)
+                other_tasks = sorted(set(lasted) - {(task_id, -1) for task_id in ALWAYS})
+                killed_tasks = [
+                    *moments.sample(other_tasks, PER_RUN - len(ALWAYS)),
+                    *((task_id, -1) for task_id in ALWAYS),
                 ]
                 deaths = {
-                    each: (moments.choice(HOWS), moments.uniform(0.0, lasted[each]))
-                    for each in chosen
+                    task: (moments.choice(HOWS), moments.uniform(0.0, lasted[task]))
+                    for task in killed_tasks
                 }
-                disturbed_run(place, until_, deaths, killed)
+                disturbed_run(deployment, data_until, deaths, killed)
 
                 # then: it is published and whole, and nothing distinguishes it from its twin
                 watch.beat()
-                assert place.live.generation == generation
-                assert until(lambda: not differences(place), 15.0), differences(place)
-                watch.check_order([*moves(place.config), assert_whole(place.config)])
+                assert deployment.live.generation == generation
+                assert until(lambda: not differences(deployment), 15.0), differences(deployment)
+                watch.check_order([*moves(deployment.config), assert_whole(deployment.config)])
     print(f"killed {dict(killed)}, answers {watch.answers}, {dict(watch.sources)}")
     assert killed.total() >= KILLS

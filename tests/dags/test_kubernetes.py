@@ -19,8 +19,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (home / "config").mkdir()
     shutil.copy(ROOT / "infra/kubernetes/airflow_local_settings.py", home / "config")
     script = Path(__file__).with_name("pods.py")
-    found = json.loads(in_airflow(home, str(script), str(ROOT / "dags")).splitlines()[-1])
-    return {(dag, name): task for dag, each in found.items() for name, task in each.items()}
+    tasks_by_dag = json.loads(in_airflow(home, str(script), str(ROOT / "dags")).splitlines()[-1])
+    return {
+        (dag, name): task
+        for dag, dag_tasks in tasks_by_dag.items()
+        for name, task in dag_tasks.items()
+    }
 
 
 def test_what_scores_gets_a_gpu_and_nothing_else_does(tasks: Any) -> None:
@@ -31,7 +35,7 @@ def test_what_scores_gets_a_gpu_and_nothing_else_does(tasks: Any) -> None:
     }
 
     scoring = ("embed_items", "score_shard")
-    assert with_gpu == {("nightly_precompute", each) for each in scoring}
+    assert with_gpu == {("nightly_precompute", task_id) for task_id in scoring}
     assert with_gpu == {name for name, task in tasks.items() if task["queue"] == "gpu"}
 
 

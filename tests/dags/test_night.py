@@ -24,30 +24,30 @@ from tests.dags.place import (
 def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
     """Airflow with nothing published yet."""
     write_interactions(tmp_path / "interactions.csv", seed=7)
-    with airflow_over(tmp_path, own_redis) as place:
-        yield place
+    with airflow_over(tmp_path, own_redis) as deployment:
+        yield deployment
 
 
 def test_a_new_bundle_is_scored_and_published_once(place: Place) -> None:
     # when
-    told: list[TaskReport] = []
-    night = place.first_night(told.append)
+    task_reports: list[TaskReport] = []
+    night = place.first_night(task_reports.append)
 
     # then: it had no logical date, scored each shard in a task of its own, and published
     assert states(night) == {"success"}
     assert night.run_type == "asset_triggered"
     scored = {task.map_index for task in night.tasks if task.task_id == "score_shard"}
     assert scored == set(range(SHARDS))
-    assert set(told) == set(night.tasks)
+    assert set(task_reports) == set(night.tasks)
     published = place.live
     assert published.attempt == night.run_id
     assert published.previous is None
 
     # and: asked for the same cut again, it knows its own work
     cut = datetime.strptime(published.generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-    again = place.run("nightly_precompute", data_until=cut.isoformat())
-    assert [task.task_id for task in again.tasks if task.state == "success"] == ["begin"]
-    assert states(again) == {"success", "skipped"}
+    repeated_run = place.run("nightly_precompute", data_until=cut.isoformat())
+    assert [task.task_id for task in repeated_run.tasks if task.state == "success"] == ["begin"]
+    assert states(repeated_run) == {"success", "skipped"}
     assert place.live == published
 
 

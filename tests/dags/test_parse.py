@@ -58,9 +58,13 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     by_canary.write_text('[dag]\npublish = "canary"\nload_timeout_s = 7200.0\n')
     configs = [str(with_events), str(by_canary)]
     printed = in_airflow(home, str(describe), str(ROOT / "dags"), *configs, LARDER_CONFIG=str(path))
-    found = json.loads(printed.splitlines()[-1])
-    under = found["under"]
-    return {**found, "with events": under[str(with_events)], "by canary": under[str(by_canary)]}
+    dags_document = json.loads(printed.splitlines()[-1])
+    under = dags_document["under"]
+    return {
+        **dags_document,
+        "with events": under[str(with_events)],
+        "by canary": under[str(by_canary)],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +137,14 @@ def test_every_task_is_retried_and_cannot_hang(parsed: Any) -> None:
 
 
 def test_tries_and_their_time_limits_are_those_of_the_configuration(night: Any) -> None:
-    told = {name: task["timeout_s"] for name, task in night["tasks"].items()}
+    timeout_by_task = {name: task["timeout_s"] for name, task in night["tasks"].items()}
 
-    assert {told[name] for name in ("load", "publish")} == {7200.0}
-    assert (told["verify"], told["score_shard"], told["begin"]) == (9000.0, 5000.0, 3600.0)
+    assert {timeout_by_task[name] for name in ("load", "publish")} == {7200.0}
+    assert (
+        timeout_by_task["verify"],
+        timeout_by_task["score_shard"],
+        timeout_by_task["begin"],
+    ) == (9000.0, 5000.0, 3600.0)
     for task in night["tasks"].values():
         assert (task["retries"], task["back_off"]) == (4, 2.0)
         assert (task["retry_delay_s"], task["retry_delay_max_s"]) == (3.5, 120.0)

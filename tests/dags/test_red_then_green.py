@@ -22,49 +22,53 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
     # given: a night that went well, and a service that callers ask
     source = tmp_path / "interactions.csv"
     write_interactions(source, seed=7)
-    with airflow_over(tmp_path, own_redis) as place:
-        place.first_night()
-        first = place.live
-        with place.watched() as watch:
+    with airflow_over(tmp_path, own_redis) as deployment:
+        deployment.first_night()
+        first = deployment.live
+        with deployment.watched() as watch:
             # when: the export of the next day broke off half way
             cut = now()
             write_interactions(source, seed=7, users=USERS // 2, more=60)
-            run_id = place.airflow.trigger(NIGHT, {"data_until": cut})
+            run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
             with pytest.raises(AirflowFailed):
-                place.airflow.wait(NIGHT, run_id, RUN_S)
+                deployment.airflow.wait(NIGHT, run_id, RUN_S)
 
             # then: it is red at `verify`, at its first try, and says what is wrong and what would override it
-            red = place.airflow.report(NIGHT, run_id)
+            red = deployment.airflow.report(NIGHT, run_id)
             tasks = {task.task_id: task for task in red.tasks}
             assert red.state == "failed"
             assert (tasks["verify"].state, tasks["verify"].try_number) == ("failed", 1)
             assert tasks["publish"].state == "upstream_failed"
-            said = place.airflow.task_log(red, "verify")
-            assert "coverage_of_live" in said and "the threshold 0.8" in said, said
-            assert f"larder override {refused(said)}" in said, said
+            verify_log = deployment.airflow.task_log(red, "verify")
+            assert "coverage_of_live" in verify_log and "the threshold 0.8" in verify_log, (
+                verify_log
+            )
+            assert f"larder override {refused(verify_log)}" in verify_log, verify_log
 
             # and: callers had the old generation all the time
             watch.beat()
-            assert place.live == first
-            assert assert_whole(place.config) == first.generation
+            assert deployment.live == first
+            assert assert_whole(deployment.config) == first.generation
             watch.check_order([first.generation])
 
             # when: the whole file is there and the same run is cleared
             write_interactions(source, seed=7, more=60)
-            twin = run_night(Night(place.twin, "twin", cut))
+            twin = run_night(Night(deployment.twin, "twin", cut))
             second = twin[0][1].what.split()[0]
-            place.expect(watch, place.twin, second)
-            place.airflow.clear(NIGHT, run_id)
-            green = place.airflow.wait(NIGHT, run_id, RUN_S)
+            deployment.expect(watch, deployment.twin, second)
+            deployment.airflow.clear(NIGHT, run_id)
+            green = deployment.airflow.wait(NIGHT, run_id, RUN_S)
 
             # then: it is green and callers have the new generation
             assert states(green) == {"success"}
-            assert assert_whole(place.config) == second
+            assert assert_whole(deployment.config) == second
             assert until(lambda: watch.seen_last == {second})
             watch.beat()
-            watch.check_order(moves(place.config))
+            watch.check_order(moves(deployment.config))
 
 
-def refused(said: str) -> str:
+def refused(task_log: str) -> str:
     """The generation that a refusal is about."""
-    return next(word for word in said.split() if word[8:9] == "T" and word[16:17] == "-")
+    return next(
+        log_word for log_word in task_log.split() if log_word[8:9] == "T" and log_word[16:17] == "-"
+    )

@@ -22,10 +22,10 @@ def ticks(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     script = Path(__file__).with_name("ticks.py")
     question = [[cron, zone, *span] for cron, zone, span in CASES]
     home = tmp_path_factory.mktemp("airflow")
-    found: list[list[float]] = json.loads(
+    airflow_ticks: list[list[float]] = json.loads(
         in_airflow(home, str(script), json.dumps(question)).splitlines()[-1]
     )
-    return found
+    return airflow_ticks
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number][:2]))
@@ -35,5 +35,5 @@ def test_ticks_are_airflows_also_where_clocks_change(number: int, ticks: list[li
 
     assert len(ticks[number]) >= 2
     for tick, following in pairwise(ticks[number]):
-        for now in (tick, tick + 1, following - 1):
-            assert schedule.tick_before(now) == tick
+        for now_s in (tick, tick + 1, following - 1):
+            assert schedule.tick_before(now_s) == tick

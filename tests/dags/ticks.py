@@ -10,15 +10,15 @@ from airflow.timetables.trigger import CronTriggerTimetable
 
 def main(question: str) -> None:
     """One list of Unix seconds per (cron, zone, first day, days)."""
-    found = []
+    tick_lists = []
     for cron, zone, first, days in json.loads(question):
         timetable = CronTriggerTimetable(cron, timezone=zone)
-        now = pendulum.instance(datetime.fromisoformat(first).replace(tzinfo=UTC))
-        end, ticks = now + timedelta(days=days), []
-        while (now := timetable._get_next(now)) < end:
-            ticks.append(now.timestamp())
-        found.append(ticks)
-    print(json.dumps(found))
+        current_time = pendulum.instance(datetime.fromisoformat(first).replace(tzinfo=UTC))
+        end, ticks = current_time + timedelta(days=days), []
+        while (current_time := timetable._get_next(current_time)) < end:
+            ticks.append(current_time.timestamp())
+        tick_lists.append(ticks)
+    print(json.dumps(tick_lists))
 
 
 if __name__ == "__main__":

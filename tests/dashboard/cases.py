@@ -36,7 +36,7 @@ def before_first_night() -> Dashboard:
     """Nothing has been published, nobody could be answered."""
     data = copy.deepcopy(well(bins=4))
     series: Any = data["series"]
-    nothing: Any = {
+    replaced_fields: Any = {
         "verdict": {"level": "warn", "sentence": "No generation has been published yet.",
                     "advice": "Run the first night: larder night"},
         "series": {**series, "requests": [0] * 4, "answers": {"l1": [0] * 4},
@@ -46,7 +46,7 @@ def before_first_night() -> Dashboard:
         "generations": [], "nights": [], "schedule": {"age_s": None, "due_at": NOW - 3600, "missing": True},
         "l1": {"bytes": 0, "budget_bytes": 268_435_456, "entries": 0}, "advisor": None, "quality": None,
     }  # fmt: skip
-    return data | nothing  # type: ignore[no-any-return]
+    return data | replaced_fields  # type: ignore[no-any-return]
 
 
 def nothing_known() -> Dashboard:
@@ -59,20 +59,20 @@ def hollow() -> Dashboard:
 
     def emptied(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: emptied(each) for name, each in value.items()}
-        return [emptied(each) for each in value] if isinstance(value, list) else None
+            return {name: emptied(child) for name, child in value.items()}
+        return [emptied(child) for child in value] if isinstance(value, list) else None
 
-    data, kept = emptied(well(bins=30)), well(bins=30)
-    data["verdict"] = kept["verdict"]
-    data["series"] |= {"step_s": 10, "at": kept["series"]["at"]}  # type: ignore[index]
+    data, healthy_dashboard = emptied(well(bins=30)), well(bins=30)
+    data["verdict"] = healthy_dashboard["verdict"]
+    data["series"] |= {"step_s": 10, "at": healthy_dashboard["series"]["at"]}  # type: ignore[index]
     data["totals"] |= {"answers": {}, "misses": {}}
     for name, key in (("replicas", "replica"), ("generations", "generation"), ("nights", "generation")):  # fmt: skip
-        data[name] = [each | {key: f"{name}-{i}"} for i, each in enumerate(data[name])]
-    for each in data["generations"]:
-        each["gates"] = None
-        each["remarks"] = None
-    for each in data["nights"]:
-        each["steps"] = None
+        data[name] = [row | {key: f"{name}-{i}"} for i, row in enumerate(data[name])]
+    for generation in data["generations"]:
+        generation["gates"] = None
+        generation["remarks"] = None
+    for night in data["nights"]:
+        night["steps"] = None
     data["breakers"], data["advisor"]["curve"] = {}, []
     return data  # type: ignore[no-any-return]
 
@@ -82,15 +82,15 @@ def huge() -> Dashboard:
 
     def grown(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: grown(each) for name, each in value.items()}
+            return {name: grown(child) for name, child in value.items()}
         if isinstance(value, list):
-            return [grown(each) for each in value]
+            return [grown(child) for child in value]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value * 1e9 if is_number else value
 
-    data, kept = grown(well(bins=60)), well(bins=60)
-    data |= {"now": kept["now"]}
-    data["series"] |= {"step_s": 10, "at": kept["series"]["at"]}  # type: ignore[index]
+    data, healthy_dashboard = grown(well(bins=60)), well(bins=60)
+    data |= {"now": healthy_dashboard["now"]}
+    data["series"] |= {"step_s": 10, "at": healthy_dashboard["series"]["at"]}  # type: ignore[index]
     data["series"]["requests"][3:5] = [1.7e308, 1.7e308]
     return data  # type: ignore[no-any-return]
 
@@ -99,14 +99,14 @@ def one_of_many() -> Dashboard:
     """Forty replicas, one of which lags behind and fails."""
     data = copy.deepcopy(well(bins=120))
     first: Any = data["replicas"][0]  # type: ignore[index]
-    others = [
+    other_replicas = [
         {**first, "replica": f"serve-{index:02}", "seen_s": index / 10} for index in range(39)
     ]
     odd = {**first, "replica": "serve-behind", "generation": "20261121T000000Z-9aa01b77c0de", "ready": False,
            "failed": "checksum of page 7 of user_topk differs", "seen_s": 4.0}  # fmt: skip
     verdict = {"level": "warn", "sentence": "One of 40 replicas answers from another generation.",
                "advice": "Look at the log of serve-behind."}  # fmt: skip
-    return data | {"replicas": [*others, odd], "verdict": verdict}  # type: ignore[return-value]
+    return data | {"replicas": [*other_replicas, odd], "verdict": verdict}  # type: ignore[return-value]
 
 
 def hostile() -> Dashboard:
@@ -115,9 +115,9 @@ def hostile() -> Dashboard:
 
     def spoiled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: spoiled(each) for name, each in value.items()}
+            return {name: spoiled(child) for name, child in value.items()}
         if isinstance(value, list):
-            return [spoiled(each) for each in value]
+            return [spoiled(child) for child in value]
         return HOSTILE if isinstance(value, str) else value
 
     level = data["verdict"]["level"]
@@ -130,8 +130,8 @@ def hostile() -> Dashboard:
 
 
 CASES = {
-    each.__name__: each
-    for each in (well, without_redis, before_first_night, nothing_known, hollow, huge, one_of_many, hostile)
+    build_dashboard.__name__: build_dashboard
+    for build_dashboard in (well, without_redis, before_first_night, nothing_known, hollow, huge, one_of_many, hostile)
 }  # fmt: skip
 
 

@@ -26,18 +26,18 @@ _TO_XYZ = np.array(
 
 def linear(colour: str) -> Rgb:
     """`#rrggbb` as linear RGB."""
-    part = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    part = np.array([int(colour[offset : offset + 2], 16) / 255 for offset in (1, 3, 5)])
     return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
 
 
-def distance(left: str, right: str, vision: str) -> float:
+def distance(left_colour: str, right: str, vision: str) -> float:
     """Euclidean in CIELAB (D65), after what the vision leaves of both; 2 is just seen, 10 at a glance."""
-    return float(np.linalg.norm(_lab(left, vision) - _lab(right, vision)))
+    return float(np.linalg.norm(_lab(left_colour, vision) - _lab(right, vision)))
 
 
-def contrast(left: str, right: str) -> float:
+def contrast(left_colour: str, right: str) -> float:
     """WCAG's ratio of luminances."""
-    dark, light = sorted(float(_TO_XYZ[1] @ linear(each)) for each in (left, right))
+    dark, light = sorted(float(_TO_XYZ[1] @ linear(colour)) for colour in (left_colour, right))
     return (light + 0.05) / (dark + 0.05)
 
 

@@ -9,44 +9,51 @@ from tests.dashboard.contract import Dashboard
 
 def faults(data: object) -> list[str]:
     """What keeps a decoded JSON from being a Dashboard, each with its place; more than is asked for is no fault."""
-    found = _faults(data, Dashboard, "")
-    return found or _uneven(data)
+    contract_faults = _faults(data, Dashboard, "")
+    return contract_faults or _uneven(data)
 
 
-def _faults(value: object, kind: Any, place: str) -> list[str]:
+def _faults(value: object, kind: Any, location: str) -> list[str]:
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (UnionType, Union):
-        return _of_any(value, parts, place)
+        return _of_any(value, parts, location)
     if origin is Literal:
-        return [] if value in parts else [f"{place}: {value!r} is none of {parts}"]
+        return [] if value in parts else [f"{location}: {value!r} is none of {parts}"]
     if kind is Any or (kind is NoneType and value is None):
         return []
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return [] if is_number and math.isfinite(value) else [f"{place}: {value!r} is no number"]  # type: ignore[arg-type]
+        return [] if is_number and math.isfinite(value) else [f"{location}: {value!r} is no number"]  # type: ignore[arg-type]
     if is_typeddict(kind):
         if not isinstance(value, dict):
-            return [f"{place}: {value!r:.40} is no object"]
+            return [f"{location}: {value!r:.40} is no object"]
         hints = get_type_hints(kind)
         needed = sorted(kind.__required_keys__)
-        absent = [f"{place}.{name}: missing" for name in needed if name not in value]
+        absent = [f"{location}.{name}: missing" for name in needed if name not in value]
         present = [(name, hint) for name, hint in hints.items() if name in value]
         return absent + [
-            each for name, hint in present for each in _faults(value[name], hint, f"{place}.{name}")
+            fault
+            for name, hint in present
+            for fault in _faults(value[name], hint, f"{location}.{name}")
         ]
     if origin is list and isinstance(value, list):
-        return [e for i, v in enumerate(value) for e in _faults(v, parts[0], f"{place}[{i}]")]
+        return [e for i, v in enumerate(value) for e in _faults(v, parts[0], f"{location}[{i}]")]
     if origin is dict and isinstance(value, dict):
-        return [e for k, v in value.items() for e in _faults(v, parts[1], f"{place}.{k}")]
+        return [e for k, v in value.items() for e in _faults(v, parts[1], f"{location}.{k}")]
     is_kind = origin is None and isinstance(value, kind)
-    return [] if is_kind else [f"{place}: {value!r:.40} is not {kind}"]
+    return [] if is_kind else [f"{location}: {value!r:.40} is not {kind}"]
 
 
-def _of_any(value: object, kinds: tuple[Any, ...], place: str) -> list[str]:
+def _of_any(value: object, kinds: tuple[Any, ...], location: str) -> list[str]:
     """The faults under the kind that fits best; null fits wherever it may stand."""
-    tried = [_faults(value, kind, place) for kind in kinds if kind is not NoneType or value is None]
+    tried = [
+        _faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None
+    ]
     # Of an object the deepest complaint tells most: the kind itself fitted.
-    return min(tried, key=lambda each: (bool(each), -len(each[0]) if each else 0))
+    return min(
+        tried,
+        key=lambda kind_faults: (bool(kind_faults), -len(kind_faults[0]) if kind_faults else 0),
+    )
 
 
 def _uneven(data: Any) -> list[str]:
@@ -61,7 +68,7 @@ def _uneven(data: Any) -> list[str]:
         lists |= {f"seconds.{source}.{name}": values for name, values in quantiles.items()}
     bins = len(series["at"])
     return [
-        f".series.{name}: {len(each)} values for {bins} bins"
-        for name, each in lists.items()
-        if len(each) != bins
+        f".series.{name}: {len(series_values)} values for {bins} bins"
+        for name, series_values in lists.items()
+        if len(series_values) != bins
     ]

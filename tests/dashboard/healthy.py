@@ -17,13 +17,13 @@ RULES = (
 )  # fmt: skip
 
 
-def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
+def well(now_s: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
     """A service of two replicas after a good night, an hour under load with a swap in the middle."""
     draw = random.Random(seed)
-    series = _series(now, bins, draw)
-    newest = "20261122T000000Z-4c279bf25f9b"
+    series = _series(now_s, bins, draw)
+    live_generation_id = "20261122T000000Z-4c279bf25f9b"
     return {
-        "now": now,
+        "now": now_s,
         "whole": True,
         "verdict": {
             "level": "ok",
@@ -31,8 +31,8 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "advice": None,
         },
         "replicas": [
-            _replica("serve-a", newest, now),
-            _replica("serve-b", newest, now - 1.4),
+            _replica("serve-a", live_generation_id, now_s),
+            _replica("serve-b", live_generation_id, now_s - 1.4),
         ],
         "series": series,
         "totals": {
@@ -45,13 +45,13 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "entities": 13_337_905,
         },
         "generations": [
-            _generation(newest, "live", "live", now - 7 * 3600, draw),
-            _generation("20261121T000000Z-9aa01b77c0de", "superseded", "previous", now - 31 * 3600, draw),
-            _refused("20261120T000000Z-31c5f8ab0077", now - 55 * 3600, draw),
-            _generation("20261119T000000Z-77d0e1b2c3d4", "retired", None, now - 79 * 3600, draw),
+            _generation(live_generation_id, "live", "live", now_s - 7 * 3600, draw),
+            _generation("20261121T000000Z-9aa01b77c0de", "superseded", "previous", now_s - 31 * 3600, draw),
+            _refused("20261120T000000Z-31c5f8ab0077", now_s - 55 * 3600, draw),
+            _generation("20261119T000000Z-77d0e1b2c3d4", "retired", None, now_s - 79 * 3600, draw),
         ],
-        "schedule": {"age_s": 32_400.0, "due_at": now - 8 * 3600, "missing": False},
-        "nights": [_night(day, now, draw) for day in range(7)],
+        "schedule": {"age_s": 32_400.0, "due_at": now_s - 8 * 3600, "missing": False},
+        "nights": [_night(day, now_s, draw) for day in range(7)],
         "redis": {
             "used_bytes": 1_471_000_000, "limit_bytes": 2_147_483_648, "policy": "volatile-lru", "clients": 14,
             "evicted": 0,
@@ -72,7 +72,7 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
         },
         "quality": {
             "samples": 12_480,
-            "since": now - 6.8 * 3600,
+            "since": now_s - 6.8 * 3600,
             "exact": {"rate": 0.9871, "low": 0.985, "high": 0.989},
             "overlap": {"mean": 0.9968, "low": 0.9961, "high": 0.9974},
             "score_error": {"mean": 0.000412, "p99": 0.005},
@@ -82,7 +82,7 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "sentence": "Of 12480 served answers computed once more 98.7 % came out the same (98.5 to 98.9 %), "
             "with 99.7 % of the items.",
             "by": [
-                _stratum(*each) for each in (
+                _stratum(*stratum_arguments) for stratum_arguments in (
                     ("user_topk", "l1", "batch", "100+", 6120, 0.989, 0.9974),
                     ("user_topk", "l1", "batch", "10-99", 2210, 0.987, 0.9969),
                     ("user_topk", "l2", "batch", "10-99", 1840, 0.986, 0.9962),
@@ -100,11 +100,11 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "refused": {}, "answers": 21_377, "answers_share": 0.0412, "list_change": 0.187, "lag_s": 0.004,
             "users": 12_902, "held_bytes": 9_437_184, "held_max_bytes": 268_435_456, "stream_bytes": 71_303_168,
             "stream_max_bytes": 268_435_456, "stream_length": 402_118, "inbox_length": 3, "inbox_lag_seconds": 0.02,
-            "counted_until": f"{round(now * 1000) - 40}-2", "taken_until": f"{round((now - 8 * 3600) * 1000)}-0",
-            "published_until": f"{round((now - 8 * 3600) * 1000)}-0",
+            "counted_until": f"{round(now_s * 1000) - 40}-2", "taken_until": f"{round((now_s - 8 * 3600) * 1000)}-0",
+            "published_until": f"{round((now_s - 8 * 3600) * 1000)}-0",
         },
         "experiments": [{
-            "experiment": "ranker", "share": 0.2, "started_at": now - 12 * 86_400, "arms": [
+            "experiment": "ranker", "share": 0.2, "started_at": now_s - 12 * 86_400, "arms": [
                 _arm("control", "shop", 0.5, 212_480, 10_611),
                 _arm("b", "shop-b", 0.5, 211_902, 11_507, (1.087, 1.021, 1.158)),
             ],
@@ -115,16 +115,16 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
 def _arm(
     arm: str,
     namespace: str,
-    share: float,
+    traffic_share: float,
     requests: int,
     clicks: int,
     ratio: tuple[float, ...] = (),
 ) -> Any:
-    found = dict(zip(("ratio", "low", "high"), ratio, strict=True)) if ratio else None
+    ratio_interval = dict(zip(("ratio", "low", "high"), ratio, strict=True)) if ratio else None
     return {
-        "arm": arm, "namespace": namespace, "share": share, "requests": requests,
+        "arm": arm, "namespace": namespace, "share": traffic_share, "requests": requests,
         "generation": "20261120T000000Z-4c279bf25f9b",
-        "events": {"click": {"count": clicks, "rate": clicks / requests, "ratio": found}},
+        "events": {"click": {"count": clicks, "rate": clicks / requests, "ratio": ratio_interval}},
     }  # fmt: skip
 
 
@@ -140,20 +140,20 @@ def _stratum(
     }  # fmt: skip
 
 
-def _series(now: float, bins: int, draw: random.Random) -> Any:
-    at = [now - 10 * (bins - index) for index in range(bins)]
+def _series(now_s: float, bins: int, draw: random.Random) -> Any:
+    at = [now_s - 10 * (bins - index) for index in range(bins)]
     requests, answers = [], {source: [] for source in SOURCES}  # type: ignore[var-annotated]
     for index in range(bins):
         load = 1300 + 260 * math.sin(index / 40) + draw.gauss(0, 40)
         swap = math.exp(-((index - bins * 0.55) ** 2) / 90) if index > bins * 0.55 else 0.0
-        shares = {
+        share_by_source = {
             "live": 0.03 + 0.02 * swap, "previous": 0.0004 + 0.02 * swap, "default": 0.007,
             "l1": 0.68 - 0.4 * swap + draw.gauss(0, 0.006),
         }  # fmt: skip
-        shares["l2"] = 1 - sum(shares.values())
+        share_by_source["l2"] = 1 - sum(share_by_source.values())
         requests.append(round(load * 10))
         for source in SOURCES:
-            answers[source].append(max(0, round(load * 27 * shares[source])))
+            answers[source].append(max(0, round(load * 27 * share_by_source[source])))
     typical = {"l1": 0.0003, "l2": 0.0007, "live": 0.0031, "previous": 0.0009, "default": 0.0005}
     seconds = {
         source: {
@@ -170,7 +170,10 @@ def _series(now: float, bins: int, draw: random.Random) -> Any:
         "render": 0.3,
         "inference": 1.1,
     }
-    stages = {name: [each * abs(draw.gauss(1, 0.08)) for _ in at] for name, each in spent.items()}
+    stages = {
+        name: [mean_spent * abs(draw.gauss(1, 0.08)) for _ in at]
+        for name, mean_spent in spent.items()
+    }
     misses = {
         reason: [max(0, round(draw.gauss(per, per / 6))) for _ in at]
         for reason, per in (("not_in_generation", 840), ("cold_start", 250), ("input_changed", 190), ("fresh", 60))
@@ -185,10 +188,10 @@ def _series(now: float, bins: int, draw: random.Random) -> Any:
     }  # fmt: skip
 
 
-def _replica(name: str, generation: str, now: float) -> Any:
+def _replica(name: str, generation: str, now_s: float) -> Any:
     return {
         "replica": name, "workers": 2, "generation": generation, "epoch": 1_795_312_800_123, "ready": True,
-        "stale": None, "degraded": None, "seen_s": NOW - now + 0.4, "failed": None,
+        "stale": None, "degraded": None, "seen_s": NOW - now_s + 0.4, "failed": None,
     }  # fmt: skip
 
 
@@ -207,26 +210,26 @@ def _generation(
 
 
 def _refused(name: str, at: float, draw: random.Random) -> Any:
-    found = _generation(name, "refused", None, at, draw)
-    found["gates"][3] = {"rule": "score_psi", "value": 0.2417, "threshold": 0.1, "verdict": "failed",
+    refused_generation = _generation(name, "refused", None, at, draw)
+    refused_generation["gates"][3] = {"rule": "score_psi", "value": 0.2417, "threshold": 0.1, "verdict": "failed",
                          "note": "the decile from 0.91 to 0.97 has grown most"}  # fmt: skip
-    return found | {
+    return refused_generation | {
         "published_at": None,
         "epoch": None,
         "reason": "score_psi: 0.2417 is above 0.1",
     }
 
 
-def _night(day: int, now: float, draw: random.Random) -> Any:
+def _night(day: int, now_s: float, draw: random.Random) -> Any:
     typical = (44, 31, 1260, 38, 120, 24, 410, 95, 6, 12, 9)
     outcome = "refused" if day == 2 else "published"
     steps = [
         {"step": step, "seconds": seconds * draw.uniform(0.85, 1.2)}
         for step, seconds in zip(STEPS, typical, strict=True)
     ]
-    began = now - (day * 24 + 8) * 3600
+    began_at = now_s - (day * 24 + 8) * 3600
     return {
-        "generation": f"night-{day}", "outcome": outcome, "began_at": began, "steps": steps,
+        "generation": f"night-{day}", "outcome": outcome, "began_at": began_at, "steps": steps,
         "reuse": _reuse(day, draw),
     }  # fmt: skip
 
@@ -235,16 +238,16 @@ def _reuse(day: int, draw: random.Random) -> Any:
     """Copies of a night; the oldest but one had a new bundle, the oldest is of a version that told nothing."""
     if day == 6:
         return None
-    users = {name: round(each * draw.uniform(0.9, 1.1)) for name, each in (
+    users = {name: round(typical_count * draw.uniform(0.9, 1.1)) for name, typical_count in (
         ("copied", 208_000), ("inputs", 23_000), ("lost", 6_100), ("entered", 1_700), ("computed", 0),
     )}  # fmt: skip
     if day == 5:
         users = dict.fromkeys(users, 0) | {"computed": 238_864}
-    share = users["copied"] / sum(users.values())
+    copied_share = users["copied"] / sum(users.values())
     return {
-        "users": users, "share": share, "spared_s": 1400 * share, "base": f"night-{day + 1}",
+        "users": users, "share": copied_share, "spared_s": 1400 * copied_share, "base": f"night-{day + 1}",
         "why": "another bundle than the last nights'" if day == 5 else "", "read_because": "",
         "lately": {
-            "nights": 14, "users": {each: 14 * n for each, n in users.items()}, "share": 0.871, "spared_s": 1180.0,
+            "nights": 14, "users": {reason: 14 * n for reason, n in users.items()}, "share": 0.871, "spared_s": 1180.0,
         },
     }  # fmt: skip

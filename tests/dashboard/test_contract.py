@@ -16,7 +16,7 @@ def test_what_the_page_is_tested_with_keeps_to_the_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "fault"),
+    ("key_path", "value", "fault"),
     [
         (("now",), "noon", ".now"),
         (("verdict", "level"), "fine", ".verdict.level"),
@@ -26,13 +26,15 @@ def test_what_the_page_is_tested_with_keeps_to_the_contract(name: str) -> None:
         (("quality", "by", 0, "exact", "rate"), float("nan"), ".quality.by[0].exact.rate"),
     ],
 )
-def test_a_fault_is_told_with_its_place(place: tuple[Any, ...], value: object, fault: str) -> None:
+def test_a_fault_is_told_with_its_place(
+    key_path: tuple[Any, ...], value: object, fault: str
+) -> None:
     data: Any = well()
     part = data
-    for step in place[:-1]:
+    for step in key_path[:-1]:
         part = part[step]
-    part[place[-1]] = value
+    part[key_path[-1]] = value
 
-    assert [each.partition(":")[0] for each in faults(data)] == [fault]
-    del part[place[-1]]
-    assert place[-1] == 0 or faults(data) or fault.startswith(".series")
+    assert [fault_text.partition(":")[0] for fault_text in faults(data)] == [fault]
+    del part[key_path[-1]]
+    assert key_path[-1] == 0 or faults(data) or fault.startswith(".series")

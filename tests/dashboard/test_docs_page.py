@@ -42,8 +42,8 @@ def test_nothing_of_the_documentation_comes_from_another_host(url: str) -> None:
     assert page.headers.items() >= {(name.lower(), value) for name, value in HEADERS.items()}
     assert not re.search(r"//|\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", page.text[15:])
     assert {"docs/main.js", "docs/docs.css"} <= set(loaded)
-    for each in loaded:
-        assert httpx.get(f"{url}/{each}").status_code == 200, each
+    for asset_path in loaded:
+        assert httpx.get(f"{url}/{asset_path}").status_code == 200, asset_path
     for path in ("/redoc", "/docs/oauth2-redirect"):
         assert httpx.get(url + path).status_code == 404
 
@@ -78,7 +78,11 @@ def test_every_route_is_drawn_and_nothing_is_asked_of_others(
     assert not re.search(r"\b(NaN|undefined|Infinity)\b|\[object", text)
     assert browser.run(probe.FAINT) == []
     assert browser.run("document.documentElement.scrollWidth") == width
-    assert [each for each in browser.asked() if not each.startswith(f"{url}/")] == []
+    assert [
+        requested_url
+        for requested_url in browser.asked()
+        if not requested_url.startswith(f"{url}/")
+    ] == []
     assert browser.complaints() == []
 
 

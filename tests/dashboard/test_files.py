@@ -50,19 +50,19 @@ async def test_nothing_may_come_from_elsewhere_or_stand_in_the_markup(
 async def test_what_a_browser_has_is_not_sent_again(http: httpx.AsyncClient) -> None:
     etag = (await http.get("/dashboard/main.js")).headers["etag"]
 
-    for sent in (etag, f"W/{etag}", f'"other", {etag}', "*"):
-        answer = await http.get("/dashboard/main.js", headers={"If-None-Match": sent})
+    for if_none_match in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        answer = await http.get("/dashboard/main.js", headers={"If-None-Match": if_none_match})
         assert (answer.status_code, answer.content, answer.headers["etag"]) == (304, b"", etag)
-    other = await http.get("/dashboard/main.js", headers={"If-None-Match": '"other"'})
-    assert other.status_code == 200
+    mismatch_response = await http.get("/dashboard/main.js", headers={"If-None-Match": '"other"'})
+    assert mismatch_response.status_code == 200
 
 
 async def test_head_tells_the_length_without_the_body(http: httpx.AsyncClient) -> None:
-    whole = await http.get("/dashboard")
+    get_response = await http.get("/dashboard")
     head = await http.head("/dashboard")
 
     assert head.content == b""
-    assert dict(head.headers) == dict(whole.headers)
+    assert dict(head.headers) == dict(get_response.headers)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_files_name_only_files_that_are_there() -> None:
         for name in re.findall(r'from "\./([^"]+)"', file.read_text())
     }
 
-    assert {f"/{each}" for each in {*markup, *modules}} <= set(assets())
+    assert {f"/{asset_path}" for asset_path in {*markup, *modules}} <= set(assets())
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.js")), ids=lambda file: file.name)
@@ -118,6 +118,10 @@ def test_an_installation_has_every_file(monkeypatch: pytest.MonkeyPatch) -> None
 
     files = {package: set(names) for package, _, _, names in build.data_files}
 
-    assert files["serving.dashboard"] == {f"page/{each.name}" for each in FOLDER.iterdir()}
+    assert files["serving.dashboard"] == {
+        f"page/{page_file.name}" for page_file in FOLDER.iterdir()
+    }
     docs_page = ROOT / "serving/http/docs_page"
-    assert files["serving.http"] == {f"docs_page/{each.name}" for each in docs_page.iterdir()}
+    assert files["serving.http"] == {
+        f"docs_page/{docs_page_file.name}" for docs_page_file in docs_page.iterdir()
+    }

@@ -17,7 +17,7 @@ def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: S
     shown(fast, site)
     fast.run("document.querySelector('.generations details').open = true")
     fast.run("document.querySelector('.generations summary').focus()")
-    later: Any = well(now=well()["now"] + 60)  # type: ignore[operator]
+    later: Any = well(now_s=well()["now"] + 60)  # type: ignore[operator]
     later["verdict"] = {"level": "warn", "sentence": "The night is late.", "advice": "Look at Airflow."}  # fmt: skip
     later["generations"][0]["bytes"] = 123 << 20
     site.data = later
@@ -84,14 +84,14 @@ def test_nobody_is_asked_while_nobody_looks(
 ) -> None:
     shown(fast, site)
     fast.run(leave)
-    asked = site.asked
+    request_count = site.asked
 
     fast.until(probe.IS_STALE)  # four periods later
 
-    assert site.asked <= asked + 1  # one may have been on its way
+    assert site.asked <= request_count + 1  # one may have been on its way
     fast.run(come_back)
     fast.until(f"!{probe.IS_STALE}")
-    assert site.asked > asked
+    assert site.asked > request_count
 
 
 def test_a_token_without_the_scope_is_told_that(browser: Browser, site: Site) -> None:
@@ -103,8 +103,8 @@ def test_a_token_without_the_scope_is_told_that(browser: Browser, site: Site) ->
     browser.write("s3cret")
     browser.press("Enter")
 
-    told = "The service knows this token, but it lacks the scope admin."
-    browser.until(f"document.getElementById('ask-why').textContent === {told!r}")
+    scope_message = "The service knows this token, but it lacks the scope admin."
+    browser.until(f"document.getElementById('ask-why').textContent === {scope_message!r}")
     site.status = 200
 
 
@@ -128,7 +128,10 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
 
     assert browser.run("document.getElementById('ask').checkVisibility()") is False
     assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
-    assert all(token not in each and "wrong" not in each for each in browser.asked())
+    assert all(
+        token not in requested_url and "wrong" not in requested_url
+        for requested_url in browser.asked()
+    )
     shown(browser, site)  # a reload does not ask again
     assert browser.complaints() == []
     browser.run("sessionStorage.clear()")

@@ -16,10 +16,10 @@ from tests.polling import until
 
 LAPTOP, PHONE = 1280, 390
 LOOKS = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")] + [
-    (name, *look)
+    (name, *appearance)
     for name in CASES
     if name != "well"
-    for look in ((LAPTOP, "dark"), (PHONE, "light"))
+    for appearance in ((LAPTOP, "dark"), (PHONE, "light"))
 ]
 
 
@@ -43,7 +43,11 @@ def test_every_case_is_drawn_whole(
     assert browser.run(probe.UNLABELLED) == []
     assert browser.run("window.struck") is None
     assert browser.run("document.querySelectorAll('main script, main img').length") == 0
-    assert [each for each in browser.asked() if not each.startswith(f"http://{site.host}/")] == []
+    assert [
+        requested_url
+        for requested_url in browser.asked()
+        if not requested_url.startswith(f"http://{site.host}/")
+    ] == []
     assert browser.complaints() == []
 
 
@@ -163,8 +167,8 @@ def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> N
     shown(fast, site)
     legend = "document.querySelector('.legend .value').textContent"
     cursor = "document.querySelector('.cursor').getAttribute('visibility')"
-    newest = fast.run(legend)
-    left, top, width = fast.run(
+    newest_text = fast.run(legend)
+    left_px, top, width = fast.run(
         "(({ left, top, width }) => [left, top, width])(document.querySelector('.canvas').getBoundingClientRect())"
     )
 
@@ -172,18 +176,18 @@ def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> N
     fast.call(
         "Input.dispatchMouseEvent",
         type="mouseMoved",
-        x=left + 52 + (width - 52) * 0.555,
+        x=left_px + 52 + (width - 52) * 0.555,
         y=top + 50,
     )
 
     fast.until(f"{cursor} === 'visible'")
-    assert fast.run(f"parseFloat({legend})") < 50 < float(newest.split()[0])
+    assert fast.run(f"parseFloat({legend})") < 50 < float(newest_text.split()[0])
     assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 9
-    asked = site.asked
-    assert until(lambda: site.asked > asked + 1)
+    request_count = site.asked
+    assert until(lambda: site.asked > request_count + 1)
     assert fast.run(f"parseFloat({legend})") < 50
     fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
-    fast.until(f"{legend} === {json.dumps(newest)}")
+    fast.until(f"{legend} === {json.dumps(newest_text)}")
 
 
 def test_structure_is_there_for_who_does_not_see_it(browser: Browser, site: Site) -> None:
@@ -206,8 +210,8 @@ def test_the_keyboard_reaches_everything_in_order(browser: Browser, site: Site) 
         browser.press("Tab")
         visited.append(browser.run(probe.FOCUS))
 
-    assert [each["place"] for each in visited] == list(range(reachable))
-    assert all(each["isSeen"] and each["outline"] >= 2 for each in visited)
+    assert [focus_state["place"] for focus_state in visited] == list(range(reachable))
+    assert all(focus_state["isSeen"] and focus_state["outline"] >= 2 for focus_state in visited)
 
 
 def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
@@ -229,12 +233,14 @@ def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
 def test_times_are_of_the_viewers_zone_and_tell_utc(browser: Browser, site: Site) -> None:
     shown(browser, site)
 
-    found = browser.run(
+    shown_times = browser.run(
         "[...document.querySelectorAll('#nights time')].map((each) => [each.textContent, each.title])"
     )
 
     # 5:45 ahead of UTC.
-    assert any("07:45" in text and told == "2026-11-22 02:00:00 UTC" for text, told in found)
+    assert any(
+        "07:45" in text and title == "2026-11-22 02:00:00 UTC" for text, title in shown_times
+    )
     assert "Asia/" in browser.run("document.getElementById('zone').textContent")
 
 
@@ -251,15 +257,15 @@ def test_tones_are_told_apart_whoever_looks(browser: Browser, site: Site, scheme
     shown(browser, site)
 
     for names in TONES.values():
-        found = browser.run(f"{probe.COLOURS}({json.dumps(['paper', *names])})")
-        paper = found.pop("paper")
+        colour_by_name = browser.run(f"{probe.COLOURS}({json.dumps(['paper', *names])})")
+        paper = colour_by_name.pop("paper")
 
         # WCAG 2.2, 1.4.11
-        assert [name for name, tone in found.items() if contrast(tone, paper) < 3] == []
+        assert [name for name, tone in colour_by_name.items() if contrast(tone, paper) < 3] == []
         for vision in VISIONS:
             close = [
-                (left, right)
-                for left, right in itertools.combinations(names, 2)
-                if distance(found[left], found[right], vision) < 10
+                (left_name, right)
+                for left_name, right in itertools.combinations(names, 2)
+                if distance(colour_by_name[left_name], colour_by_name[right], vision) < 10
             ]
             assert close == [], vision

@@ -38,21 +38,23 @@ def urls(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[l
     """Both replicas, after their traffic."""
     night = build_night(tmp_path_factory.mktemp("night"), redis_url)
     with fleet(night, tmp_path_factory.mktemp("fleet"), count=2, **SETTINGS) as services:
-        found = [each.url for each in services]
+        service_urls = [service.url for service in services]
         judge = Judge()
-        asyncio.run(asked(found, night, judge))
+        asyncio.run(asked(service_urls, night, judge))
         assert judge.broken == 0, judge.violations
-        told: list[list[Any]] = []
-        assert until(lambda: is_settled(found, told), every_s=0.2), told[-LOOKS:]
-        yield found
+        differences_by_look: list[list[Any]] = []
+        assert until(lambda: is_settled(service_urls, differences_by_look), every_s=0.2), (
+            differences_by_look[-LOOKS:]
+        )
+        yield service_urls
 
 
 async def asked(urls: list[str], night: NightConfig, judge: Judge) -> None:
     streams = (stream(night, seed) for seed in range(len(urls)))
     await asyncio.gather(
         *(
-            replay(url, each, judge, requests=REQUESTS, rate=RATE, concurrency=8)
-            for url, each in zip(urls, streams, strict=True)
+            replay(url, request_stream, judge, requests=REQUESTS, rate=RATE, concurrency=8)
+            for url, request_stream in zip(urls, streams, strict=True)
         )
     )
 
@@ -63,18 +65,18 @@ def document(url: str) -> Any:
 
 def counted(urls: list[str]) -> dict[str, Any]:
     """What both replicas tell Prometheus together."""
-    found: dict[str, Counter[str]] = {}
+    counts_by_metric: dict[str, Counter[str]] = {}
     for url in urls:
         for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
-            for each in family.samples:
-                label = each.labels.get("source") or each.labels.get("reason") or ""
-                found.setdefault(each.name, Counter())[label] += int(each.value)
+            for sample in family.samples:
+                label = sample.labels.get("source") or sample.labels.get("reason") or ""
+                counts_by_metric.setdefault(sample.name, Counter())[label] += int(sample.value)
     return {
-        "requests": found["larder_requests_total"].total(),
-        "entities": found["larder_entities_total"].total(),
-        "answers": {source: found["larder_answers_total"][source] for source in SOURCES},
-        "misses": dict(found["larder_misses_total"]),
-        "samples": found["larder_quality_samples_total"].total(),
+        "requests": counts_by_metric["larder_requests_total"].total(),
+        "entities": counts_by_metric["larder_entities_total"].total(),
+        "answers": {source: counts_by_metric["larder_answers_total"][source] for source in SOURCES},
+        "misses": dict(counts_by_metric["larder_misses_total"]),
+        "samples": counts_by_metric["larder_quality_samples_total"].total(),
     }
 
 
@@ -83,33 +85,35 @@ def shown(data: Any) -> dict[str, Any]:
     return {**data["totals"], "samples": data["quality"]["samples"]}
 
 
-def is_settled(urls: list[str], told: list[list[Any]]) -> bool:
+def is_settled(urls: list[str], differences_by_look: list[list[Any]]) -> bool:
     """Whether nobody lacked anything at the last looks, each of which may have met another worker."""
-    told.append(unsettled(urls))
-    return len(told) >= LOOKS and not any(told[-LOOKS:])
+    differences_by_look.append(unsettled(urls))
+    return len(differences_by_look) >= LOOKS and not any(differences_by_look[-LOOKS:])
 
 
 def unsettled(urls: list[str]) -> list[Any]:
     """What does not yet show all there is, whoever is asked, and how far it is."""
-    found: list[Any] = []
+    differences: list[Any] = []
     for url in urls:
         data, first, expected = document(url), document(urls[0]), counted(urls)
         if shown(data) != expected:
-            found.append(("totals", url, shown(data), expected))
+            differences.append(("totals", url, shown(data), expected))
         if sum(data["series"]["requests"]) != data["totals"]["requests"]:
-            found.append(("series", url, data["series"]["requests"], data["totals"]["requests"]))
-        found += [
-            ("quality", url, each, data["quality"])
-            for each in ("worklist", "read_share")
-            if not data["quality"][each]
+            differences.append(
+                ("series", url, data["series"]["requests"], data["totals"]["requests"])
+            )
+        differences += [
+            ("quality", url, quality_field, data["quality"])
+            for quality_field in ("worklist", "read_share")
+            if not data["quality"][quality_field]
         ]
         if not (data["advisor"] and alike(data["advisor"], first["advisor"])):
-            found.append(("advisor", url, data["advisor"], first["advisor"]))
-    return found
+            differences.append(("advisor", url, data["advisor"], first["advisor"]))
+    return differences
 
 
-def alike(one: Any, other: Any) -> bool:
-    return bool(one["hit_ratio"] == pytest.approx(other["hit_ratio"], abs=1e-3))
+def alike(advisor: Any, other_advisor: Any) -> bool:
+    return bool(advisor["hit_ratio"] == pytest.approx(other_advisor["hit_ratio"], abs=1e-3))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -127,11 +131,11 @@ def test_the_page_shows_all_workers_and_replicas_as_one_whole(
 
     data, expected = document(url), counted(urls)
     assert faults(data) == []
-    assert [each["workers"] for each in data["replicas"]] == [2, 2]
+    assert [replica["workers"] for replica in data["replicas"]] == [2, 2]
     text = browser.run("document.body.innerText").replace("\u00a0", " ")
     assert browser.run(probe.SENTENCE).replace("\u00a0", " ") == data["verdict"]["sentence"]
     assert data["generations"][0]["generation"] in text
-    for told in (
+    for expected_text in (
         "Numbers of 2 replicas together.",
         f"{expected['requests']:,} since the start",
         f"of {sum(expected['answers'].values()):,} answers in 5 min",
@@ -141,13 +145,15 @@ def test_the_page_shows_all_workers_and_replicas_as_one_whole(
         data["quality"]["sentence"],
         "L1 of 48 KiB gives",
     ):
-        assert told in text, told
-    assert by_source(browser) == [f"{expected['answers'][each]:,}" for each in SOURCES]
+        assert expected_text in text, expected_text
+    assert by_source(browser) == [f"{expected['answers'][source]:,}" for source in SOURCES]
     assert browser.run(probe.NONSENSE) == browser.run(probe.BENT) == []
     assert browser.run(probe.FAINT) == browser.run(probe.UNLABELLED) == []
     assert browser.run("document.documentElement.scrollWidth") == width
     assert browser.complaints() == []
-    assert {Path(each).parts[1] for each in browser.asked()} == {httpx.URL(url).netloc.decode()}
+    assert {Path(requested_url).parts[1] for requested_url in browser.asked()} == {
+        httpx.URL(url).netloc.decode()
+    }
 
 
 def by_source(browser: Browser) -> list[str]:
@@ -156,5 +162,5 @@ def by_source(browser: Browser) -> list[str]:
         "[...document.querySelector('details.tabular table').tBodies[0].rows]"
         ".map((row) => [...row.cells].slice(2).map((cell) => cell.textContent))"
     )
-    rows = [[int(each.replace(",", "")) for each in row] for row in cells]
+    rows = [[int(cell.replace(",", "")) for cell in row] for row in cells]
     return [f"{sum(column):,}" for column in zip(*rows, strict=True)]

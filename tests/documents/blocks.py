@@ -32,14 +32,22 @@ class Block:
 
 def blocks(page: str, text: str) -> Iterator[Block]:
     """Yield all blocks of a page, those within lists as well."""
-    before = None
+    previous_token = None
     for token in MarkdownIt("commonmark").parse(text):
         if token.type in ("fence", "code_block"):
-            is_comment = before is not None and before.type == "html_block"
-            told = NOT_RUN.fullmatch(before.content) if before and is_comment else None
+            is_comment = previous_token is not None and previous_token.type == "html_block"
+            reason_match = (
+                NOT_RUN.fullmatch(previous_token.content) if previous_token and is_comment else None
+            )
             line = token.map[0] + 1 if token.map else 0
-            yield Block(page, line, token.info.strip(), token.content, told[1] if told else "")
-        before = token
+            yield Block(
+                page,
+                line,
+                token.info.strip(),
+                token.content,
+                reason_match[1] if reason_match else "",
+            )
+        previous_token = token
 
 
 def of_page(page: Path) -> list[Block]:

@@ -67,16 +67,19 @@ class Shell:
         log = self.folder / "served.log"
         served = log.read_text().partition(ANNOUNCED)[2] if log.exists() else ""
         url = served.split()[0] if served else self.url
-        for said, meant in [*((each, url) for each in ADDRESSES), *self.names.items()]:
-            text = text.replace(said, meant)
+        for placeholder, replacement in [
+            *((address, url) for address in ADDRESSES),
+            *self.names.items(),
+        ]:
+            text = text.replace(placeholder, replacement)
         return text
 
-    def _run(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
+    def _run(self, argv: list[str]) -> "subprocess.CompletedProcess[str]":
         # A file, not pipes: a service that goes on would hold these open. And `timeout` ends what a shell started.
-        said = self.folder / "said.txt"
-        with said.open("w") as out:
-            done = subprocess.run(
-                ["timeout", str(TIMEOUT_S), *words], cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT, check=False,
+        output_path = self.folder / "said.txt"
+        with output_path.open("w") as output_file:
+            completed = subprocess.run(
+                ["timeout", str(TIMEOUT_S), *argv], cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL,
+                stdout=output_file, stderr=subprocess.STDOUT, check=False,
             )  # fmt: skip
-        return subprocess.CompletedProcess(words, done.returncode, said.read_text())
+        return subprocess.CompletedProcess(argv, completed.returncode, output_path.read_text())

@@ -63,8 +63,8 @@ def test_what_is_not_run_names_targets_files_and_modules_that_exist(block: Block
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = re.sub(r"#.*", "", block.text)
 
-    for words in re.findall(r"^make (.+)$", commands, re.MULTILINE):
-        assert {word for word in words.split() if "=" not in word} <= targets
+    for make_arguments in re.findall(r"^make (.+)$", commands, re.MULTILINE):
+        assert {argument for argument in make_arguments.split() if "=" not in argument} <= targets
     for module in re.findall(r"python -m ([\w.]+)", commands):
         assert find_spec(module), module
     for path in re.findall(r"\btests/[\w/.{},*-]+", commands):

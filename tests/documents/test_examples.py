@@ -19,8 +19,15 @@ from tests.integration.program import started
 FROM_NOTHING = {
     "docs/tutorial/from-your-data.md",
     *(
-        f"docs/how-to/import/{each}.md"
-        for each in ("vectors", "implicit", "torch", "scikit-learn", "item-weights", "classifier")
+        f"docs/how-to/import/{page_name}.md"
+        for page_name in (
+            "vectors",
+            "implicit",
+            "torch",
+            "scikit-learn",
+            "item-weights",
+            "classifier",
+        )
     ),
 }
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
@@ -65,13 +72,15 @@ def nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         if page not in shells:
             folder = tmp_path_factory.mktemp("nothing")
             environ = world.environment("", folder)
-            ours = {name: value for name, value in environ.items() if name not in world.OURS}
-            shells[page] = Shell(folder, ours)
+            environ_without_shop = {
+                name: value for name, value in environ.items() if name not in world.OURS
+            }
+            shells[page] = Shell(folder, environ_without_shop)
         return shells[page]
 
     yield of
-    for each in shells.values():
-        each.close()
+    for shell in shells.values():
+        shell.close()
 
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=place)
@@ -84,16 +93,18 @@ def test_an_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
         else request.getfixturevalue("shop")
     )
 
-    done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
+    completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
 
-    assert done.returncode == 0, f"{block.place}\n{done.stdout}"
+    assert completed.returncode == 0, f"{block.place}\n{completed.stdout}"
 
 
 @pytest.mark.parametrize("block", ANSWERS, ids=place)
 def test_an_answer_has_the_fields_and_types_of_a_real_one(block: Block, shop: Shell) -> None:
-    told = json.loads(block.text.replace("u-00042", "42"))
-    real = httpx.get(f"{shop.url}/v1/lookup/{told['table']}/{told['id']}").json()
+    documented_answer = json.loads(block.text.replace("u-00042", "42"))
+    real = httpx.get(
+        f"{shop.url}/v1/lookup/{documented_answer['table']}/{documented_answer['id']}"
+    ).json()
 
-    assert {name: type(value) for name, value in told.items()} == {
+    assert {name: type(value) for name, value in documented_answer.items()} == {
         name: type(value) for name, value in real.items()
     }

@@ -42,8 +42,10 @@ CUTS = ("2026-01-28T00:00:00Z", "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z")
 
 def environment(redis_url: str, folder: Path) -> dict[str, str]:
     """What a shell in the folder has: our programs, this Redis, the shop's settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
-    return kept | {
+    base_environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
+    }
+    return base_environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "REDIS_URL": redis_url,
@@ -67,11 +69,11 @@ def build(folder: Path, redis_url: str) -> str:
     write_clicks(sources, clicks)
     (sources / "items.parquet").rename(folder / "items.parquet")
     (folder / "larder.toml").write_text(SETTINGS)
-    asked = {
+    request_columns = {
         "at": pa.array([datetime(2026, 1, 30, tzinfo=UTC)] * 1_000),
         "user": [str(n % 97) for n in range(1_000)],
     }
-    pq.write_table(pa.table(asked), folder / "requests.parquet")
+    pq.write_table(pa.table(request_columns), folder / "requests.parquet")
     config = night_config(str(folder / "larder.toml"), {"REDIS_URL": redis_url})
     train_reference(config, data_until=CUTS[0])
     return [publish_night(config, cut) for cut in CUTS][-1]

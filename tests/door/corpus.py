@@ -36,8 +36,10 @@ def read_corpus(path: Path = CORPUS) -> list[Case]:
         if not line or line.startswith("--"):
             continue
         if heading := _HEADING.fullmatch(line):
-            name, taken = heading["name"], int(heading["taken"])
-            cases.append(Case(name, b"", taken, bool(heading["refused"]), bool(heading["bounds"])))
+            name, taken_count = heading["name"], int(heading["taken"])
+            cases.append(
+                Case(name, b"", taken_count, bool(heading["refused"]), bool(heading["bounds"]))
+            )
         elif line.startswith("== ") or not cases:
             raise ValueError(f"{path.name}: {line!r} is no heading, and stands in no case")
         else:
@@ -66,9 +68,9 @@ def _bytes_of(line: str) -> bytes:
     if line == "@POST":
         return POST
     if (repeated := _REPEATED.search(line)) is not None:
-        before, after = line[: repeated.start()], line[repeated.end() :]
+        prefix, after = line[: repeated.start()], line[repeated.end() :]
         middle = _bytes_of(repeated["text"]) * int(repeated["count"])
-        return _unescaped(before) + middle + _unescaped(after)
+        return _unescaped(prefix) + middle + _unescaped(after)
     return _unescaped(line)
 
 

@@ -71,7 +71,7 @@ class H11Judge:
         """Read a stream behind which the sender closes its side."""
         messages: list[Message] = []
         first_bytes: int | None = None
-        waiting, begun = _EMPTY_LINES.sub(b"", stream), 0
+        waiting, begun_count = _EMPTY_LINES.sub(b"", stream), 0
         while waiting:
             connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_ROOMY)
             connection.receive_data(waiting)
@@ -81,11 +81,11 @@ class H11Judge:
                 request = connection.next_event()
                 if not isinstance(request, h11.Request):
                     break
-                begun += 1
+                begun_count += 1
                 while isinstance(event := connection.next_event(), h11.Data):
                     body += bytes(event.data)
             except h11.RemoteProtocolError as error:
-                return Reading(tuple(messages), "refused", begun, str(error), first_bytes)
+                return Reading(tuple(messages), "refused", begun_count, str(error), first_bytes)
             assert isinstance(event, h11.EndOfMessage), event
             messages.append(_message(request, body))
             waiting = connection.trailing_data[0]
@@ -93,9 +93,9 @@ class H11Judge:
             connection.send(h11.Response(status_code=404, headers=[("Content-Length", "0")]))
             connection.send(h11.EndOfMessage())
             if connection.our_state is not h11.DONE:
-                return Reading(tuple(messages), "closed", begun, first_bytes=first_bytes)
+                return Reading(tuple(messages), "closed", begun_count, first_bytes=first_bytes)
             waiting = _EMPTY_LINES.sub(b"", waiting)
-        return Reading(tuple(messages), "clean", begun, first_bytes=first_bytes)
+        return Reading(tuple(messages), "clean", begun_count, first_bytes=first_bytes)
 
 
 def _message(request: h11.Request, body: bytes) -> Message:

@@ -21,8 +21,12 @@ def mutated(rng: random.Random, streams: Sequence[bytes]) -> bytes:
     short = [stream for stream in streams if len(stream) <= _BYTES_MAX]
     stream = rng.choice(short)
     if rng.random() < 0.4:
-        other = rng.choice(short)
-        stream += other if rng.random() < 0.7 else other[rng.randrange(len(other)) :]
+        second_stream = rng.choice(short)
+        stream += (
+            second_stream
+            if rng.random() < 0.7
+            else second_stream[rng.randrange(len(second_stream)) :]
+        )
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
         stream = rng.choice(_CHANGES)(rng, stream)
     return stream[:_BYTES_MAX]

@@ -60,20 +60,20 @@ LENIENCIES: list[Leniency] = [
 
 
 def violations(
-    readings: dict[str, Reading], exchange: Exchange, stream: bytes, *, before: int = 0
+    readings: dict[str, Reading], exchange: Exchange, stream: bytes, *, preceding_count: int = 0
 ) -> list[str]:
-    """The ways in which a service's answers break the rule; `before` answers are to requests in front of the stream."""
-    answers = exchange.answers[before:]
+    """The ways in which a service's answers break the rule; `preceding_count` of them are to earlier requests."""
+    answers = exchange.answers[preceding_count:]
     broken = [f"bytes that are no answer: {exchange.leftover[:80]!r}"] if exchange.leftover else []
     refusals = [number for number, answer in enumerate(answers) if is_refusal(answer)]
-    taken = [answer for answer in answers if not is_refusal(answer)]
+    taken_answers = [answer for answer in answers if not is_refusal(answer)]
     if refusals and refusals != [len(answers) - 1]:
         broken.append(f"answer {refusals[0]} of {len(answers)} is a refusal, and not the last one")
     bound = {
         name: reading for name, reading in readings.items()
-        if not _is_lenient(name, reading, stream, len(taken))
+        if not _is_lenient(name, reading, stream, len(taken_answers))
     }  # fmt: skip
-    for number, answer in enumerate(taken):
+    for number, answer in enumerate(taken_answers):
         broken += _violations_of_one(number, answer, bound, readings, count=len(answers))
     last = len(answers) - 1
     is_ended = bool(answers) and (
@@ -81,9 +81,9 @@ def violations(
     )
     if not is_ended:
         for name, reading in bound.items():
-            if len(taken) < len(reading.messages):
+            if len(taken_answers) < len(reading.messages):
                 broken.append(
-                    f"{name} takes {len(reading.messages)} messages, {len(taken)} are answered"
+                    f"{name} takes {len(reading.messages)} messages, {len(taken_answers)} are answered"
                 )
             if reading.end == "refused":
                 broken.append(
@@ -131,8 +131,8 @@ def _violations_of_one(
         return []
     missing = [name for name, reading in bound.items() if number >= len(reading.messages)]
     if missing:
-        why = "; ".join(f"{name} refuses it ({readings[name].why})" for name in missing)
-        return [f"answer {number} ({answer.status} {answer.ids}) is to no message: {why}"]
+        refusal_text = "; ".join(f"{name} refuses it ({readings[name].why})" for name in missing)
+        return [f"answer {number} ({answer.status} {answer.ids}) is to no message: {refusal_text}"]
     messages = [r.messages[number] for r in readings.values() if number < len(r.messages)]
     if not messages:
         return [
@@ -143,12 +143,14 @@ def _violations_of_one(
         return [
             f"answer {number}: the judges differ in what it answers, and it was taken: {framings}"
         ]
-    wanted = asks_for(messages[0])
-    if wanted is not None and (answer.status != 200 or (answer.body and answer.ids != wanted)):
+    expected_ids = asks_for(messages[0])
+    if expected_ids is not None and (
+        answer.status != 200 or (answer.body and answer.ids != expected_ids)
+    ):
         return [
-            f"answer {number} is {answer.status} {answer.ids} {answer.body[:80]!r}, asked was {wanted}"
+            f"answer {number} is {answer.status} {answer.ids} {answer.body[:80]!r}, asked was {expected_ids}"
         ]
-    if wanted is None and answer.ids and not _could_ask_for(messages[0], answer.ids):
+    if expected_ids is None and answer.ids and not _could_ask_for(messages[0], answer.ids):
         return [f"answer {number} has the ids {answer.ids}, its message does not name them"]
     return []
 
@@ -165,13 +167,13 @@ def _is_before_the_end(number: int, answer: Answer, bound: dict[str, Reading]) -
 
 
 def _could_ask_for(message: Message, ids: Sequence[str]) -> bool:
-    sent = f"{message.target} {message.body.decode('latin-1')}"
-    return all(name in sent for name in ids)
+    message_text = f"{message.target} {message.body.decode('latin-1')}"
+    return all(name in message_text for name in ids)
 
 
-def _is_lenient(name: str, reading: Reading, stream: bytes, taken: int) -> bool:
+def _is_lenient(name: str, reading: Reading, stream: bytes, taken_count: int) -> bool:
     """Return True if the service has come to where this judge is silent, or refuses what a service may take."""
-    if reading.end not in ("refused", "silent") or taken < len(reading.messages):
+    if reading.end not in ("refused", "silent") or taken_count < len(reading.messages):
         return False
     return reading.end == "silent" or any(
         leniency.judge == name and leniency.applies(reading, stream) for leniency in LENIENCIES

@@ -84,7 +84,7 @@ def broken(
     """The ways in which the answers to a stream break the rule."""
     readings = {judge.name: judge.read(stream) for judge in judges}
     answered = ask(service, readings, [stream] if pieces is None else pieces, apart)
-    return violations(readings, answered, stream, before=len(apart))
+    return violations(readings, answered, stream, preceding_count=len(apart))
 
 
 def ask(
@@ -120,9 +120,9 @@ def test_a_stream_of_the_corpus_ends_where_the_judges_say(
     assert violations(readings, answered, case.stream) == []
     if case.is_bounded and not service.has_bounds:
         return
-    taken = [answer for answer in answered.answers if not is_refusal(answer)]
-    assert len(taken) == case.taken, answered
-    assert len(answered.answers) - len(taken) == case.is_refused, answered
+    taken_answers = [answer for answer in answered.answers if not is_refusal(answer)]
+    assert len(taken_answers) == case.taken, answered
+    assert len(answered.answers) - len(taken_answers) == case.is_refused, answered
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -174,8 +174,8 @@ def hold_in_pieces(
             answered = ask(service, readings, pieces)
             sizes = [len(piece) for piece in pieces[:4]]
             assert violations(readings, answered, case.stream) == [], (case.name, sizes)
-            taken = [answer for answer in answered.answers if not is_refusal(answer)]
-            assert len(taken) == case.taken, (case.name, sizes)
+            taken_answers = [answer for answer in answered.answers if not is_refusal(answer)]
+            assert len(taken_answers) == case.taken, (case.name, sizes)
 
 
 def test_streams_mean_the_same_in_pieces(service: Door, judges: list[Judge]) -> None:
@@ -332,10 +332,10 @@ def test_a_planted_difference_is_noticed(judges: list[Judge]) -> None:
     assert violations(readings, answered("a1", "a3"), two)
     assert violations(readings, answered("a1", "a2", "a3"), two)
     assert violations(readings, answered("a1", "hidden1"), two)
-    both = next(case.stream for case in CASES if case.name == "chunks and a length")
-    readings = {judge.name: judge.read(both) for judge in judges}
-    assert violations(readings, answered("b1", "a1"), both)
+    ambiguous_stream = next(case.stream for case in CASES if case.name == "chunks and a length")
+    readings = {judge.name: judge.read(ambiguous_stream) for judge in judges}
+    assert violations(readings, answered("b1", "a1"), ambiguous_stream)
     refusal = Answer(400, {"connection": "close"}, b"")
     assert 400 in REFUSALS
-    assert violations(readings, Exchange([refusal], b""), both) == []
-    assert violations(readings, Exchange([refusal, refusal], b""), both)
+    assert violations(readings, Exchange([refusal], b""), ambiguous_stream) == []
+    assert violations(readings, Exchange([refusal, refusal], b""), ambiguous_stream)

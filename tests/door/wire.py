@@ -129,10 +129,10 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
         if not end:
             return None, received
         status_line, *lines = head.decode("latin-1").split("\r\n")
-        words = status_line.split(" ")
-        if words[0] not in ("HTTP/1.1", "HTTP/1.0") or not words[1].isdigit():
+        status_parts = status_line.split(" ")
+        if status_parts[0] not in ("HTTP/1.1", "HTTP/1.0") or not status_parts[1].isdigit():
             raise Malformed(repr(received[:200]))
-        status = int(words[1])
+        status = int(status_parts[1])
         if status >= 200:
             break
         received = behind

@@ -18,13 +18,13 @@ _LONG = 50_000
 
 
 def _fixed(data: bytes, *, ends: bool = False) -> Malformation:
-    return lambda _reply, _before: Forgery(data, ends)
+    return lambda _reply, _previous_reply: Forgery(data, ends)
 
 
 def _resized(change: int) -> Malformation:
     """A string with fewer or more bytes, and its true size; of any other reply an element count that is as wrong."""
 
-    def malform(reply: bytes, _before: bytes) -> Forgery:
+    def malform(reply: bytes, _previous_reply: bytes) -> Forgery:
         head, _, behind = reply.partition(b"\r\n")
         if head[:1] == b"$" and head != b"$-1":
             text = behind[:-2]
@@ -42,7 +42,7 @@ def _resized(change: int) -> Malformation:
 def _misannounced(change: int) -> Malformation:
     """A string whose size is announced wrong: what follows is read from a wrong byte on."""
 
-    def malform(reply: bytes, _before: bytes) -> Forgery:
+    def malform(reply: bytes, _previous_reply: bytes) -> Forgery:
         head, _, behind = reply.partition(b"\r\n")
         if head[:1] != b"$" or head == b"$-1":
             return Forgery(b"$%d\r\n%b" % (max(0, len(reply) + change), reply), ends=True)
@@ -81,8 +81,8 @@ MALFORMATIONS: dict[str, Malformation] = {
     "many bytes too many": _resized(_LONG),
     "a size that is one too small": _misannounced(-1),
     "a size that is one too large": _misannounced(1),
-    "half of it, and the end": lambda reply, _before: Forgery(reply[: len(reply) // 2], ends=True),
-    "half of it, and silence": lambda reply, _before: Forgery(reply[: len(reply) // 2]),
+    "half of it, and the end": lambda reply, _previous_reply: Forgery(reply[: len(reply) // 2], ends=True),
+    "half of it, and silence": lambda reply, _previous_reply: Forgery(reply[: len(reply) // 2]),
     "silence": _fixed(b""),
     # Counts.
     "two billion elements": _fixed(b"*2147483647\r\n"),
@@ -122,19 +122,19 @@ MALFORMATIONS: dict[str, Malformation] = {
     "an error within an array": _fixed(b"*1\r\n-ERR forged\r\n"),
     "a bulk error": _fixed(b"!10\r\nERR forged\r\n"),
     # Order.
-    "the reply before": lambda reply, before: Forgery(before or reply),
-    "the reply twice": lambda reply, _before: Forgery(reply + reply),
-    "another reply in front": lambda reply, _before: Forgery(b"$6\r\nforged\r\n" + reply),
+    "the reply before": lambda reply, previous_reply: Forgery(previous_reply or reply),
+    "the reply twice": lambda reply, _previous_reply: Forgery(reply + reply),
+    "another reply in front": lambda reply, _previous_reply: Forgery(b"$6\r\nforged\r\n" + reply),
     # Pushed.
-    "a pushed invalidation in front": lambda reply, _before: Forgery(
+    "a pushed invalidation in front": lambda reply, _previous_reply: Forgery(
         b">2\r\n$10\r\ninvalidate\r\n*1\r\n$1\r\na\r\n" + reply
     ),
-    "a pushed message in front": lambda reply, _before: Forgery(
+    "a pushed message in front": lambda reply, _previous_reply: Forgery(
         b">3\r\n$7\r\nmessage\r\n$1\r\na\r\n$1\r\nb\r\n" + reply
     ),
-    "a push of nothing": lambda reply, _before: Forgery(b">0\r\n" + reply),
+    "a push of nothing": lambda reply, _previous_reply: Forgery(b">0\r\n" + reply),
     "nothing but a push": _fixed(b">2\r\n+a\r\n+b\r\n"),
-    "attributes in front": lambda reply, _before: Forgery(b"|1\r\n+ttl\r\n:3600\r\n" + reply),
+    "attributes in front": lambda reply, _previous_reply: Forgery(b"|1\r\n+ttl\r\n:3600\r\n" + reply),
     # Garbage.
     "an answer of HTTP": _fixed(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", ends=True),
     "bytes": _fixed(bytes(range(256)) * 4),

@@ -66,11 +66,11 @@ class ForgingProxy:
             number, order = self._since_order[command], self._order
             self._since_order[command] += 1
             self.replies[command] += 1
-            before, self._last[command] = self._last.get(command, b""), reply
+            previous_reply, self._last[command] = self._last.get(command, b""), reply
             if order is None or order.command != command or order.number not in (None, number):
                 return reply, False
             self.forged += 1
-        forgery = MALFORMATIONS[order.malformation](reply, before)
+        forgery = MALFORMATIONS[order.malformation](reply, previous_reply)
         return forgery.data, forgery.ends
 
     def _accept(self) -> None:
@@ -118,10 +118,10 @@ class _Connection:
                 waiting += data
                 at = 0
                 while (parsed := command_words(waiting, at)) is not None:
-                    words, at = parsed
-                    self._commands.append(command_name(words))
-                sent, waiting = waiting[:at], waiting[at:]
-                self.server.sendall(sent)
+                    command_parts, at = parsed
+                    self._commands.append(command_name(command_parts))
+                complete_commands, waiting = waiting[:at], waiting[at:]
+                self.server.sendall(complete_commands)
         self.close()
 
     def _pass_replies(self) -> None:
@@ -129,15 +129,15 @@ class _Connection:
         with contextlib.suppress(OSError, ValueError):
             while data := self.server.recv(1 << 16):
                 waiting += data
-                at, out, ends = 0, [], False
+                at, outgoing_replies, ends = 0, [], False
                 while not ends and (end := reply_end(waiting, at)) is not None:
                     reply, at = waiting[at:end], end
                     is_push = reply[:1] == b">" or not self._commands
                     command = PUSHED if is_push else self._commands.popleft()
                     forged, ends = self.proxy.replaced(command, reply)
-                    out.append(forged)
+                    outgoing_replies.append(forged)
                 waiting = waiting[at:]
-                self.client.sendall(b"".join(out))
+                self.client.sendall(b"".join(outgoing_replies))
                 if ends:
                     break
         self.close()

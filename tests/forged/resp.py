@@ -33,13 +33,13 @@ def command_words(data: bytes, at: int = 0) -> tuple[list[bytes], int] | None:
     end = reply_end(data, at)
     if end is None:
         return None
-    words, at = [], data.index(b"\r\n", at) + 2
+    command_parts, at = [], data.index(b"\r\n", at) + 2
     while at < end:
         stop = data.index(b"\r\n", at)
         size = int(data[at + 1 : stop])
-        words.append(data[stop + 2 : stop + 2 + size])
+        command_parts.append(data[stop + 2 : stop + 2 + size])
         at = stop + 2 + size + 2
-    return words, end
+    return command_parts, end
 
 
 _PARENTS = (
@@ -57,9 +57,9 @@ _PARENTS = (
 )
 
 
-def command_name(words: list[bytes]) -> str:
+def command_name(command_parts: list[bytes]) -> str:
     """Name of a command in capitals, with that of its subcommand."""
-    name = words[0].decode("latin-1").upper()
-    if name in _PARENTS and len(words) > 1:
-        return f"{name} {words[1].decode('latin-1').upper()}"
+    name = command_parts[0].decode("latin-1").upper()
+    if name in _PARENTS and len(command_parts) > 1:
+        return f"{name} {command_parts[1].decode('latin-1').upper()}"
     return name

@@ -81,23 +81,23 @@ def service(world: World, tmp_path: Path) -> Iterator[RunningService]:
 def assert_no_request_failed(log: Path) -> None:
     """Fail if a log has an error of a request. Loops in the background may fail: they are run again."""
     text = log.read_text()
-    for words in (
+    for failure_text in (
         "lookup failed",
         "request failed",
         "Exception in ASGI",
         "Task exception was never retrieved",
     ):
-        assert words not in text, text[-4_000:]
+        assert failure_text not in text, text[-4_000:]
 
 
 def request(service: RunningService, path: str, body: object = None) -> tuple[int, dict]:  # type: ignore[type-arg]
     """Status and JSON of a GET, or of a POST with a body."""
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(  # noqa: S310 - the service of this test
+    http_request = urllib.request.Request(  # noqa: S310 - the service of this test
         service.url + path, data, {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(asked, timeout=30) as response:  # noqa: S310
+        with urllib.request.urlopen(http_request, timeout=30) as response:  # noqa: S310
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, {}
@@ -143,11 +143,11 @@ def shuffled_orders(commands: dict[str, int], numbers: Sequence[int | None]) -> 
         for malformation in MALFORMATIONS
         for number in numbers
     }
-    listed = sorted(
+    order_list = sorted(
         orders, key=lambda order: (order.command, order.malformation, str(order.number))
     )
-    random.Random(SEED).shuffle(listed)
-    return listed
+    random.Random(SEED).shuffle(order_list)
+    return order_list
 
 
 def spread_over_commands(orders: Sequence[Order], count: int) -> list[Order]:
@@ -187,11 +187,11 @@ def hold_in_services(
     world: World, service: RunningService, count: int | None, until_s: float
 ) -> None:
     """Fail unless a running service withstands `count` orders, or as many as there is time for."""
-    rng, began = random.Random(SEED), service.resident_bytes
+    rng, initial_bytes = random.Random(SEED), service.resident_bytes
     orders = shuffled_orders(seen_by_service(world, service), (None, 0, 1))
-    chosen = orders if count is None else spread_over_commands(orders, count)
+    orders_to_try = orders if count is None else spread_over_commands(orders, count)
     tried = forged = 0
-    for order in chosen:
+    for order in orders_to_try:
         if time.monotonic() > until_s:
             break
         try:
@@ -199,12 +199,12 @@ def hold_in_services(
         except AssertionError as error:
             raise AssertionError(f"seed {SEED}, {order}: {error}") from error
         tried += 1
-        grown = service.resident_bytes - began
+        grown = service.resident_bytes - initial_bytes
         assert grown < GROWTH_MAX_BYTES, f"seed {SEED}, {order}: {grown} bytes more"
     print(
         f"seed {SEED}: {tried} of {len(orders)} orders of a running service, {forged} of them forged a reply"
     )
-    print(f"memory grew by {(service.resident_bytes - began) / (1 << 20):.1f} MiB")
+    print(f"memory grew by {(service.resident_bytes - initial_bytes) / (1 << 20):.1f} MiB")
     assert forged > tried / 3
 
 
@@ -301,10 +301,10 @@ class Nights:
         clicks = self.world.shop.folder / "clicks.csv"
         os.utime(clicks)
         self.world.proxy.forge(order)
-        ended = self.world.shop.run("night", "--quiet", timeout_s=180)
+        completed = self.world.shop.run("night", "--quiet", timeout_s=180)
         forged = self.world.proxy.forged
         self.world.proxy.forge(None)
-        return ended.returncode, ended.stdout + ended.stderr, forged
+        return completed.returncode, completed.stdout + completed.stderr, forged
 
     def hold(self, order: Order) -> int:
         """Fail unless a night under an order publishes nothing wrong and tells what is; the replies forged."""
@@ -321,7 +321,10 @@ class Nights:
         def follows() -> bool:
             _, generations = request(self.service, "/v1/generations")
             served = str(generations.get("generation", "") or generations)
-            return any(word and word in served for word in generation_words(self.pointer()))
+            return any(
+                generation_name and generation_name in served
+                for generation_name in generation_words(self.pointer())
+            )
 
         assert until(follows, 20), (self.pointer(), request(self.service, "/v1/generations"))
         for user in USERS[::40]:
@@ -336,9 +339,9 @@ def generation_words(pointer: bytes) -> list[str]:
     """Names of generations in a pointer: a time and a digest."""
     text = pointer.decode("latin-1")
     return [
-        word
-        for word in text.replace('"', " ").replace(":", " ").replace(",", " ").split()
-        if "Z-" in word
+        token
+        for token in text.replace('"', " ").replace(":", " ").replace(",", " ").split()
+        if "Z-" in token
     ]
 
 
@@ -363,8 +366,10 @@ def hold_in_nights(nights: Nights, count: int | None, until_s: float) -> None:
     code, output, _ = nights.run(None)
     assert code == 0, output
     nights.hold_for_published()
-    seen = {name: count for name, count in nights.world.proxy.replies.items() if name != PUSHED}
-    orders = shuffled_orders(seen, (None, 0, -1))
+    reply_counts = {
+        name: count for name, count in nights.world.proxy.replies.items() if name != PUSHED
+    }
+    orders = shuffled_orders(reply_counts, (None, 0, -1))
     tried, forged, failures = 0, 0, []
     for order in orders if count is None else spread_over_commands(orders, count):
         if time.monotonic() > until_s:
@@ -400,10 +405,15 @@ def test_replies_end_where_they_say(reply: bytes, end: int | None) -> None:
 
 
 def test_commands_are_read_by_their_names() -> None:
-    sent = b"*2\r\n$3\r\nget\r\n$1\r\na\r\n*3\r\n$6\r\nclient\r\n$7\r\nsetinfo\r\n$1\r\nb\r\n*1\r\n"
-    first = command_words(sent)
+    command_bytes = (
+        b"*2\r\n$3\r\nget\r\n$1\r\na\r\n*3\r\n$6\r\nclient\r\n$7\r\nsetinfo\r\n$1\r\nb\r\n*1\r\n"
+    )
+    first = command_words(command_bytes)
     assert first is not None
-    second = command_words(sent, first[1])
+    second = command_words(command_bytes, first[1])
     assert second is not None
-    assert [command_name(words) for words, _ in (first, second)] == ["GET", "CLIENT SETINFO"]
-    assert command_words(sent, second[1]) is None
+    assert [command_name(command_parts) for command_parts, _ in (first, second)] == [
+        "GET",
+        "CLIENT SETINFO",
+    ]
+    assert command_words(command_bytes, second[1]) is None

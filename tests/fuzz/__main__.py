@@ -20,9 +20,9 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run until libFuzzer ends; its exit code."""
-    extension, path, arguments = words[0], Path(words[1]), words[2:]
+    extension, path, arguments = argv[0], Path(argv[1]), argv[2:]
     fuzzer = load("_fuzzer", path)
     if extension == "columns":
         from tests.fuzz import columns

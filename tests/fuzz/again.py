@@ -8,15 +8,15 @@ from pathlib import Path
 from tests.fuzz.build import FOLDERS, build_fuzzable, environment, find_clang
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Build and run; the exit code of the run."""
-    extension = next(known for known in FOLDERS if known == words[0])
+    extension = next(extension_name for extension_name in FOLDERS if extension_name == argv[0])
     clang = find_clang()
     if clang is None:
         print("no clang with libFuzzer here")
         return 2
     built = build_fuzzable(clang, extension, Path(tempfile.mkdtemp(prefix="larder-fuzz-")))
-    command = [sys.executable, "-m", "tests.fuzz", extension, str(built), words[1]]
+    command = [sys.executable, "-m", "tests.fuzz", extension, str(built), argv[1]]
     return subprocess.run(command, env=environment(clang.asan), check=False).returncode
 
 

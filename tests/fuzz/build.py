@@ -86,11 +86,11 @@ def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
     """A module `_EXTENSION` with the driver `_fuzzer` in the same file, whose counters libFuzzer reads."""
     objects = [folder / f"{extension}.o", folder / "driver.o"]
     include = f"-I{_include()}"
-    counted = [*_SANITIZERS, "-fsanitize=fuzzer-no-link", "-shared-libasan"]
+    coverage_flags = [*_SANITIZERS, "-fsanitize=fuzzer-no-link", "-shared-libasan"]
     _run(
         clang.program,
         *_FLAGS,
-        *counted,
+        *coverage_flags,
         include,
         "-c",
         str(SOURCES[extension]),
@@ -108,7 +108,7 @@ def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
 
 def compile_as_released(clang: Clang, extension: Extension) -> str:
     """Compile an extension with clang as setup.py does, to nothing; what clang says of it."""
-    words = [
+    compile_command = [
         clang.program,
         "-O3",
         "-std=gnu11",
@@ -117,13 +117,13 @@ def compile_as_released(clang: Clang, extension: Extension) -> str:
         f"-I{_include()}",
         "-c",
     ]
-    done = subprocess.run(
-        [*words, str(SOURCES[extension]), "-o", os.devnull],
+    completed = subprocess.run(
+        [*compile_command, str(SOURCES[extension]), "-o", os.devnull],
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.stderr
+    return completed.stderr
 
 
 def environment(asan: Path) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _library(compiler: str, name: str) -> Path | None:
     return Path(printed) if Path(printed).is_absolute() and Path(printed).exists() else None
 
 
-def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
-    return done.stdout
+def _run(*argv: str) -> str:
+    completed = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, f"{' '.join(argv)}: {completed.stderr}"
+    return completed.stdout

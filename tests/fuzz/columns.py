@@ -48,33 +48,33 @@ def compare(
     name: str, compiled: Any, twin: Any, *arguments: Any, is_same_refusal: bool = False
 ) -> None:
     """Fail if a call of both gives different values, or with `is_same_refusal` if only one of them raises."""
-    mine, other = result(compiled, *arguments), result(twin, *arguments)
-    if mine != other and (is_same_refusal or REFUSED not in (mine, other)):
-        raise Different(f"{name}{arguments}: compiled {mine!r}, pure {other!r}")
+    mine, pure_result = result(compiled, *arguments), result(twin, *arguments)
+    if mine != pure_result and (is_same_refusal or REFUSED not in (mine, pure_result)):
+        raise Different(f"{name}{arguments}: compiled {mine!r}, pure {pure_result!r}")
 
 
-def expect(name: str, got: Any, wanted: Any) -> None:
+def expect(name: str, actual: Any, expected: Any) -> None:
     """Fail unless a value is the one that the docstring says."""
-    if got != wanted:
-        raise Different(f"{name}: compiled {got!r}, by its docstring {wanted!r}")
+    if actual != expected:
+        raise Different(f"{name}: compiled {actual!r}, by its docstring {expected!r}")
 
 
-def hashes(columns: ModuleType, given: Given) -> None:
-    seed = given.number(0, 2**64 - 1)
-    ids = given.texts(40, 160)
+def hashes(columns: ModuleType, fuzz_input: Given) -> None:
+    seed = fuzz_input.number(0, 2**64 - 1)
+    ids = fuzz_input.texts(40, 160)
     if (mine := result(columns.hashes, ids, seed)) is not None:
         expect("hashes", mine, bytes(pure.hashes(ids, seed)))
     else:
         expect("hashes", any(len(name) > 128 for name in ids), True)
 
 
-def cuts_of(given: Given, size: int) -> Any:
+def cuts_of(fuzz_input: Given, size: int) -> Any:
     """int32 cuts, sorted more often than not, in bytes that need not be aligned, or whole."""
-    count = given.number(0, 12)
-    cuts = given.array("<i4", count)
-    if given.number(0, 3):
+    count = fuzz_input.number(0, 12)
+    cuts = fuzz_input.array("<i4", count)
+    if fuzz_input.number(0, 3):
         cuts = np.sort(np.abs(cuts.astype(np.int64)) % (size + 1)).astype("<i4")
-    return bytes(cuts.tobytes() + given.text(3))
+    return bytes(cuts.tobytes() + fuzz_input.text(3))
 
 
 def rising(cuts: bytes, size: int) -> list[int] | None:
@@ -90,15 +90,17 @@ def rising(cuts: bytes, size: int) -> list[int] | None:
     return numbers
 
 
-def text_hashes(columns: ModuleType, given: Given) -> None:
-    seed, data = given.number(0, 2**64 - 1), given.text(400)
-    cuts = cuts_of(given, len(data))
+def text_hashes(columns: ModuleType, fuzz_input: Given) -> None:
+    seed, data = fuzz_input.number(0, 2**64 - 1), fuzz_input.text(400)
+    cuts = cuts_of(fuzz_input, len(data))
     numbers = rising(cuts, len(data))
-    wanted = None
+    expected_hashes = None
     if numbers is not None and all(b - a <= 128 for a, b in pairwise(numbers)):
         texts = [data[a:b] for a, b in pairwise(numbers)]
-        wanted = b"".join(xxhash.xxh3_64_intdigest(t, seed).to_bytes(8, "little") for t in texts)
-    expect("text_hashes", result(columns.text_hashes, data, cuts, seed), wanted)
+        expected_hashes = b"".join(
+            xxhash.xxh3_64_intdigest(t, seed).to_bytes(8, "little") for t in texts
+        )
+    expect("text_hashes", result(columns.text_hashes, data, cuts, seed), expected_hashes)
 
 
 def is_text(data: bytes) -> bool:
@@ -110,180 +112,211 @@ def is_text(data: bytes) -> bool:
     return True
 
 
-def cut_texts(columns: ModuleType, given: Given) -> None:
-    data = given.text(200)
-    cuts = cuts_of(given, len(data))
+def cut_texts(columns: ModuleType, fuzz_input: Given) -> None:
+    data = fuzz_input.text(200)
+    cuts = cuts_of(fuzz_input, len(data))
     numbers = rising(cuts, len(data))
     texts = None if numbers is None else [data[a:b] for a, b in pairwise(numbers)]
-    wanted = texts if texts is not None and all(map(is_text, texts)) else None
-    expect("cut_texts", result(columns.cut_texts, data, cuts), wanted)
+    expected_texts = texts if texts is not None and all(map(is_text, texts)) else None
+    expect("cut_texts", result(columns.cut_texts, data, cuts), expected_texts)
 
 
-def joined(columns: ModuleType, given: Given) -> None:
-    texts: list[Any] = list(given.texts(20, 40))
-    if given.number(0, 7) == 0:
-        texts.append(given.number(0, 9))
-    wanted = None
+def joined(columns: ModuleType, fuzz_input: Given) -> None:
+    texts: list[Any] = list(fuzz_input.texts(20, 40))
+    if fuzz_input.number(0, 7) == 0:
+        texts.append(fuzz_input.number(0, 9))
+    expected_join = None
     if all(isinstance(text, bytes) for text in texts):
         cuts = np.cumsum([0, *map(len, texts)]).astype("<i4").tobytes()
-        wanted = (cuts, b"".join(texts))
-    expect("joined", result(columns.joined, texts), wanted)
+        expected_join = (cuts, b"".join(texts))
+    expect("joined", result(columns.joined, texts), expected_join)
 
 
-def replies(given: Given, count: int, length: int) -> bytes:
+def replies(fuzz_input: Given, count: int, length: int) -> bytes:
     """Bulk strings of one length, damaged or not."""
     data = b"".join(
-        b"$%d\r\n%b\r\n" % (length, given.raw(length).ljust(length, b"x")) for _ in range(count)
+        b"$%d\r\n%b\r\n" % (length, fuzz_input.raw(length).ljust(length, b"x"))
+        for _ in range(count)
     )
-    data = data[: len(data) - given.number(0, 9)] if given.is_true() else data
-    if given.is_true() and data:
-        at = given.number(0, len(data) - 1)
-        data = data[:at] + given.raw(1) + data[at + 1 :]
+    data = data[: len(data) - fuzz_input.number(0, 9)] if fuzz_input.is_true() else data
+    if fuzz_input.is_true() and data:
+        at = fuzz_input.number(0, len(data) - 1)
+        data = data[:at] + fuzz_input.raw(1) + data[at + 1 :]
     return data
 
 
-def could_be(columns: ModuleType, given: Given) -> None:
-    length, made, asked = given.number(0, 40), given.number(0, 6), given.number(0, 8)
-    data = replies(given, made, length) if given.number(0, 3) else given.text(200)
-    compare("could_be", columns.could_be, pure.could_be, data, asked, length, is_same_refusal=True)
-    result(columns.could_be, data, given.delicate(), given.delicate())
+def could_be(columns: ModuleType, fuzz_input: Given) -> None:
+    length, reply_count, requested_count = (
+        fuzz_input.number(0, 40),
+        fuzz_input.number(0, 6),
+        fuzz_input.number(0, 8),
+    )
+    data = (
+        replies(fuzz_input, reply_count, length)
+        if fuzz_input.number(0, 3)
+        else fuzz_input.text(200)
+    )
+    compare(
+        "could_be",
+        columns.could_be,
+        pure.could_be,
+        data,
+        requested_count,
+        length,
+        is_same_refusal=True,
+    )
+    result(columns.could_be, data, fuzz_input.delicate(), fuzz_input.delicate())
 
 
-def records_of(columns: ModuleType, given: Given) -> None:
-    count = given.number(0, 6)
-    prints = given.array("<u8", count).tobytes()
-    size, step, first = given.number(14, 40), given.number(14, 60), given.number(0, 20)
-    record_format, is_odd = given.number(0, 15), given.number(0, 7) == 0
+def records_of(columns: ModuleType, fuzz_input: Given) -> None:
+    count = fuzz_input.number(0, 6)
+    prints = fuzz_input.array("<u8", count).tobytes()
+    size, step, first = (
+        fuzz_input.number(14, 40),
+        fuzz_input.number(14, 60),
+        fuzz_input.number(0, 20),
+    )
+    record_format, is_odd = fuzz_input.number(0, 15), fuzz_input.number(0, 7) == 0
     if is_odd:
-        size, step, first, count = (given.delicate() for _ in range(4))
-    arguments = (given.rest(), first, step, count, size, prints, record_format)
+        size, step, first, count = (fuzz_input.delicate() for _ in range(4))
+    arguments = (fuzz_input.rest(), first, step, count, size, prints, record_format)
     if is_odd:  # numpy itself ends the process for some of them
         result(columns.records_of, *arguments)
     else:
         compare("records_of", columns.records_of, pure.records_of, *arguments)
 
 
-def spread(columns: ModuleType, given: Given) -> None:
-    count, size = given.number(0, 12), given.number(1, 20)
-    places = [
-        given.number(0, 13) - 1 if given.number(0, 7) == 0 else given.number(0, 11)
-        for _ in range(given.number(0, 8))
+def spread(columns: ModuleType, fuzz_input: Given) -> None:
+    count, size = fuzz_input.number(0, 12), fuzz_input.number(1, 20)
+    positions = [
+        fuzz_input.number(0, 13) - 1 if fuzz_input.number(0, 7) == 0 else fuzz_input.number(0, 11)
+        for _ in range(fuzz_input.number(0, 8))
     ]
-    rows = given.raw(len(places) * size).ljust(len(places) * size, b"\1")
-    others = {
-        given.number(0, 11): given.raw(size).ljust(size, b"\2") for _ in range(given.number(0, 4))
+    rows = fuzz_input.raw(len(positions) * size).ljust(len(positions) * size, b"\1")
+    row_by_position = {
+        fuzz_input.number(0, 11): fuzz_input.raw(size).ljust(size, b"\2")
+        for _ in range(fuzz_input.number(0, 4))
     }
-    if given.number(0, 15) == 0:
-        count, size = given.delicate(), given.delicate()
+    if fuzz_input.number(0, 15) == 0:
+        count, size = fuzz_input.delicate(), fuzz_input.delicate()
     if count * max(size, 0) > 2**63 - 1:
-        expect("spread", result(columns.spread, count, size, rows, places, others), REFUSED)
+        expect(
+            "spread", result(columns.spread, count, size, rows, positions, row_by_position), REFUSED
+        )
     if count * max(size, 0) > 1 << 20:
         return  # there is memory for it, and it only takes long
     # Negative places count from the end in numpy; nobody sends them.
-    if all(0 <= place < count for place in [*places, *others]):
-        compare("spread", columns.spread, pure.spread, count, size, rows, places, others)
-    elif result(columns.spread, count, size, rows, places, others) != REFUSED:
-        raise Different(f"spread takes a place outside: {count} {places} {others}")
+    if all(0 <= position < count for position in [*positions, *row_by_position]):
+        compare(
+            "spread", columns.spread, pure.spread, count, size, rows, positions, row_by_position
+        )
+    elif result(columns.spread, count, size, rows, positions, row_by_position) != REFUSED:
+        raise Different(f"spread takes a place outside: {count} {positions} {row_by_position}")
 
 
-def flights(columns: ModuleType, given: Given) -> None:
-    mine = dict.fromkeys(given.raw(given.number(0, 9)), 0)
-    other = dict(mine)
-    for _ in range(given.number(1, 4)):
-        keys = list(given.raw(given.number(0, 9)))
-        if given.is_true():
-            expect("board", columns.board(mine, keys, 1), pure.board(other, keys, 1))
+def flights(columns: ModuleType, fuzz_input: Given) -> None:
+    mine = dict.fromkeys(fuzz_input.raw(fuzz_input.number(0, 9)), 0)
+    pure_flights = dict(mine)
+    for _ in range(fuzz_input.number(1, 4)):
+        keys = list(fuzz_input.raw(fuzz_input.number(0, 9)))
+        if fuzz_input.is_true():
+            expect("board", columns.board(mine, keys, 1), pure.board(pure_flights, keys, 1))
         else:
             columns.leave(mine, keys)
-            pure.leave(other, keys)
-        expect("flights", (mine, list(mine)), (other, list(other)))
+            pure.leave(pure_flights, keys)
+        expect("flights", (mine, list(mine)), (pure_flights, list(pure_flights)))
 
 
-def are_ids(columns: ModuleType, given: Given) -> None:
-    ids: list[Any] = list(given.texts(10, 20))
-    if given.number(0, 7) == 0:
+def are_ids(columns: ModuleType, fuzz_input: Given) -> None:
+    ids: list[Any] = list(fuzz_input.texts(10, 20))
+    if fuzz_input.number(0, 7) == 0:
         ids.append("text")
     compare(
-        "are_ids", columns.are_ids, pure.are_ids, ids, given.number(0, 25), is_same_refusal=True
+        "are_ids",
+        columns.are_ids,
+        pure.are_ids,
+        ids,
+        fuzz_input.number(0, 25),
+        is_same_refusal=True,
     )
 
 
-def getranges(columns: ModuleType, given: Given) -> None:
-    prefix, count = given.text(30), given.number(0, 6)
+def getranges(columns: ModuleType, fuzz_input: Given) -> None:
+    prefix, count = fuzz_input.text(30), fuzz_input.number(0, 6)
     pages, offsets = (
-        np.array([given.delicate() for _ in range(count)], np.int64) for _ in range(2)
+        np.array([fuzz_input.delicate() for _ in range(count)], np.int64) for _ in range(2)
     )
-    length = given.delicate()
+    length = fuzz_input.delicate()
     mine = result(columns.getranges, prefix, pages, offsets, length)
     is_sound = length > 0 and all(
         page >= 0 and 0 <= offset <= 2**63 - 1 - length
         for page, offset in zip(pages.tolist(), offsets.tolist(), strict=True)
     )
-    wanted = pure.getranges(prefix, pages, offsets, length) if is_sound else REFUSED
-    expect(f"getranges({prefix!r}, {pages}, {offsets}, {length})", mine, wanted)
+    expected_commands = pure.getranges(prefix, pages, offsets, length) if is_sound else REFUSED
+    expect(f"getranges({prefix!r}, {pages}, {offsets}, {length})", mine, expected_commands)
 
 
-def dots(columns: ModuleType, given: Given) -> None:
-    dims, rows = given.number(1, 70), given.number(0, 12)
-    vector, matrix = given.array("<f4", dims), given.array("<f4", dims * rows)
-    is_odd = given.number(0, 3) == 0
+def dots(columns: ModuleType, fuzz_input: Given) -> None:
+    dims, rows = fuzz_input.number(1, 70), fuzz_input.number(0, 12)
+    vector, matrix = fuzz_input.array("<f4", dims), fuzz_input.array("<f4", dims * rows)
+    is_odd = fuzz_input.number(0, 3) == 0
     ordinals = np.array(
         [
-            given.delicate() if is_odd else given.number(0, max(0, rows - 1))
-            for _ in range(given.number(0, 9))
+            fuzz_input.delicate() if is_odd else fuzz_input.number(0, max(0, rows - 1))
+            for _ in range(fuzz_input.number(0, 9))
         ],
         np.int64,
     )
     mine = result(columns.dots, vector, matrix, ordinals)
     with np.errstate(all="ignore"):
-        other = result(pure.dots, vector, matrix, ordinals)
-        expect("dots refuses", mine == REFUSED, other == REFUSED)
+        pure_result = result(pure.dots, vector, matrix, ordinals)
+        expect("dots refuses", mine == REFUSED, pure_result == REFUSED)
         finite = np.concatenate([vector, matrix]).astype(np.float64)
         if mine == REFUSED or not (np.abs(finite) < 1e15).all():
             return
-        one, chosen = (
+        query, selected_rows = (
             vector.astype(np.float64),
             matrix.reshape(rows, dims).astype(np.float64)[ordinals],
         )
-        bound = dims * 2.0**-22 * (np.abs(chosen) @ np.abs(one)) + 1e-30
-        close = np.abs(np.frombuffer(mine, np.float32) - chosen @ one) <= bound
+        bound = dims * 2.0**-22 * (np.abs(selected_rows) @ np.abs(query)) + 1e-30
+        close = np.abs(np.frombuffer(mine, np.float32) - selected_rows @ query) <= bound
     expect(f"dots({vector}, {matrix}, {ordinals})", close.all(), True)
 
 
-def records(given: Given, *, is_list: bool) -> tuple[bytes, int, bool, int]:
+def records(fuzz_input: Given, *, is_list: bool) -> tuple[bytes, int, bool, int]:
     """(records, their width, whether their numbers are float16, how many there are); sometimes a byte too many."""
-    width, is_half, count = given.number(1, 20), given.is_true(), given.number(0, 5)
+    width, is_half, count = fuzz_input.number(1, 20), fuzz_input.is_true(), fuzz_input.number(0, 5)
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     rows = np.zeros(count, layout.dtype)
     for row in rows:
-        row["count"] = given.number(0, width + 1)
-        row["flags"], row["exponent"] = given.number(0, 255), given.number(-128, 127)
-        numbers = given.array("<f2" if is_half else "<f4", width)
+        row["count"] = fuzz_input.number(0, width + 1)
+        row["flags"], row["exponent"] = fuzz_input.number(0, 255), fuzz_input.number(-128, 127)
+        numbers = fuzz_input.array("<f2" if is_half else "<f4", width)
         row["numbers"] = (
-            numbers if given.number(0, 3) == 0 else np.nan_to_num(numbers, posinf=1, neginf=-1)
+            numbers if fuzz_input.number(0, 3) == 0 else np.nan_to_num(numbers, posinf=1, neginf=-1)
         )
         if is_list:
             row["items"] = (
-                given.array("<u4", width)
-                if given.number(0, 7) == 0
-                else given.array("u1", width) % 12
+                fuzz_input.array("<u4", width)
+                if fuzz_input.number(0, 7) == 0
+                else fuzz_input.array("u1", width) % 12
             )
-    data = rows.tobytes() + (given.text(3) if given.number(0, 15) == 0 else b"")
+    data = rows.tobytes() + (fuzz_input.text(3) if fuzz_input.number(0, 15) == 0 else b"")
     return data, width, is_half, count
 
 
-def plain(columns: ModuleType, given: Given) -> None:
-    is_list = given.is_true()
-    data, width, is_half, _ = records(given, is_list=is_list)
+def plain(columns: ModuleType, fuzz_input: Given) -> None:
+    is_list = fuzz_input.is_true()
+    data, width, is_half, _ = records(fuzz_input, is_list=is_list)
     arguments = (
-        given.number(0, 255), given.number(0, 255), given.number(0, 25), given.number(-128, 127),
-        given.number(0, 15) if given.is_true() else given.number(0, 2**32 - 1),
+        fuzz_input.number(0, 255), fuzz_input.number(0, 255), fuzz_input.number(0, 25), fuzz_input.number(-128, 127),
+        fuzz_input.number(0, 15) if fuzz_input.is_true() else fuzz_input.number(0, 2**32 - 1),
     )  # fmt: skip
     with np.errstate(all="ignore"):
         compare(
             "plain", columns.plain, pure.plain, data, width, is_list, is_half, *arguments, is_same_refusal=True
         )  # fmt: skip
-    result(columns.plain, data, given.delicate(), is_list, is_half, *arguments)
+    result(columns.plain, data, fuzz_input.delicate(), is_list, is_half, *arguments)
 
 
 def are_finite(data: bytes, width: int, is_half: bool, *, is_list: bool) -> bool:
@@ -294,51 +327,51 @@ def are_finite(data: bytes, width: int, is_half: bool, *, is_list: bool) -> bool
     return bool(np.isfinite(np.frombuffer(data, layout.dtype)["numbers"]).all())
 
 
-def numbers(columns: ModuleType, given: Given) -> None:
-    is_list = given.is_true()
-    data, width, is_half, _ = records(given, is_list=is_list)
-    k = given.number(1, width)
+def numbers(columns: ModuleType, fuzz_input: Given) -> None:
+    is_list = fuzz_input.is_true()
+    data, width, is_half, _ = records(fuzz_input, is_list=is_list)
+    k = fuzz_input.number(1, width)
     if are_finite(data, width, is_half, is_list=is_list):
         with np.errstate(all="ignore"):
             compare(
                 "numbers", columns.numbers, pure.numbers, data, width, is_list, is_half, k, is_same_refusal=True
             )  # fmt: skip
-    result(columns.numbers, data, width, is_list, is_half, given.delicate())
+    result(columns.numbers, data, width, is_list, is_half, fuzz_input.delicate())
 
 
-def catalogue(given: Given) -> tuple[bytes, Any]:
+def catalogue(fuzz_input: Given) -> tuple[bytes, Any]:
     """The ids of a catalogue: their bytes, and uint64 offsets, sound more often than not."""
-    texts = given.texts(12, 12)
+    texts = fuzz_input.texts(12, 12)
     offsets = np.cumsum([0, *map(len, texts)]).astype("<u8")
-    if given.number(0, 7) == 0 and len(offsets):
-        offsets[given.number(0, len(offsets) - 1)] = given.delicate() & (2**64 - 1)
-    return b"".join(texts), offsets[: len(offsets) - (given.number(0, 15) == 0)]
+    if fuzz_input.number(0, 7) == 0 and len(offsets):
+        offsets[fuzz_input.number(0, len(offsets) - 1)] = fuzz_input.delicate() & (2**64 - 1)
+    return b"".join(texts), offsets[: len(offsets) - (fuzz_input.number(0, 15) == 0)]
 
 
-def names(columns: ModuleType, given: Given) -> None:
-    data, width, is_half, count = records(given, is_list=True)
-    ids, offsets = catalogue(given)
-    k = given.number(1, width)
+def names(columns: ModuleType, fuzz_input: Given) -> None:
+    data, width, is_half, count = records(fuzz_input, is_list=True)
+    ids, offsets = catalogue(fuzz_input)
+    k = fuzz_input.number(1, width)
     mine = result(columns.names, data, width, is_half, k, ids, offsets)
     with np.errstate(all="ignore"):
-        other = result(pure.names, data, width, is_half, k, ids, offsets)
-    if mine != other and REFUSED not in (mine, other):
+        pure_result = result(pure.names, data, width, is_half, k, ids, offsets)
+    if mine != pure_result and REFUSED not in (mine, pure_result):
         raise Different(
-            f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r}, {other!r}"
+            f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r}, {pure_result!r}"
         )
-    if count and mine != REFUSED and other == REFUSED:
+    if count and mine != REFUSED and pure_result == REFUSED:
         raise Different(
             f"names({data!r}, {width}, {is_half}, {k}, {ids!r}, {offsets}): {mine!r} is taken"
         )
 
 
-def answers(columns: ModuleType, given: Given) -> None:
-    data, width, is_half, count = records(given, is_list=True)
-    ids, offsets = catalogue(given)
-    k = given.number(1, width)
-    head, middle, after, last = (given.text(6) for _ in range(4))
-    people, ends = ([given.text(9) for _ in range(count)] for _ in range(2))
-    if given.number(0, 15) == 0:
+def answers(columns: ModuleType, fuzz_input: Given) -> None:
+    data, width, is_half, count = records(fuzz_input, is_list=True)
+    ids, offsets = catalogue(fuzz_input)
+    k = fuzz_input.number(1, width)
+    head, middle, after, last = (fuzz_input.text(6) for _ in range(4))
+    people, ends = ([fuzz_input.text(9) for _ in range(count)] for _ in range(2))
+    if fuzz_input.number(0, 15) == 0:
         people = people[:-1]
     arguments = (
         data,
@@ -371,13 +404,15 @@ def answers(columns: ModuleType, given: Given) -> None:
         scores = np.frombuffer(pure.numbers(data, width, True, is_half, k), np.float32).reshape(
             -1, k
         )
-    for text, row, name, end, listed in zip(mine, rows, people, ends, scores, strict=True):
+    for text, row, name, end, list_scores in zip(mine, rows, people, ends, scores, strict=True):
         bounds = offsets.tolist()
         items = b",".join(
             b'"%b"' % ids[bounds[o] : bounds[o + 1]] for o in row["items"][:k].tolist()
         )
-        said = orjson.dumps(listed, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        expect("answers", text, b"".join((head, name, middle, items, after, said, last, end)))
+        scores_json = orjson.dumps(list_scores, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        expect(
+            "answers", text, b"".join((head, name, middle, items, after, scores_json, last, end))
+        )
 
 
 def _number_of(key: int) -> np.float32:
@@ -385,20 +420,20 @@ def _number_of(key: int) -> np.float32:
     return number
 
 
-def stream(columns: ModuleType, given: Given) -> None:
-    before, metadata, after = given.text(12), given.text(90), given.text(12)
+def stream(columns: ModuleType, fuzz_input: Given) -> None:
+    prefix, metadata, after = fuzz_input.text(12), fuzz_input.text(90), fuzz_input.text(12)
     room = len(metadata) + 8
-    is_odd = given.number(0, 7) == 0
+    is_odd = fuzz_input.number(0, 7) == 0
     body_at, rows_at, nodes_at, buffers_at = (
-        given.delicate() if is_odd else given.number(0, room) for _ in range(4)
+        fuzz_input.delicate() if is_odd else fuzz_input.number(0, room) for _ in range(4)
     )
-    rows = given.delicate()
-    nodes = [given.delicate() for _ in range(given.number(0, 4))]
-    buffers = given.texts(4, 20)
+    rows = fuzz_input.delicate()
+    nodes = [fuzz_input.delicate() for _ in range(fuzz_input.number(0, 4))]
+    buffers = fuzz_input.texts(4, 20)
     mine = result(
-        columns.stream, before, metadata, body_at, rows_at, nodes_at, buffers_at, rows, nodes, buffers, after
+        columns.stream, prefix, metadata, body_at, rows_at, nodes_at, buffers_at, rows, nodes, buffers, after
     )  # fmt: skip
-    wanted: Any = REFUSED
+    expected_stream: Any = REFUSED
     padded = [data + b"\0" * (-len(data) % 8) for data in buffers]
     numbers_at = [(body_at, sum(map(len, padded))), (rows_at, rows)]
     numbers_at += [(nodes_at + 8 * i, node) for i, node in enumerate(nodes)]
@@ -413,71 +448,71 @@ def stream(columns: ModuleType, given: Given) -> None:
         head = bytearray(metadata)
         for at, number in numbers_at:
             head[at : at + 8] = number.to_bytes(8, "little", signed=True)
-        wanted = before + bytes(head) + b"".join(padded) + after
-    expect("stream", mine, wanted)
+        expected_stream = prefix + bytes(head) + b"".join(padded) + after
+    expect("stream", mine, expected_stream)
 
 
-def scanner(columns: ModuleType, given: Given) -> None:
+def scanner(columns: ModuleType, fuzz_input: Given) -> None:
     bounds = (
-        (given.number(0, 40), given.number(0, 60))
-        if given.number(0, 7)
-        else (given.delicate(), given.delicate())
+        (fuzz_input.number(0, 40), fuzz_input.number(0, 60))
+        if fuzz_input.number(0, 7)
+        else (fuzz_input.delicate(), fuzz_input.delicate())
     )
     try:
-        other = pure.ReplyScanner(*bounds)
+        pure_scanner = pure.ReplyScanner(*bounds)
     except ValueError:
         expect("ReplyScanner", result(columns.ReplyScanner, *bounds), REFUSED)
         return
     mine = columns.ReplyScanner(*bounds)
-    while data := given.text(40):
-        expect(f"admits {data!r}", mine.admits(data), other.admits(data))
+    while data := fuzz_input.text(40):
+        expect(f"admits {data!r}", mine.admits(data), pure_scanner.admits(data))
 
 
-def parts(columns: ModuleType, given: Given) -> None:
-    count = given.number(1, 5)
-    is_odd = given.number(0, 7) == 0
+def parts(columns: ModuleType, fuzz_input: Given) -> None:
+    count = fuzz_input.number(1, 5)
+    is_odd = fuzz_input.number(0, 7) == 0
     values = np.unique(
-        given.array("<u8", given.number(0, 24))
-        % (given.number(1, 200) if given.is_true() else 2**64 - 1)
+        fuzz_input.array("<u8", fuzz_input.number(0, 24))
+        % (fuzz_input.number(1, 200) if fuzz_input.is_true() else 2**64 - 1)
     )
-    ends = sorted(given.number(0, len(values)) for _ in range(count - 1))
+    ends = sorted(fuzz_input.number(0, len(values)) for _ in range(count - 1))
     pieces = [values[a:b].copy() for a, b in pairwise([0, *ends, len(values)])]
     firsts = [int(piece[0]) if len(piece) else (int(values[end]) if end < len(values) else 2**64 - 1)
               for piece, end in zip(pieces, [0, *ends], strict=True)]  # fmt: skip
     if is_odd:
-        firsts = [given.number(0, 2**64 - 1) for _ in range(given.number(0, 6))]
+        firsts = [fuzz_input.number(0, 2**64 - 1) for _ in range(fuzz_input.number(0, 6))]
     arguments = (tuple(firsts), tuple(pieces))
     try:
         mine = columns.HashParts(*arguments)
     except _ERRORS:
         return
-    wanted = np.concatenate(
+    queried_hashes = np.concatenate(
         [
-            given.array("<u8", given.number(0, 8)),
-            values[: given.number(0, 24)],
-            given.array("u1", 9),
+            fuzz_input.array("<u8", fuzz_input.number(0, 8)),
+            values[: fuzz_input.number(0, 24)],
+            fuzz_input.array("u1", 9),
         ]
     )
-    wanted = wanted.astype("<u8")
-    found = result(mine.find, wanted)
+    queried_hashes = queried_hashes.astype("<u8")
+    compiled_positions = result(mine.find, queried_hashes)
     positions = np.array(
         [
-            given.delicate() if given.number(0, 7) == 0 else given.number(0, 30)
-            for _ in range(given.number(0, 9))
+            fuzz_input.delicate() if fuzz_input.number(0, 7) == 0 else fuzz_input.number(0, 30)
+            for _ in range(fuzz_input.number(0, 9))
         ],
         np.int64,
     )
-    pages = np.array([given.delicate() for _ in range(len(pieces))], np.int64)
-    per_page, size = given.delicate(), given.delicate()
+    pages = np.array([fuzz_input.delicate() for _ in range(len(pieces))], np.int64)
+    per_page, size = fuzz_input.delicate(), fuzz_input.delicate()
     if is_odd:
         result(mine.places, positions, pages, per_page, size)
         return
-    other = pure.HashParts(*arguments)
-    expect("find", found, result(other.find, wanted))
+    pure_parts = pure.HashParts(*arguments)
+    expect("find", compiled_positions, result(pure_parts.find, queried_hashes))
     if per_page > 0 and size > 0 and (pages >= 0).all():
         with np.errstate(all="ignore"):
             compare(
-                "places", mine.places, other.places, positions, pages, per_page, size, is_same_refusal=True
+                "places", mine.places, pure_parts.places, positions, pages, per_page, size, is_same_refusal=True
             )  # fmt: skip
     else:
         result(mine.places, positions, pages, per_page, size)
@@ -493,7 +528,7 @@ def target(columns: ModuleType) -> Callable[[bytes], None]:
     """The function that a fuzzer calls with bytes: the first says which function of the extension is tried."""
 
     def call(data: bytes) -> None:
-        given = Given(data)
-        TARGETS[given.number(0, len(TARGETS) - 1)](columns, given)
+        fuzz_input = Given(data)
+        TARGETS[fuzz_input.number(0, len(TARGETS) - 1)](columns, fuzz_input)
 
     return call

@@ -17,9 +17,9 @@ class Given:
 
     def raw(self, size: int) -> bytes:
         """The next bytes, at most so many."""
-        taken = self._data[self._at : self._at + size]
+        next_bytes = self._data[self._at : self._at + size]
         self._at += size
-        return taken
+        return next_bytes
 
     def rest(self) -> bytes:
         """All bytes that are left."""

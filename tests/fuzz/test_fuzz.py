@@ -60,12 +60,12 @@ def hold_unit_tests(sanitized: tuple[Path, dict[str, str]], tests: list[str]) ->
         [sys.executable, "-c", loaded], cwd=folder, env=environ, capture_output=True, text=True
     )
     assert names.returncode == 0 and names.stdout.count(str(folder)) == 2, names
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--hypothesis-seed={SEED}", *tests],
         cwd=folder, env=environ, capture_output=True, text=True,
     )  # fmt: skip
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6_000:]
-    assert "runtime error" not in ended.stdout + ended.stderr
+    assert completed.returncode == 0, (completed.stdout + completed.stderr)[-6_000:]
+    assert "runtime error" not in completed.stdout + completed.stderr
 
 
 @pytest.mark.storm
@@ -80,14 +80,14 @@ def test_a_planted_mistake_ends_the_process() -> None:
     assert GCC is not None
     planted = "import ctypes; ctypes.string_at(ctypes.create_string_buffer(b'x' * 64), 1 << 20)"
 
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", planted],
         env=sanitized_environment(GCC),
         capture_output=True,
         text=True,
     )
 
-    assert ended.returncode != 0 and "AddressSanitizer" in ended.stderr
+    assert completed.returncode != 0 and "AddressSanitizer" in completed.stderr
 
 
 @pytest.mark.skipif(CLANG is None, reason=NO_CLANG)
@@ -101,20 +101,21 @@ def fuzz(extension: Extension, seconds: float, folder: Path) -> None:
     """Fail if inputs of so many seconds break a sanitizer's rule, or give other results than the twin."""
     if CLANG is None:
         pytest.skip(NO_CLANG)
-    kept = ROOT / "build" / "fuzz" / extension
-    kept.mkdir(parents=True, exist_ok=True)
-    ended = subprocess.run(
+    corpus_folder = ROOT / "build" / "fuzz" / extension
+    corpus_folder.mkdir(parents=True, exist_ok=True)
+    completed = subprocess.run(
         [
-            sys.executable, "-m", "tests.fuzz", extension, str(build_fuzzable(CLANG, extension, folder)), str(kept),
-            f"-max_total_time={seconds:.0f}", f"-seed={SEED or 1}", f"-artifact_prefix={kept}/broken-",
+            sys.executable, "-m", "tests.fuzz", extension, str(build_fuzzable(CLANG, extension, folder)),
+            str(corpus_folder),
+            f"-max_total_time={seconds:.0f}", f"-seed={SEED or 1}", f"-artifact_prefix={corpus_folder}/broken-",
             f"-max_len={LENGTH_MAX[extension]}",
             "-len_control=0", "-timeout=60", "-rss_limit_mb=4096", "-print_final_stats=1",
         ],
         cwd=ROOT, env=environment(CLANG.asan), capture_output=True, text=True, errors="replace",
     )  # fmt: skip
-    assert ended.returncode == 0, f"seed {SEED or 1}\n{ended.stderr[-6_000:]}"
-    executed, covered = _EXECUTED.search(ended.stderr), _COVERED.findall(ended.stderr)
-    assert executed is not None and covered, ended.stderr[-2_000:]
+    assert completed.returncode == 0, f"seed {SEED or 1}\n{completed.stderr[-6_000:]}"
+    executed, covered = _EXECUTED.search(completed.stderr), _COVERED.findall(completed.stderr)
+    assert executed is not None and covered, completed.stderr[-2_000:]
     print(
         f"seed {SEED or 1}: {extension}: {executed[1]} inputs, {covered[-1][0]} edges, {covered[-1][1]} features"
     )

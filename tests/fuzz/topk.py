@@ -15,20 +15,26 @@ from tests.fuzz.given import Given
 
 def target(folder: Path) -> Callable[[bytes], None]:
     """The function that a fuzzer calls with bytes: they choose sizes, shapes of the numbers, and some numbers."""
-    best = compiled.load({}, folder)
-    assert best is not None
-    engines = [compiled.Kernel(best.library, level) for level in range(best.level + 1)]
+    loaded_kernel = compiled.load({}, folder)
+    assert loaded_kernel is not None
+    engines = [
+        compiled.Kernel(loaded_kernel.library, level) for level in range(loaded_kernel.level + 1)
+    ]
 
     def call(data: bytes) -> None:
-        given = Given(data)
-        engine = engines[given.number(0, len(engines) - 1)]
-        items, dims, users = given.number(1, 1_400), given.number(1, 40), given.number(1, 35)
-        k = given.number(1, 120)
-        metric: Metric = "cosine" if given.is_true() else "inner_product"
-        rng = np.random.default_rng(given.number(0, 2**32 - 1))
+        fuzz_input = Given(data)
+        engine = engines[fuzz_input.number(0, len(engines) - 1)]
+        items, dims, users = (
+            fuzz_input.number(1, 1_400),
+            fuzz_input.number(1, 40),
+            fuzz_input.number(1, 35),
+        )
+        k = fuzz_input.number(1, 120)
+        metric: Metric = "cosine" if fuzz_input.is_true() else "inner_product"
+        rng = np.random.default_rng(fuzz_input.number(0, 2**32 - 1))
         vectors = rng.standard_normal((items, dims), np.float32)
         queries = rng.standard_normal((users, dims), np.float32)
-        shape = given.number(0, 255)
+        shape = fuzz_input.number(0, 255)
         if shape & 1:  # many ties
             vectors, queries = np.rint(vectors), np.rint(queries)
         if shape & 2:  # one long component
@@ -42,27 +48,27 @@ def target(folder: Path) -> Callable[[bytes], None]:
             vectors[:] = vectors[0]
         if shape & 32:
             queries *= np.exp2(rng.integers(-30, 30, (users, 1))).astype(np.float32)
-        allowed = rng.random(items) < given.number(0, 100) / 100 if shape & 64 else None
-        gone = (
-            [rng.integers(-2, items + 3, given.number(0, 60)) for _ in range(users)]
+        allowed = rng.random(items) < fuzz_input.number(0, 100) / 100 if shape & 64 else None
+        excluded_ordinals = (
+            [rng.integers(-2, items + 3, fuzz_input.number(0, 60)) for _ in range(users)]
             if shape & 128
             else None
         )
-        for _ in range(given.number(0, 12)):
-            value = given.array("<f4", 1)[0]
+        for _ in range(fuzz_input.number(0, 12)):
+            value = fuzz_input.array("<f4", 1)[0]
             value = value if np.isfinite(value) and abs(value) < 1e15 else np.float32(0)
-            vectors[given.number(0, items - 1), given.number(0, dims - 1)] = value
-        excluded = Histories.of(gone) if gone is not None else None
+            vectors[fuzz_input.number(0, items - 1), fuzz_input.number(0, dims - 1)] = value
+        excluded = Histories.of(excluded_ordinals) if excluded_ordinals is not None else None
         with np.errstate(all="ignore"):
             mine = Scorer.of(vectors, metric, engine=engine).top(
                 queries, k, excluded, allowed=allowed
             )
-            other = Scorer.of(vectors, metric, engine=False).top(
+            reference_top = Scorer.of(vectors, metric, engine=False).top(
                 queries, k, excluded, allowed=allowed
             )
-        if not np.array_equal(mine[0], other[0]):
+        if not np.array_equal(mine[0], reference_top[0]):
             raise Different(f"ordinals differ: {data!r}")
-        if not np.array_equal(mine[1].view(np.uint32), other[1].view(np.uint32)):
+        if not np.array_equal(mine[1].view(np.uint32), reference_top[1].view(np.uint32)):
             raise Different(f"scores differ: {data!r}")
 
     return call

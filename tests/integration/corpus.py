@@ -63,19 +63,19 @@ class Spoilt:
             for start in range(0, len(raw), table.page_bytes)
         ]
         np.array(sums, "<u8").tofile(self.root / entry.sums.path)
-        counted = self.data["tables"][name]["parts"]
-        counted[part] |= {"count": len(records), "pages": len(sums)}
+        part_entries = self.data["tables"][name]["parts"]
+        part_entries[part] |= {"count": len(records), "pages": len(sums)}
         first = 0
-        for each in counted:
-            each["first_page"] = first
-            first += each["pages"]
+        for part_entry in part_entries:
+            part_entry["first_page"] = first
+            first += part_entry["pages"]
 
     def change(self, name: str, edit: Callable[[NDArray[Any]], NDArray[Any] | None]) -> None:
         """Every part of a table, edited in place or replaced."""
         for part in range(len(self.table(name).parts)):
             records = self.records(name, part)
-            found = edit(records)
-            self.put(name, part, records if found is None else found)
+            replacement = edit(records)
+            self.put(name, part, records if replacement is None else replacement)
 
     def array(self, path: str, dtype: str) -> NDArray[Any]:
         """A copy of a plain file."""
@@ -98,10 +98,14 @@ class Spoilt:
 def _described(root: Path, data: Any) -> Any:
     if isinstance(data, dict):
         if data.keys() == {"path", "size_bytes", "sha256"}:
-            found = describe(root, data["path"])
-            return {"path": found.path, "size_bytes": found.size_bytes, "sha256": found.sha256}
+            artefact = describe(root, data["path"])
+            return {
+                "path": artefact.path,
+                "size_bytes": artefact.size_bytes,
+                "sha256": artefact.sha256,
+            }
         return {key: _described(root, value) for key, value in data.items()}
-    return [_described(root, each) for each in data] if isinstance(data, list) else data
+    return [_described(root, element) for element in data] if isinstance(data, list) else data
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +128,8 @@ class Bench:
         """Copy, spoil, seal, load, spoil in Redis, verify: every verdict by rule."""
         store = self.config.store()
         root, live_root = (
-            store.local(f"generations/{each}") for each in (self.generation, self.live)
+            store.local(f"generations/{generation_id}")
+            for generation_id in (self.generation, self.live)
         )
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(self.kept, root)
@@ -153,32 +158,32 @@ def judged(
         in_redis(client, manifest)
     with suppress(Refused):
         verify.run(config, {"generation": generation})
-    found = read_manifest(config.store(), generation).gates
-    return {str(each["rule"]): dict(each) for each in found}
+    gate_verdicts = read_manifest(config.store(), generation).gates
+    return {str(verdict["rule"]): dict(verdict) for verdict in gate_verdicts}
 
 
 def failed(verdicts: dict[str, dict[str, Any]]) -> set[str]:
     """Rules that refused."""
-    return {rule for rule, each in verdicts.items() if not each["passed"]}
+    return {rule for rule, verdict in verdicts.items() if not verdict["passed"]}
 
 
 def build(config: NightConfig, cut: str) -> str:
     """Everything of a night up to its models, not loaded yet; the generation, sealed."""
-    made = begin.run(config, data_until=cut, run_after=None)
-    embed_items.run(config, made)
-    for shard in made["shards"]:
-        score.run_shard(config, made, shard)
-    assemble.run(config, made)
-    index.run(config, made)
-    quantize.run(config, made)
-    load.run(config, made)
-    return str(made["generation"])
+    night_build = begin.run(config, data_until=cut, run_after=None)
+    embed_items.run(config, night_build)
+    for shard in night_build["shards"]:
+        score.run_shard(config, night_build, shard)
+    assemble.run(config, night_build)
+    index.run(config, night_build)
+    quantize.run(config, night_build)
+    load.run(config, night_build)
+    return str(night_build["generation"])
 
 
-def cut_at(config: NightConfig, share: float) -> str:
+def cut_at(config: NightConfig, fraction: float) -> str:
     """The moment before which this share of all interactions lies."""
     times = np.sort(np.asarray(_clicks(config)["timestamp"].cast("int64")))
-    moment = int(times[min(len(times) - 1, int(share * len(times)))]) // 1_000_000
+    moment = int(times[min(len(times) - 1, int(fraction * len(times)))]) // 1_000_000
     return f"{np.datetime64(moment, 's')}Z"
 
 
@@ -186,10 +191,10 @@ def _clicks(config: NightConfig) -> Any:
     return pq.read_table(config.path("interactions.parquet"))
 
 
-def retrain(config: NightConfig, *, seed: int, until: str) -> None:
+def retrain(config: NightConfig, *, seed: int, data_until: str) -> None:
     """Another bundle in place of the first."""
     reference = replace(config.reference, seed=seed)
-    train_reference(replace(config, reference=reference), data_until=until)
+    train_reference(replace(config, reference=reference), data_until=data_until)
 
 
 def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: int) -> Bench:
@@ -198,16 +203,22 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     live = publish_night(config, cut_at(config, 0.85))
     generation = build(config, cut_at(config, 0.9))
     pin(config, generation)  # what a test refuses would go when another begins a night
-    kept = folder / "kept"
-    shutil.copytree(config.store().local(f"generations/{generation}"), kept)
+    pristine_folder = folder / "kept"
+    shutil.copytree(config.store().local(f"generations/{generation}"), pristine_folder)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
     clicks = synthesize(World(users=users, items=items, seed=seed))
     # Within what is trained on and within the rest: as many items are known as in ours.
-    items_of, until = clicks.item_rows.copy(), int(parse_time(UNTIL).timestamp() * 1_000_000)
-    for rows in (np.flatnonzero(clicks.times < until), np.flatnonzero(clicks.times >= until)):
+    items_of, until_us = clicks.item_rows.copy(), int(parse_time(UNTIL).timestamp() * 1_000_000)
+    for rows in (np.flatnonzero(clicks.times < until_us), np.flatnonzero(clicks.times >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]
     (folder / "theirs").mkdir()
     write_clicks(folder / "theirs", replace(clicks, item_rows=items_of))
     train_reference(theirs, data_until=UNTIL)
-    other = build(theirs, cut_at(theirs, 0.9))
-    return Bench(config, generation, kept, theirs.store().local(f"generations/{other}"), live)
+    other_generation_id = build(theirs, cut_at(theirs, 0.9))
+    return Bench(
+        config,
+        generation,
+        pristine_folder,
+        theirs.store().local(f"generations/{other_generation_id}"),
+        live,
+    )

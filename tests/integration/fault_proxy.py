@@ -90,12 +90,12 @@ class FaultProxy:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self._upstream.hostname, self._upstream.port
-        there, back = await asyncio.open_connection(host, port)
+        upstream_reader, back = await asyncio.open_connection(host, port)
         self._open.add(back)
         try:
             pumps = [
                 asyncio.ensure_future(self._pump(reader, back, is_reply=False)),
-                asyncio.ensure_future(self._pump(there, writer, is_reply=True)),
+                asyncio.ensure_future(self._pump(upstream_reader, writer, is_reply=True)),
             ]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)

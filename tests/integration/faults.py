@@ -43,13 +43,13 @@ def put_ids(spoilt: Spoilt, ids: list[bytes]) -> None:
 
 def ids_shuffled(spoilt: Spoilt) -> None:
     ids = ids_of(spoilt)
-    ids = [ids[place] for place in permuted(len(ids))]
+    ids = [ids[position] for position in permuted(len(ids))]
     put_ids(spoilt, ids)
 
 
 def items_of_another_night(spoilt: Spoilt) -> None:
     ids = ids_of(spoilt)
-    ids = [b"old-" + each for each in ids]
+    ids = [b"old-" + item_id for item_id in ids]
     put_ids(spoilt, ids)
 
 
@@ -112,9 +112,9 @@ def pages_exchanged(spoilt: Spoilt) -> None:
 
 def bodies_exchanged(spoilt: Spoilt) -> None:
     def edit(records: NDArray[Any]) -> None:
-        marks = records["fingerprint"].copy()
+        fingerprints = records["fingerprint"].copy()
         records[:] = np.roll(records, 1)
-        records["fingerprint"] = marks
+        records["fingerprint"] = fingerprints
 
     spoilt.change("user_topk", edit)
 
@@ -204,16 +204,16 @@ def popularity_collapsed(spoilt: Spoilt) -> None:
 
 def live_lists(spoilt: Spoilt, restamp: bool) -> None:
     """The last night's records under tonight's directory, for users whom both know."""
-    before = Manifest.from_bytes((spoilt.live_root / "manifest.json").read_bytes())
-    table = before.tables["user_topk"]
+    live_manifest = Manifest.from_bytes((spoilt.live_root / "manifest.json").read_bytes())
+    table = live_manifest.tables["user_topk"]
     for part in range(len(table.parts)):
         old = np.fromfile(spoilt.live_root / table.parts[part].file.path, table.layout.dtype)
         records = spoilt.records("user_topk", part)
-        _, ours, theirs = np.intersect1d(
+        _, record_indices, theirs = np.intersect1d(
             records["fingerprint"], old["fingerprint"], return_indices=True
         )
         stamp = records["scored_at"][0]
-        records[ours] = old[theirs]
+        records[record_indices] = old[theirs]
         if restamp:
             records["scored_at"] = stamp
         spoilt.put("user_topk", part, records)

@@ -41,9 +41,9 @@ def model(
         [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", dims])],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.checker.check_model(made)
-    return OnnxModel(made.SerializeToString())
+    onnx_model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(onnx_model)
+    return OnnxModel(onnx_model.SerializeToString())
 
 
 def from_history_and_country(items: int, seed: int = 0, max_length: int = 64) -> ModelFile:
@@ -85,14 +85,14 @@ def from_mood(times: float = 1.0) -> ModelFile:
     """The mood itself, or some times of it, as the values of a user."""
     nodes = [helper.make_node("Mul", ["mood", "times"], ["vector"])]
     weights = {"times": np.array([times], np.float32)}
-    found = model(nodes, weights, [("mood", TensorProto.FLOAT, ["n", len(MOODS)])], len(MOODS))
-    return ModelFile(found, TowerSpec((MOOD,), "vector", len(MOODS)), labels=MOODS)
+    mood_model = model(nodes, weights, [("mood", TensorProto.FLOAT, ["n", len(MOODS)])], len(MOODS))
+    return ModelFile(mood_model, TowerSpec((MOOD,), "vector", len(MOODS)), labels=MOODS)
 
 
 def from_looks() -> ModelFile:
     """Item tower that needs no vocabulary."""
-    turn = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
-    return _product(LOOKS, turn.astype(np.float32), DIMS)
+    rotation = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
+    return _product(LOOKS, rotation.astype(np.float32), DIMS)
 
 
 def from_scent() -> ModelFile:

@@ -29,10 +29,10 @@ def fleet(
     ]
     with ExitStack() as stack:
         with ThreadPoolExecutor(count) as pool:
-            for started in [pool.submit(each.__enter__) for each in services]:
+            for started in [pool.submit(service.__enter__) for service in services]:
                 started.result()
-        for each in services:
-            stack.push(each)
+        for service in services:
+            stack.push(service)
         with control_of(config) as control:
             assert until(lambda: len(control.replicas()) >= count)
         yield services

@@ -17,14 +17,14 @@ def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
 
 def build(config: NightConfig, cut: str) -> str:
     """Everything before the load; the generation."""
-    begun = begin.run(config, data_until=cut, run_after=None)
-    embed_items.run(config, begun)
-    for shard in begun["shards"]:
-        score.run_shard(config, begun, shard)
-    assemble.run(config, begun)
-    index.run(config, begun)
-    quantize.run(config, begun)
-    return str(begun["generation"])
+    begun_build = begin.run(config, data_until=cut, run_after=None)
+    embed_items.run(config, begun_build)
+    for shard in begun_build["shards"]:
+        score.run_shard(config, begun_build, shard)
+    assemble.run(config, begun_build)
+    index.run(config, begun_build)
+    quantize.run(config, begun_build)
+    return str(begun_build["generation"])
 
 
 def refused(config: NightConfig, generation: str, attempt: str) -> str:

@@ -20,7 +20,7 @@ import redis
 
 from cache.control.night_steps import NIGHT
 
-PRELOAD = (*(f"precompute.steps.{each}" for each in NIGHT), __name__)
+PRELOAD = (*(f"precompute.steps.{step}" for step in NIGHT), __name__)
 """A night imports each step only when it runs it."""
 HANGS_S = 120.0
 
@@ -65,56 +65,56 @@ class Ended:
 
 def run(work: Callable[[], Any], point: Point = NOWHERE) -> Ended | None:
     """Run picklable `work`; None when it was killed at `point`. Raises AssertionError when it fails or hangs."""
-    ours, theirs = _WARM.Pipe(duplex=False)
+    receiving_end, theirs = _WARM.Pipe(duplex=False)
     process = _WARM.Process(target=_work, args=(work, point.mark, theirs))
     process.start()
     theirs.close()
-    ended: Ended | str | None = None
+    outcome: Ended | str | None = None
     try:
-        ours.recv()
-        if point.seconds is not None and not ours.poll(point.seconds):
+        receiving_end.recv()
+        if point.seconds is not None and not receiving_end.poll(point.seconds):
             process.kill()
-        if not ours.poll(HANGS_S):
+        if not receiving_end.poll(HANGS_S):
             process.kill()
             raise AssertionError(f"{work} hangs")
-        ended = ours.recv()
+        outcome = receiving_end.recv()
     except EOFError:
         pass  # killed before it could say anything
     finally:
         process.join()
-        ours.close()
-    if isinstance(ended, str):
-        raise AssertionError(ended)
-    assert process.exitcode in ((0, -signal.SIGKILL) if ended else (-signal.SIGKILL,))
-    return ended
+        receiving_end.close()
+    if isinstance(outcome, str):
+        raise AssertionError(outcome)
+    assert process.exitcode in ((0, -signal.SIGKILL) if outcome else (-signal.SIGKILL,))
+    return outcome
 
 
-def _work(work: Callable[[], Any], mark: int | None, pipe: Any) -> None:
-    passed = _die_at(mark)
+def _work(work: Callable[[], Any], mark_number: int | None, pipe: Any) -> None:
+    passed = _die_at(mark_number)
     pipe.send("begun")
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     try:
         result = work()
     except BaseException:
         pipe.send(traceback.format_exc())
         return
-    pipe.send(Ended(result, time.perf_counter() - began, passed()))
+    pipe.send(Ended(result, time.perf_counter() - started_at, passed()))
 
 
 def _die_at(number: int | None) -> Callable[[], int]:
-    marks = itertools.count(1)
+    mark_counter = itertools.count(1)
 
-    def mark() -> None:
-        if next(marks) == number:
+    def pass_mark() -> None:
+        if next(mark_counter) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def heard(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _FILE_EVENTS or (event == "open" and int(arguments[2] or 0) & _WRITING):
-            mark()
+            pass_mark()
 
     def marked(pieces: Iterable[Any]) -> Iterable[Any]:
         for piece in pieces:
-            mark()
+            pass_mark()
             yield piece
 
     send = redis.connection.AbstractConnection.send_packed_command
@@ -125,10 +125,10 @@ def _die_at(number: int | None) -> Callable[[], int]:
         return send(connection, marked(pieces), check_health)
 
     def receive_marked(connection: Any, *arguments: Any, **options: Any) -> Any:
-        mark()
+        pass_mark()
         return receive(connection, *arguments, **options)
 
     patched: Any = redis.connection.AbstractConnection
     patched.send_packed_command, patched.read_response = send_marked, receive_marked
     sys.addaudithook(heard)
-    return lambda: next(marks) - 1
+    return lambda: next(mark_counter) - 1

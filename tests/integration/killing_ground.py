@@ -69,8 +69,8 @@ class Ground:
         self.cut += STEP_OF_CUTS
         return self.cut.isoformat()
 
-    def step(self, name: str, work: Work, *, kills: int, lost: bool = False) -> Any:
-        """Do `work` in both places, killed up to so many times in one; what it returned. `lost`: Redis is not whole."""
+    def step(self, name: str, work: Work, *, kills: int, has_lost_data: bool = False) -> Any:
+        """Do `work` in both places, in one killed up to so many times; `has_lost_data`: Redis is not whole."""
         measured = run(work(self.twin, self._attempt("undisturbed")))
         assert measured is not None
         if name in ("verify", "night"):
@@ -84,20 +84,22 @@ class Ground:
                 break
             self.killed[name] += 1
             self.watch.beat()
-            if not lost:
+            if not has_lost_data:
                 self.watch.check_order([*moves(self.config), assert_whole(self.config)])
             # A task that is retried keeps its run's name, a shell command gets another one.
             # Whoever abandons under another name is told that no canary runs.
             if name != "abandon" and self.moments.random() < 0.5:
                 attempt = self._attempt(name)
         finished = reports(self.config)
-        ended = run(work(self.config, attempt))
-        assert ended is not None
+        outcome = run(work(self.config, attempt))
+        assert outcome is not None
         # Costly steps that had finished are not done again; what was retired is gone with its reports.
-        now = reports(self.config)
-        assert [path for path, at in finished.items() if path.exists() and now[path] != at] == []
+        current_reports = reports(self.config)
+        assert [
+            path for path, at in finished.items() if path.exists() and current_reports[path] != at
+        ] == []
         self.watch.beat()
-        return ended.result
+        return outcome.result
 
     def _attempt(self, name: str) -> str:
         return f"{name}-{self.moments.randrange(1 << 32):08x}"
@@ -112,8 +114,8 @@ class Ground:
                 assert pointer is not None
                 allowed = {pointer.generation, pointer.previous, *self.watch.canaries}
                 return bool(replicas) and all(
-                    each.serving == pointer.generation and allowed.issuperset(each.holds)
-                    for each in replicas
+                    replica.serving == pointer.generation and allowed.issuperset(replica.holds)
+                    for replica in replicas
                 )
 
             assert until(follows, 20.0), f"{control.pointer()}, {control.replicas()}"
@@ -121,16 +123,16 @@ class Ground:
     def compare(self) -> None:
         """Both places are the same, and what is live is whole."""
         self.follow()
-        found = whole(self.config).differences(whole(self.twin))
-        assert not found, found
+        differences = whole(self.config).differences(whole(self.twin))
+        assert not differences, differences
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
     def make(self, *, kills: int, damaged: bool = False) -> str:
         """A verified generation, step by step; `damaged`: refused once, and a page broken before it is verified."""
         cut = self.next_cut()
         generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
-        made = {"generation": generation}
-        load: Work = lambda c, _: partial(load_step.run, c, made)  # noqa: E731
+        build_result = {"generation": generation}
+        load: Work = lambda c, _: partial(load_step.run, c, build_result)  # noqa: E731
         self.step("load", load, kills=kills)
         if damaged:
             self.step(
@@ -139,16 +141,16 @@ class Ground:
             self.compare()
             self.damage(generation)
         self.step(
-            "verify", lambda c, attempt: partial(verify.run, c, made, attempt=attempt), kills=kills
+            "verify", lambda c, attempt: partial(verify.run, c, build_result, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
         return generation
 
     def publish(self, generation: str, *, kills: int) -> None:
         """Make it live, then remove what nobody needs any more."""
-        made = {"generation": generation}
+        build_result = {"generation": generation}
         self.step(
-            "publish", lambda c, attempt: partial(publish.run, c, made, attempt=attempt), kills=kills
+            "publish", lambda c, attempt: partial(publish.run, c, build_result, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
         self.watch.canaries.discard(generation)
@@ -208,20 +210,20 @@ class Ground:
                 "restore",
                 lambda c, attempt: partial(restore, c, attempt=attempt),
                 kills=kills,
-                lost=True,
+                has_lost_data=True,
             )
             self.compare()
 
     def sweep(self) -> int:
         """Remove what killed writers left unfinished, at once instead of after a day; how many files."""
         store = self.config.store()
-        swept = store.sweep_unfinished(before=time.time() + 1.0)
+        swept = store.sweep_unfinished(cutoff_at=time.time() + 1.0)
         assert list(store.local("").rglob("*.part")) == []
         self.compare()
         return swept
 
     def _lose(self, config: NightConfig, loss: str) -> None:
-        keys, chosen = config.keyspace(), random.Random(len(self.killed))
+        keys, rng = config.keyspace(), random.Random(len(self.killed))
         with connect(config.redis_url, 5.0) as client:
             control = Control(client, keys)
             pointer = control.pointer()
@@ -234,7 +236,7 @@ class Ground:
                 client.set(keys.live, replace(pointer, epoch=pointer.epoch - 1_000).to_bytes())
             else:
                 names = list(page_keys(keys, read_manifest(config.store(), pointer.generation)))
-                client.unlink(*chosen.sample(names, 5))
+                client.unlink(*rng.sample(names, 5))
 
     def damage(self, generation: str) -> None:
         """One page of it, in both places, is not what was loaded."""

@@ -9,16 +9,16 @@ _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)$")
 
 def mapped(pid: int, under: Path) -> dict[str, Counter[str]]:
     """File name -> kB by counter (Rss, Pss, Private_Clean, Private_Dirty, ...) of what lies under a folder."""
-    found: dict[str, Counter[str]] = {}
+    counters_by_file: dict[str, Counter[str]] = {}
     path = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if (head := _HEAD.match(line)) is not None:
             path = head[1]
         elif path.startswith(f"{under}/") and line.endswith(" kB"):
             name, value = line.split(":")
-            counted = found.setdefault(path.removeprefix(f"{under}/"), Counter())
-            counted[name] += int(value.removesuffix("kB"))
-    return found
+            kb_by_counter = counters_by_file.setdefault(path.removeprefix(f"{under}/"), Counter())
+            kb_by_counter[name] += int(value.removesuffix("kB"))
+    return counters_by_file
 
 
 def private_kb(pid: int) -> int:

@@ -24,13 +24,16 @@ def main(folder: Path, items: int, dims: int) -> None:
     count = file.size_bytes // 8
     entities = EntitySet("user", 0, count, (DirectoryPart(0, count, file),))
     query = np.ones((1, dims), np.float32)
-    before = private_kb(os.getpid())
+    private_before_kb = private_kb(os.getpid())
     directory = Directory.open(folder, entities)
     vectors = map_file(folder / VECTORS, "<f4", (items, dims))
     searcher = Searcher.open(folder / INDEX, "inner_product", count=items)
     total = int(directory.parts[0].max()) + float(vectors.max())
-    found = searcher.search(query, 10)
-    print(json.dumps([before, private_kb(os.getpid()), total > 0 and len(found) == 1]), flush=True)
+    ordinals = searcher.search(query, 10)
+    print(
+        json.dumps([private_before_kb, private_kb(os.getpid()), total > 0 and len(ordinals) == 1]),
+        flush=True,
+    )
     sys.stdin.read()
 
 

@@ -68,9 +68,9 @@ def prepare(
     """Data and bundle under `folder`, in a namespace of its own; nothing is built yet."""
     config = _config(folder, redis_url)
     if not (folder / "interactions.parquet").exists():
-        made = Path(_made(seed, users, items).name)
+        template_folder = Path(_made(seed, users, items).name)
         # Written now, like what is made now: nights are named after the newest change of an input.
-        shutil.copytree(made, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        shutil.copytree(template_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         hand_over(config.store(), Bundle.open(config.path(config.bundle)))
     return config
 
@@ -102,20 +102,20 @@ def _config(folder: Path, redis_url: str) -> NightConfig:
 @functools.cache
 def _made(seed: int, users: int, items: int) -> "tempfile.TemporaryDirectory[str]":
     """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
-    made = tempfile.TemporaryDirectory(prefix="larder-made-")
-    folder = Path(made.name)
+    temporary_folder = tempfile.TemporaryDirectory(prefix="larder-made-")
+    folder = Path(temporary_folder.name)
     write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
     train_reference(_config(folder, "redis://nowhere"), data_until=UNTIL)
     shutil.rmtree(folder / "artifacts")
-    return made
+    return temporary_folder
 
 
 def write_clicks(folder: Path, clicks: Clicks) -> None:
     """Two Parquet files, as a team would hand them over."""
-    users, found = np.array(clicks.user_ids, object), np.array(clicks.item_ids, object)
+    users, item_ids = np.array(clicks.user_ids, object), np.array(clicks.item_ids, object)
     interactions = {
         "user": pa.array(users[clicks.user_rows], pa.string()),
-        "item": pa.array(found[clicks.item_rows], pa.string()),
+        "item": pa.array(item_ids[clicks.item_rows], pa.string()),
         "timestamp": pa.array(clicks.times, pa.timestamp("us", tz="UTC")),
     }
     features = {"item": clicks.item_ids, "category": clicks.categories}
@@ -171,7 +171,7 @@ def histories(config: NightConfig, data_until: str = UNTIL) -> dict[str, list[st
     """What each user had clicked before the cut, oldest first, read from the source file itself."""
     table = pq.read_table(config.path("interactions.parquet"))
     cut = datetime.fromisoformat(data_until)
-    found: dict[str, list[str]] = {}
+    history_by_user: dict[str, list[str]] = {}
     rows = zip(
         table["user"].to_pylist(),
         table["item"].to_pylist(),
@@ -180,8 +180,8 @@ def histories(config: NightConfig, data_until: str = UNTIL) -> dict[str, list[st
     )
     for user, item, at in sorted(rows, key=lambda row: row[2]):
         if at < cut:
-            found.setdefault(user, []).append(item)
-    return found
+            history_by_user.setdefault(user, []).append(item)
+    return history_by_user
 
 
 def top_lists(
@@ -194,8 +194,8 @@ def top_lists(
     for name, raw in raw_records(config, generation, ids, table).items():
         record = decode(manifest.tables[table].layout, raw)
         assert record.items is not None
-        kept = record.items[record.items != NO_ITEM]
-        lists[name] = tuple(items.ids_of(kept))
+        ordinals = record.items[record.items != NO_ITEM]
+        lists[name] = tuple(items.ids_of(ordinals))
     return lists
 
 
@@ -204,12 +204,14 @@ def raw_records(
 ) -> dict[str, bytes]:
     """The records of those `ids` that the generation holds, from its page files."""
     manifest, root = open_generation(config.store(), generation)
-    found = manifest.tables[table]
-    directory = Directory.open(root, manifest.entity_sets[found.entity])
-    size = found.layout.size_bytes
-    parts = [(root / part.file.path).read_bytes() for part in found.parts]
+    manifest_table = manifest.tables[table]
+    directory = Directory.open(root, manifest.entity_sets[manifest_table.entity])
+    size = manifest_table.layout.size_bytes
+    parts = [(root / part.file.path).read_bytes() for part in manifest_table.parts]
     records: dict[str, bytes] = {}
-    positions = directory.find_many(hash_ids([each.encode() for each in ids], directory.seed))
+    positions = directory.find_many(
+        hash_ids([entity_id.encode() for entity_id in ids], directory.seed)
+    )
     for name, position in zip(ids, positions.tolist(), strict=True):
         if position >= 0:
             part, offset = directory.place(position)

@@ -75,26 +75,28 @@ class Seen:
         kind = self.rng.choice(("one", "batch", "live", "stranger"), p=(0.5, 0.2, 0.2, 0.1))
         entities: list[dict[str, Any]] = [{"id": f"new-{self.rng.integers(1 << 40)}"}]
         if kind in ("one", "batch"):
-            chosen = self.rng.choice(self.users, BATCH if kind == "batch" else 1, replace=False)
-            entities = [{"id": str(each)} for each in chosen]
+            user_ids = self.rng.choice(self.users, BATCH if kind == "batch" else 1, replace=False)
+            entities = [{"id": str(user_id)} for user_id in user_ids]
         if kind == "live":
-            entities[0]["history"] = [str(each) for each in self.rng.choice(self.items, 4)]
-        began = time.perf_counter()
+            entities[0]["history"] = [str(item_id) for item_id in self.rng.choice(self.items, 4)]
+        started_at = time.perf_counter()
         if kind == "one":
             path = f"/v1/lookup/user_topk/{quote(entities[0]['id'], safe='')}?k={K}"
             status, raw = await connection.request("GET", path)
         else:
             body = orjson.dumps({"entities": entities, "k": K, "deadline_ms": DEADLINE_MS})
             status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - started_at)
         self.requests += 1
         self.entities += len(entities)
         if status != 200:
             self.wrong.append(f"{status} {raw[:200]!r}")
             return
-        found = orjson.loads(raw)
-        answers = [found] if kind == "one" else found["answers"]
-        if [each["id"] for each in answers] != [each["id"] for each in entities]:
+        response_json = orjson.loads(raw)
+        answers = [response_json] if kind == "one" else response_json["answers"]
+        if [json_object["id"] for json_object in answers] != [
+            json_object["id"] for json_object in entities
+        ]:
             self.wrong.append(f"{len(answers)} answers to {len(entities)} entities")
         for entity, answer in zip(entities, answers, strict=False):
             self._judge(entity, answer)
@@ -123,12 +125,12 @@ class Ordeal:
         service: ServiceProcess,
         proxy: FaultProxy,
         model: Path,
-        seen: Seen,
+        answer_judge: Seen,
         callers: int = CALLERS,
     ) -> None:
         self.service = service
         self.proxy = proxy
-        self.seen = seen
+        self.seen = answer_judge
         self._model = model
         self._late: list[float] = []
         self._callers = callers
@@ -137,26 +139,28 @@ class Ordeal:
         """Callers ask while the trouble lasts, for so long and so many; a line of figures."""
         self._model.write_text(trouble.model)
         self.proxy.set(trouble.redis)
-        first, until = self.seen.requests, time.monotonic() + seconds
+        first, ends_at = self.seen.requests, time.monotonic() + seconds
         self.seen.seconds.clear()
 
         async def call() -> None:
             async with HttpConnection(self.service.url) as connection:
-                while time.monotonic() < until or self.seen.requests - first < requests:
+                while time.monotonic() < ends_at or self.seen.requests - first < requests:
                     await self.seen.ask(connection)
                     await asyncio.sleep(self.seen.rng.exponential(PAUSE_S))
 
-        before = Counter(self.seen.sources)
+        sources_before = Counter(self.seen.sources)
         self._late.clear()
         witness = asyncio.create_task(self._witness())
         await asyncio.gather(*(call() for _ in range(self._callers)))
         witness.cancel()
         p50, p99 = np.quantile(self.seen.seconds, (0.5, 0.99)) * 1000
-        found = ", ".join(f"{name} {n}" for name, n in (self.seen.sources - before).items())
+        source_counts_text = ", ".join(
+            f"{name} {n}" for name, n in (self.seen.sources - sources_before).items()
+        )
         return (
             f"Redis {trouble.redis:8} model {trouble.model:8} {len(self.seen.seconds):6} requests, "
             f"p50 {p50:6.1f} ms, p99 {p99:6.1f} ms of {DEADLINE_MS} "
-            f"(this machine's own {self.lateness_ms:.1f}): {found}"
+            f"(this machine's own {self.lateness_ms:.1f}): {source_counts_text}"
         )
 
     async def _witness(self) -> None:
@@ -179,10 +183,10 @@ class Ordeal:
     async def recovered(self) -> bool:
         """Without trouble, whether it finds its way back to Redis, for the pointer and for records."""
         for _ in range(200):
-            before = self.seen.sources["l2"]
+            l2_count_before = self.seen.sources["l2"]
             await self.endure(Trouble(), requests=1)
             status, raw = await get(self.service.url, "/readyz")
-            is_reading = self.seen.sources["l2"] > before
+            is_reading = self.seen.sources["l2"] > l2_count_before
             if status == 200 and orjson.loads(raw)["stale"] is None and is_reading:
                 return True
             await asyncio.sleep(0.05)
@@ -207,7 +211,7 @@ class Ordeal:
 
 
 @contextlib.asynccontextmanager
-async def ordeal(config: NightConfig, folder: Path, seen: Seen) -> AsyncIterator[Ordeal]:
+async def ordeal(config: NightConfig, folder: Path, answer_judge: Seen) -> AsyncIterator[Ordeal]:
     """A service with little room in L1, so that most of what is asked needs Redis."""
     model = folder / "model"
     model.write_text("ok")
@@ -225,6 +229,6 @@ async def ordeal(config: NightConfig, folder: Path, seen: Seen) -> AsyncIterator
         service = ServiceProcess(folder / "log", environ, module=troubled_service.__name__)
         await asyncio.to_thread(service.__enter__)
         try:
-            yield Ordeal(service, proxy, model, seen)
+            yield Ordeal(service, proxy, model, answer_judge)
         finally:
             await asyncio.to_thread(service.__exit__, None, None, None)

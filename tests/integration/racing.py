@@ -52,7 +52,7 @@ class Racer:
         )  # fmt: skip
         weights = [weight for _, weight in actions]
         while not stop.is_set():
-            act = self.rng.choices([each for each, _ in actions], weights)[0]
+            act = self.rng.choices([action for action, _ in actions], weights)[0]
             try:
                 act(make)
             except (LarderError, redis.exceptions.RedisError) as error:
@@ -62,8 +62,8 @@ class Racer:
         self.client.close()
         return self.counts
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def _count(self, outcome: str) -> None:
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
 
     def _attempt(self) -> str:
         self.attempts += 1
@@ -76,8 +76,12 @@ class Racer:
     def _near(self, first: int) -> list[str]:
         """The next nights from one on; what was retired is never made again, so it is none of them."""
         states = self.releases.view().ledger.states
-        left = (each for each in NIGHTS[max(0, first) :] if states.get(each) is not State.RETIRED)
-        return list(islice(left, NEAR))
+        unretired_generations = (
+            generation
+            for generation in NIGHTS[max(0, first) :]
+            if states.get(generation) is not State.RETIRED
+        )
+        return list(islice(unretired_generations, NEAR))
 
     def _night(self, make: Make) -> None:
         generation = self.rng.choice(self._near(self._newest() - 2))
@@ -151,7 +155,7 @@ def race(
 def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, int, str | None]]:
     """What a reader followed: generation, epoch and previous, in the order in which it did."""
     followed: list[tuple[str, int, str | None]] = []
-    seen: Pointer | None = None
+    followed_pointer: Pointer | None = None
     with redis.Redis.from_url(url, protocol=3, socket_timeout=10.0) as client:
         control = Control(client, keys)
         ready.wait(60)
@@ -160,8 +164,8 @@ def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, i
                 pointer = control.pointer()
             except redis.exceptions.RedisError:
                 continue
-            if pointer is not None and judge(pointer, seen) == "newer":
-                seen = pointer
+            if pointer is not None and judge(pointer, followed_pointer) == "newer":
+                followed_pointer = pointer
                 followed.append((pointer.generation, pointer.epoch, pointer.previous))
             time.sleep(0.001)
     return followed

@@ -66,8 +66,10 @@ class World:
         parts, page = [], 0
         for number in range(2):
             name = f"tables/score/{number:04d}"
-            marks = rng.integers(0, 2**63, records, dtype=np.uint64)
-            data = encode_numbers(LAYOUT, marks, rng.random((records, 4), np.float32), 0).tobytes()
+            fingerprints = rng.integers(0, 2**63, records, dtype=np.uint64)
+            data = encode_numbers(
+                LAYOUT, fingerprints, rng.random((records, 4), np.float32), 0
+            ).tobytes()
             write_atomically(root / f"{name}.pages", data)
             size = 10 * LAYOUT.size_bytes
             sums = [
@@ -77,7 +79,7 @@ class World:
             files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
             parts.append(TablePart(page, len(sums), records, *files))
             page += len(sums)
-        nothing = Artefact("none", 0, "")
+        empty_artefact = Artefact("none", 0, "")
         manifest = Manifest(
             namespace=self.keys.namespace,
             generation=generation,
@@ -85,14 +87,14 @@ class World:
             created_at=0,
             bundle_digest="",
             inputs_digest="",
-            entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, nothing),))},
-            items=ItemFiles(nothing, nothing, nothing, nothing, 0, 0),
+            entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, empty_artefact),))},
+            items=ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0),
             tables={
                 "score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts), ())
             },
             models={},
             indexes={},
-            defaults=nothing,
+            defaults=empty_artefact,
             gates=({"rule": "any", "passed": True},),
         )
         self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
@@ -127,17 +129,17 @@ class World:
         }
 
 
-def meanwhile(monkeypatch, owner, name, what):
-    """Run `what` once, just after (or, for Control.move, just before) the next call of `owner.name`."""
+def meanwhile(monkeypatch, owner, name, action):
+    """Run `action` once, just after (or, for Control.move, just before) the next call of `owner.name`."""
     real, first = getattr(owner, name), [True]
 
     def call(*arguments, **options):
-        before = name == "move"
-        if before and first and first.pop():
-            what()
+        is_action_first = name == "move"
+        if is_action_first and first and first.pop():
+            action()
         answer = real(*arguments, **options)
-        if not before and first and first.pop():
-            what()
+        if not is_action_first and first and first.pop():
+            action()
         return answer
 
     monkeypatch.setattr(owner, name, call)

@@ -51,13 +51,13 @@ class Prometheus:
         """The samples of an instant query; fails on one that Prometheus refuses."""
         answer = self.http.post("/api/v1/query", data={"query": query}).json()
         assert answer["status"] == "success", f"{query}: {answer}"
-        found: list[Any] = answer["data"]["result"]
-        return found
+        series: list[Any] = answer["data"]["result"]
+        return series
 
     def value(self, query: str) -> float:
         """The one sample of a query, NaN if there is none."""
-        found = self.ask(query)
-        return float(found[0]["value"][1]) if found else float("nan")
+        series = self.ask(query)
+        return float(series[0]["value"][1]) if series else float("nan")
 
     def firing(self) -> set[str]:
         """The alerts that fire now."""
@@ -68,7 +68,7 @@ class Prometheus:
         return self._names('last_over_time(ALERTS{alertstate="firing"}[1h])')
 
     def _names(self, query: str) -> set[str]:
-        return {each["metric"]["alertname"] for each in self.ask(query)}
+        return {alert["metric"]["alertname"] for alert in self.ask(query)}
 
 
 @contextmanager
@@ -78,8 +78,14 @@ def prometheus(
     """Scrapes these services; lengths of time in the rules (ranges, offsets, `for`) are divided by `faster`."""
     config: Any = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": _text(SCRAPE_S), "evaluation_interval": _text(EVALUATE_S)}  # fmt: skip
-    (job,) = [each for each in config["scrape_configs"] if each["job_name"] == "larder-serving"]
-    job["static_configs"] = [{"targets": [each.removeprefix("http://") for each in services]}]
+    (job,) = [
+        scrape_config
+        for scrape_config in config["scrape_configs"]
+        if scrape_config["job_name"] == "larder-serving"
+    ]
+    job["static_configs"] = [
+        {"targets": [service_url.removeprefix("http://") for service_url in services]}
+    ]
     config["scrape_configs"] = [job]
     (folder / "rules").mkdir(parents=True)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -108,8 +114,10 @@ def prometheus(
 def quicker(rules: Any, faster: float) -> Any:
     """Rules with every length of time divided by `faster`."""
 
-    def shorter(found: re.Match[str]) -> str:
-        number, unit = (each for each in found.groups() if each is not None)
+    def shorter(length_match: re.Match[str]) -> str:
+        number, unit = (
+            matched_group for matched_group in length_match.groups() if matched_group is not None
+        )
         return _text(int(number) * _SECONDS[unit] / faster)
 
     for group in rules["groups"]:
@@ -148,9 +156,13 @@ def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> Backg
 
 def stream(night: NightConfig, seed: int = 0) -> Stream:
     """The demo's stream of requests; some of this night's users come with their history as if nobody knew them."""
-    known = histories(night)
-    newcomers = {f"new-{user}": tuple(seen) for user, seen in sorted(known.items())[:40]}
-    nothing: Any = None
-    stories = {user: tuple(seen) for user, seen in known.items()}
-    dataset = Dataset("night", nothing, nothing, nothing, nothing, stories, {}, newcomers)
+    history_by_user = histories(night)
+    newcomers = {
+        f"new-{user}": tuple(history) for user, history in sorted(history_by_user.items())[:40]
+    }
+    unused_field: Any = None
+    stories = {user: tuple(history) for user, history in history_by_user.items()}
+    dataset = Dataset(
+        "night", unused_field, unused_field, unused_field, unused_field, stories, {}, newcomers
+    )
     return Stream(dataset, seed)

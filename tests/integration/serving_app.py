@@ -41,14 +41,14 @@ class Running:
         """The JSON of a POST that is answered."""
         response = await self.http.post(path, json=body)
         assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        response_body: dict[str, Any] = response.json()
+        return response_body
 
     async def counted(self, name: str) -> dict[tuple[str, ...], float]:
         """A counter's samples by label values in the order of label names, as Prometheus would scrape them."""
         text = (await self.http.get("/metrics")).text
         return {
-            tuple(sample.labels[each] for each in sorted(sample.labels)): sample.value
+            tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name
@@ -83,12 +83,12 @@ async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
         yield Running(http, app.state.service)
 
 
-async def eventually(look: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> bool:
-    """Polls until `look` says yes; bounded."""
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> bool:
+    """Polls until `condition` says yes; bounded."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + timeout_s
     while loop.time() < give_up:
-        if await look():
+        if await condition():
             return True
         await asyncio.sleep(0.02)
     return False

@@ -11,20 +11,23 @@ from unittest.mock import patch
 from precompute.__main__ import main
 
 
-def shell(*words: str, environ: Mapping[str, str]) -> "CompletedProcess[str]":
+def shell(*arguments: str, environ: Mapping[str, str]) -> "CompletedProcess[str]":
     """Exit code and output of `python -m precompute` with these words and this environment alone."""
-    out, err = io.StringIO(), io.StringIO()
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    stdout, err = io.StringIO(), io.StringIO()
+    handler_by_signal = {
+        signal_number: signal.getsignal(signal_number)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with (
             patch.dict(os.environ, environ, clear=True),
-            contextlib.redirect_stdout(out),
+            contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(err),
         ):
-            code = main(words)
-    except SystemExit as ended:  # words that are none
-        code = int(ended.code or 0)
+            code = main(arguments)
+    except SystemExit as system_exit:  # words that are none
+        code = int(system_exit.code or 0)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    return CompletedProcess(words, code, out.getvalue(), err.getvalue())
+        for signal_number, handler in handler_by_signal.items():
+            signal.signal(signal_number, handler)
+    return CompletedProcess(arguments, code, stdout.getvalue(), err.getvalue())

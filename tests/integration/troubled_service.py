@@ -45,22 +45,22 @@ class Held(Collector):
 def held_of(exposed: str) -> dict[str, float]:
     """What `Held` told, by name, in metrics as they are exposed."""
     lines = [line for line in exposed.splitlines() if line.startswith(HELD + "{")]
-    found = [line.removeprefix(HELD).rpartition(" ") for line in lines]
-    return {labels.split('"')[1]: float(value) for labels, _, value in found}
+    sample_parts = [line.removeprefix(HELD).rpartition(" ") for line in lines]
+    return {labels.split('"')[1]: float(value) for labels, _, value in sample_parts}
 
 
 def trouble(file: Path) -> None:
     """Makes live inference obey the file; opening a generation is left alone."""
     real = Predictor.predict
 
-    def predict(self: Predictor, *given: Any, **named: Any) -> Sequence[bytes]:
+    def predict(self: Predictor, *arguments: Any, **named: Any) -> Sequence[bytes]:
         if threading.current_thread().name.startswith("larder-live"):
-            word, _, seconds = file.read_text().partition(" ")
-            if word == "broken":
+            fault, _, seconds = file.read_text().partition(" ")
+            if fault == "broken":
                 raise RuntimeError("the model is broken, as it was told")
-            if word == "slow":
+            if fault == "slow":
                 time.sleep(float(seconds))
-        return real(self, *given, **named)
+        return real(self, *arguments, **named)
 
     Predictor.predict = predict  # type: ignore[method-assign,assignment]
 

@@ -72,62 +72,70 @@ class Watch:
     @property
     def seen_last(self) -> set[str]:
         """The generations that callers were last answered from."""
-        return {seen[-1] for seen in self._seen if seen}
+        return {generations[-1] for generations in self._seen if generations}
 
     def check_order(self, moves: Sequence[str]) -> None:
         """Raises AssertionError unless every caller went through the generations in the order of `moves`."""
-        for seen in self._seen:
-            rest = iter(moves)
-            told = list(seen)
-            assert all(each in rest for each in told), f"{told} is not in the order {moves}"
+        for generations in self._seen:
+            remaining_moves = iter(moves)
+            generation_order = list(generations)
+            assert all(generation in remaining_moves for generation in generation_order), (
+                f"{generation_order} is not in the order {moves}"
+            )
 
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(number) for number in range(len(self._seen))))
 
     async def _ask(self, number: int) -> None:
         async with HttpConnection(self._url, SLOWEST_S) as connection:
-            for turn in range(1 << 60):
+            for request_number in range(1 << 60):
                 if self._over.is_set():
                     return
                 try:
-                    await self._ask_once(connection, number, turn)
+                    await self._ask_once(connection, number, request_number)
                 except Exception as error:
                     self.wrong.append(f"no answer: {error!r}")
                 await asyncio.sleep(PAUSE_S)
 
-    async def _ask_once(self, connection: HttpConnection, number: int, turn: int) -> None:
-        stored = self._stored
-        history = [str(each) for each in self._rng.choice(self._items, 5, replace=False)]
-        if turn % 16 == 15:
-            entities: list[dict[str, Any]] = [{"id": f"new-{turn % 64}", "history": history}]
+    async def _ask_once(self, connection: HttpConnection, number: int, request_number: int) -> None:
+        allowed_sources = self._stored
+        history = [str(item_id) for item_id in self._rng.choice(self._items, 5, replace=False)]
+        if request_number % 16 == 15:
+            entities: list[dict[str, Any]] = [
+                {"id": f"new-{request_number % 64}", "history": history}
+            ]
         else:
-            chosen = self._rng.choice(self._users, BATCH, replace=False)
-            entities = [{"id": str(each)} for each in chosen]
+            user_ids = self._rng.choice(self._users, BATCH, replace=False)
+            entities = [{"id": str(user_id)} for user_id in user_ids]
         body = orjson.dumps({"entities": entities, "k": K})
         status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
         if status != 200:
             self.wrong.append(f"{status} {raw[:200]!r}")
             return
         answers = orjson.loads(raw)["answers"]
-        found = {each["generation"] for each in answers if each["source"] != "previous"}
-        if len(answers) != len(entities) or len(found) > 1:
-            self.wrong.append(f"{len(answers)} of {len(entities)} answers, from {found}")
-        for generation in found - self.canaries:
+        answering_generations = {
+            answer["generation"] for answer in answers if answer["source"] != "previous"
+        }
+        if len(answers) != len(entities) or len(answering_generations) > 1:
+            self.wrong.append(
+                f"{len(answers)} of {len(entities)} answers, from {answering_generations}"
+            )
+        for generation in answering_generations - self.canaries:
             if self._seen[number][-1:] != [generation]:
                 self._seen[number].append(generation)
         for entity, answer in zip(entities, answers, strict=False):
-            self._judge(entity, answer, stored | self._stored)
+            self._judge(entity, answer, allowed_sources | self._stored)
         self.answers += 1
 
     def _judge(
-        self, entity: dict[str, Any], answer: dict[str, Any], stored: frozenset[str]
+        self, entity: dict[str, Any], answer: dict[str, Any], allowed_sources: frozenset[str]
     ) -> None:
         source, items = answer["source"], tuple(answer["items"])
         self.sources[source] += 1
         if "history" in entity:
             if set(entity["history"]).intersection(items):
                 self.wrong.append(f"{entity['id']}: history came back")
-        elif source not in stored:
+        elif source not in allowed_sources:
             self.wrong.append(f"{entity['id']}: {source}, {answer.get('reason')}")
         elif source != "default":
             expected = self.expected[answer["generation"]].get(entity["id"], ())[:K]

@@ -29,22 +29,25 @@ class Whole:
     files: Mapping[str, str]
     pages: Mapping[str, bytes | dict[bytes, bytes]]
 
-    def differences(self, other: "Whole") -> list[str]:
+    def differences(self, other_namespace: "Whole") -> list[str]:
         """One line per thing that is not the same, none if all is."""
-        found = [
-            f"{name}: {getattr(self, name)} here, {getattr(other, name)} there"
+        difference_lines = [
+            f"{name}: {getattr(self, name)} here, {getattr(other_namespace, name)} there"
             for name in ("live", "previous", "canary", "states", "registry")
-            if getattr(self, name) != getattr(other, name)
+            if getattr(self, name) != getattr(other_namespace, name)
         ]
-        for what in ("files", "pages"):
-            here, there = getattr(self, what), getattr(other, what)
-            names = sorted(here.keys() | there.keys())
-            found += [
-                f"{name} {'differs' if name in here and name in there else 'is only on one side'}"
+        for field_name in ("files", "pages"):
+            own_content, other_content = (
+                getattr(self, field_name),
+                getattr(other_namespace, field_name),
+            )
+            names = sorted(own_content.keys() | other_content.keys())
+            difference_lines += [
+                f"{name} {'differs' if name in own_content and name in other_content else 'is only on one side'}"
                 for name in names
-                if here.get(name) != there.get(name)
+                if own_content.get(name) != other_content.get(name)
             ]
-        return found
+        return difference_lines
 
 
 def whole(config: NightConfig) -> Whole:
@@ -65,16 +68,19 @@ def whole(config: NightConfig) -> Whole:
         pipeline = client.pipeline(transaction=False)
         for name in names:
             pipeline.hgetall(name) if name.endswith(b":loaded") else pipeline.get(name)
-        found = dict(zip((each.decode() for each in names), pipeline.execute(), strict=True))
+        pages = dict(zip((key.decode() for key in names), pipeline.execute(), strict=True))
         canary = view.pointer.canary if view.pointer else None
         return Whole(
             live=view.pointer.generation if view.pointer else None,
             previous=view.pointer.previous if view.pointer else None,
             canary=(canary.generation, canary.percent) if canary else None,
-            states={each: releases.state(each, view.ledger) for each in view.ledger.states or {}},
-            registry={each: row.state for each, row in view.rows.items()},
+            states={
+                generation: releases.state(generation, view.ledger)
+                for generation in view.ledger.states or {}
+            },
+            registry={generation: row.state for generation, row in view.rows.items()},
             files=files,
-            pages=found,
+            pages=pages,
         )
 
 
@@ -85,12 +91,12 @@ def assert_whole(config: NightConfig) -> str:
         releases = Releases(store, Control(client, keys))
         view = releases.view()
         assert view.pointer is not None
-        live, before = view.pointer.generation, view.pointer.previous
+        live, previous = view.pointer.generation, view.pointer.previous
         assert (view.ledger.live, view.ledger.live_epoch) == (live, view.pointer.epoch)
         assert releases.state(live, view.ledger) is State.LIVE
-        assert before is None or releases.state(before, view.ledger) is State.SUPERSEDED
+        assert previous is None or releases.state(previous, view.ledger) is State.SUPERSEDED
         assert all(gate["passed"] for gate in read_manifest(store, live).gates)
-        for generation in filter(None, (live, before)):
+        for generation in filter(None, (live, previous)):
             manifest, root = open_generation(store, generation)
             for part in parts_of(manifest):
                 assert verify_part(client, keys, manifest, root, part) == part.pages.pages
@@ -103,7 +109,7 @@ def assert_whole(config: NightConfig) -> str:
 def moves(config: NightConfig) -> list[str]:
     """The generations that were live, in order."""
     return [
-        each.generation
-        for each in all_releases(config.store())
-        if each.done and each.action in MOVES
+        release.generation
+        for release in all_releases(config.store())
+        if release.done and release.action in MOVES
     ]

@@ -38,14 +38,14 @@ def covering(mutant: Mutant, measured: Sequence[MeasuredTest]) -> list[MeasuredT
         candidates = [test for test in measured if test.runs(mutant.module, lines)]
         if candidates:
             break
-    units = _varied([test for test in candidates if test.is_unit], UNIT_LIMIT_S, least=1)
-    others = [test for test in candidates if not test.is_unit]
+    units = _varied([test for test in candidates if test.is_unit], UNIT_LIMIT_S, count_min=1)
+    other_tests = [test for test in candidates if not test.is_unit]
     if units:
-        return units + _varied(others, OTHER_LIMIT_S, least=0)
-    return _varied(others, OTHER_LIMIT_ALONE_S, least=1)
+        return units + _varied(other_tests, OTHER_LIMIT_S, count_min=0)
+    return _varied(other_tests, OTHER_LIMIT_ALONE_S, count_min=1)
 
 
-def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, least: int) -> list[MeasuredTest]:
+def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, count_min: int) -> list[MeasuredTest]:
     """Tests within the limit, the quickest first: a case of each function, then second ones, and so on."""
     cases: Counter[str] = Counter()
     ranked = []
@@ -53,13 +53,13 @@ def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, least: int) -> lis
         function = test.test.partition("[")[0]
         ranked.append((cases[function], test))
         cases[function] += 1
-    chosen: list[MeasuredTest] = []
+    selected_tests: list[MeasuredTest] = []
     seconds = 0.0
     for _, test in sorted(ranked, key=lambda pair: pair[0]):
-        if len(chosen) < least or seconds + test.seconds <= limit_s:
-            chosen.append(test)
+        if len(selected_tests) < count_min or seconds + test.seconds <= limit_s:
+            selected_tests.append(test)
             seconds += test.seconds
-    return chosen
+    return selected_tests
 
 
 def digest_of(path: str) -> str:
@@ -106,9 +106,9 @@ def try_subject(subject: Subject, file: Path, options: argparse.Namespace) -> No
         rows.append(row_of(outcome))
         with file.open("a") as lines:
             lines.write(rows[-1].as_line())
-        done = len(rows) - len(tried)
-        if done % 20 == 0:
-            print(f"{done} of {len(trials)}, {time.monotonic() - started:.0f} s", flush=True)
+        tried_count = len(rows) - len(tried)
+        if tried_count % 20 == 0:
+            print(f"{tried_count} of {len(trials)}, {time.monotonic() - started:.0f} s", flush=True)
 
     for mutant, tests in trials:
         if not tests:

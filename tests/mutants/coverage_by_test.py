@@ -43,9 +43,9 @@ class Measurement:
 
     def _switch(self, context: str | None) -> None:
         """Count time and lines for this context from now on; None: for the one before."""
-        now = time.perf_counter()
+        now_s = time.perf_counter()
         if self._contexts:
-            self._seconds[self._contexts[-1]] += now - self._since
+            self._seconds[self._contexts[-1]] += now_s - self._since
         if context is None:
             self._contexts.pop()
         else:

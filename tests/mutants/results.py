@@ -65,23 +65,23 @@ def summary(
 ) -> str:
     """Counts of a subject, then its survivors that are not known as equivalent, by module."""
     equivalent = {name for name, verdict in verdicts.items() if verdict.startswith(EQUIVALENT)}
-    counted = [row for row in rows if row.kind != "invalid"]
+    valid_rows = [row for row in rows if row.kind != "invalid"]
     counts = Counter(
         "equivalent" if row.kind == "survived" and row.name in equivalent else row.kind
-        for row in counted
+        for row in valid_rows
     )
     killed, survived = counts["killed"] + counts["timed out"], counts["survived"]
     seconds = sum(row.seconds for row in rows) / max(1, len(rows))
     heading = (
-        f"{subject}, seed {seed}: {len(counted)} mutants, "
-        f"{_percent(killed, len(counted) - counts['equivalent'])} killed "
+        f"{subject}, seed {seed}: {len(valid_rows)} mutants, "
+        f"{_percent(killed, len(valid_rows) - counts['equivalent'])} killed "
         f"({_percent(killed, killed + survived)} of those that a test runs), "
         f"{counts['timed out']} of them by time; {survived} survived, "
         f"{counts['equivalent']} equivalent, {counts['not covered']} not covered; {seconds:.2f} s a mutant"
     )
     open_rows = [
         row
-        for row in sorted(counted, key=lambda row: (row.kind, row.module, row.line))
+        for row in sorted(valid_rows, key=lambda row: (row.kind, row.module, row.line))
         if row.kind in ("survived", "not covered") and row.name not in equivalent
     ]
     lines = [

@@ -68,12 +68,12 @@ class _Trial:
         chunk = self.reader.read(65536) or b""
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
-            word, _, test = line.decode().partition(" ")
-            if word == "begin":
+            status, _, test = line.decode().partition(" ")
+            if status == "begin":
                 self._begun.append(test)
                 self.deadline = time.monotonic() + self._seconds[test]
             else:
-                self._end = word
+                self._end = status
         return bool(chunk) and not self._end
 
     def close(self, *, is_late: bool) -> Outcome:
@@ -141,17 +141,17 @@ class Trials:
         with selectors.DefaultSelector() as selector:
             while self._fill(running, selector, items, functions):
                 wait_s = min(trial.deadline for trial in running.values()) - time.monotonic()
-                ended = []
+                finished_trials = []
                 for key, _ in selector.select(max(0.0, wait_s)):
                     if not running[key.fd].read():
-                        ended.append((key.fd, False))
-                now = time.monotonic()
-                ended += [
+                        finished_trials.append((key.fd, False))
+                now_s = time.monotonic()
+                finished_trials += [
                     (file, True)
                     for file, trial in running.items()
-                    if trial.deadline <= now and (file, False) not in ended
+                    if trial.deadline <= now_s and (file, False) not in finished_trials
                 ]
-                for file, is_late in ended:
+                for file, is_late in finished_trials:
                     selector.unregister(file)
                     self._report(running.pop(file).close(is_late=is_late))
         return True
@@ -176,9 +176,9 @@ class Trials:
             def run(
                 writer: int,
                 mutant: Mutant = mutant,
-                chosen: Sequence[pytest.Item] = [items[test.test] for test in tests],
+                selected_items: Sequence[pytest.Item] = [items[test.test] for test in tests],
             ) -> None:
-                _run_fork(writer, mutant, chosen, functions)
+                _run_fork(writer, mutant, selected_items, functions)
 
             trial = _Trial(mutant, tests, run)
             running[trial.reader.fileno()] = trial
@@ -242,10 +242,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def place(mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]) -> bool:
     """Give the mutant's code to each live function that it is the code of; returns whether there is one."""
     path = str(ROOT / mutant.module)
-    wanted = (path, mutant.function, mutant.function_line)
+    function_key = (path, mutant.function, mutant.function_line)
     placed = False
     for outer in _codes(compile(mutant.source, path, "exec")):
-        if _name(outer) != wanted:
+        if _name(outer) != function_key:
             continue
         for code in _codes(outer):
             for function in functions.get(_name(code), ()):

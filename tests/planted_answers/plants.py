@@ -43,10 +43,10 @@ PLANTS = (
         (
             Change(
                 _FILTERED_LOOKUP,
-                "replace(turn.options, k=None, filter=None, rerank=None, exclude=())",
-                "replace(turn.options, k=None, filter=None, rerank=None, exclude=(), max_events=0)",
+                "replace(context.options, k=None, filter=None, rerank=None, exclude=())",
+                "replace(context.options, k=None, filter=None, rerank=None, exclude=(), max_events=0)",
             ),
-            Change(_FILTERED_LOOKUP, "count_as(snapshot, of_vector, cases[place])", "pass"),
+            Change(_FILTERED_LOOKUP, "count_as(snapshot, of_vector, cases[index])", "pass"),
         ),
     ),
     Plant(
@@ -66,8 +66,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "passing is None and is_used_up and not case.is_answered_by_night(record)",
-                "passing is None and left < min(case.k, len(record.items))",
+                "filter_mask is None and is_used_up and not case.is_answered_by_night(record)",
+                "filter_mask is None and item_count < min(case.k, len(record.items))",
             ),
         ),
     ),
@@ -77,8 +77,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "barred: Barred = (turn.excluded(snapshot), had, *newer)",
-                "barred: Barred = (turn.excluded(snapshot), *newer)",
+                "exclusions: Barred = (context.excluded(snapshot), seen_ordinals, *event_exclusions)",
+                "exclusions: Barred = (context.excluded(snapshot), *event_exclusions)",
             ),
         ),
     ),
@@ -88,8 +88,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "int(passing.among(np.unique(gone)).sum()) < k",
-                "int(passing.among(np.unique(gone)).sum()) <= k",
+                "int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k",
+                "int(filter_mask.among(np.unique(excluded_ordinals)).sum()) <= k",
             ),
         ),
     ),
@@ -121,15 +121,15 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "gone = turn.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked\n    if (own",
-                "gone = case.history_in(snapshot).seen | snapshot.blocked\n    if (own",
+                "context.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked\n    )\n    if (own",
+                "case.history_in(snapshot).seen | snapshot.blocked\n    )\n    if (own",
             ),
         ),
     ),
     Plant(
         "vector_of_a_search_is_counted",
         "the metrics count an entity of `user_vector` for a filtered lookup that nobody sent for that table",
-        (Change("serving/lookup/ladder.py", "if not turn.is_part:", "if True:"),),
+        (Change("serving/lookup/ladder.py", "if not context.is_part:", "if True:"),),
     ),
     Plant(
         "erased_user_keeps_the_stored_list",

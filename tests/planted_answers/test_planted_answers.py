@@ -50,15 +50,16 @@ def test_the_audit_finds_eight_of_ten_planted_answers(tmp_path: Path) -> None:
     print(f"seed {seed}")
 
     # when each is audited
-    found = {}
+    is_found_by_plant = {}
     for plant in PLANTS:
-        ended = audit(planted_tree(plant, tmp_path / plant.name), seed)
-        assert ended.returncode in (0, 1), ended.stderr
-        found[plant.name] = ended.returncode == 1
+        audit_process = audit(planted_tree(plant, tmp_path / plant.name), seed)
+        assert audit_process.returncode in (0, 1), audit_process.stderr
+        is_found_by_plant[plant.name] = audit_process.returncode == 1
         print(
-            f"{'found' if found[plant.name] else 'MISSED'} {plant.name}: {plant.seen}", flush=True
+            f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.seen}",
+            flush=True,
         )
-        print(ended.stdout[-3000:], flush=True)
+        print(audit_process.stdout[-3000:], flush=True)
 
     # then at least eight are told
-    assert sum(found.values()) >= AT_LEAST, found
+    assert sum(is_found_by_plant.values()) >= AT_LEAST, is_found_by_plant

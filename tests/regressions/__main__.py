@@ -80,8 +80,8 @@ def note(text: str) -> None:
 def worktree(commit: str, folder: Path | None, environment: str) -> Iterator[Path]:
     """A worktree of `commit` with today's tests and an environment; one that is named is kept for the next run."""
     git = ["git", "worktree"]
-    with tempfile.TemporaryDirectory() as place:
-        tree = folder or Path(place) / "tree"
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        tree = folder or Path(temporary_folder) / "tree"
         subprocess.run([*git, "prune"], cwd=ROOT, check=True)
         try:
             if not tree.exists():
@@ -103,9 +103,9 @@ def demand_commit(tree: Path, commit: str) -> None:
     """Raise SystemExit where a folder that is used again holds another commit."""
     heads = [
         subprocess.run(
-            ["git", "rev-parse", revision], cwd=place, capture_output=True, text=True, check=True
+            ["git", "rev-parse", revision], cwd=checkout, capture_output=True, text=True, check=True
         ).stdout
-        for place, revision in ((tree, "HEAD"), (ROOT, f"{commit}^{{commit}}"))
+        for checkout, revision in ((tree, "HEAD"), (ROOT, f"{commit}^{{commit}}"))
     ]
     if heads[0] != heads[1]:
         raise SystemExit(f"{tree} holds {heads[0].strip()}, not {commit}: name another folder")
@@ -114,27 +114,27 @@ def demand_commit(tree: Path, commit: str) -> None:
 def written(file: Path) -> tuple[list[Outcome], str | None]:
     """The outcomes that a run has written, and the test that it had begun last, unless that one has ended."""
     outcomes: list[Outcome] = []
-    begun = None
+    started_test = None
     for line in file.read_text().splitlines() if file.exists() else ():
         values = json.loads(line)
         if "started" in values:
-            begun = values["started"]
+            started_test = values["started"]
         else:
             outcomes.append(Outcome(**values))
-            begun = None
-    return outcomes, begun
+            started_test = None
+    return outcomes, started_test
 
 
 def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> list[Outcome]:
     """The outcomes of one process of pytest; one that falls silent is ended with all that it started."""
-    chosen, file, log = (
+    chosen_file, file, log = (
         tree.parent / f"{tree.name}.{name}" for name in ("chosen", "outcomes", "log")
     )
-    chosen.write_text("\n".join(tests))
+    chosen_file.write_text("\n".join(tests))
     file.unlink(missing_ok=True)
     command = [
         ".venv/bin/python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
-        "-p", "tests.regressions.outcomes", "--chosen", str(chosen), "--outcomes", str(file),
+        "-p", "tests.regressions.outcomes", "--chosen", str(chosen_file), "--outcomes", str(file),
         "--case-timeout", str(timeout_s), module,
     ]  # fmt: skip
     environment = {**os.environ, "PATH": f"{tree}/.venv/bin:{os.environ['PATH']}"}
@@ -156,9 +156,11 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outcomes, begun = written(file)
-    if begun is not None:
-        outcomes.append(Outcome(begun, "timeout", "the process fell silent or ended within it"))
+    outcomes, started_test = written(file)
+    if started_test is not None:
+        outcomes.append(
+            Outcome(started_test, "timeout", "the process fell silent or ended within it")
+        )
     if not outcomes:
         # A conftest.py that cannot be imported there: nothing has been run, so nothing is shown.
         lines = log.read_text(errors="replace").splitlines()
@@ -172,28 +174,30 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
 def outcomes_of(tree: Path, module: str, tests: list[str], timeout_s: float) -> dict[str, Outcome]:
     """How each test of one module ends there; of several cases, the strongest failure."""
     order = [*RED, *NOT_RED]
-    ended: dict[str, Outcome] = {}
-    left = tests
-    while left:
-        outcomes = run_once(tree, module, left, timeout_s)
+    outcome_by_test: dict[str, Outcome] = {}
+    remaining_tests = tests
+    while remaining_tests:
+        outcomes = run_once(tree, module, remaining_tests, timeout_s)
         for outcome in outcomes:
-            known = ended.get(outcome.test)
-            if known is None or order.index(outcome.kind) < order.index(known.kind):
-                ended[outcome.test] = outcome
+            earlier_outcome = outcome_by_test.get(outcome.test)
+            if earlier_outcome is None or order.index(outcome.kind) < order.index(
+                earlier_outcome.kind
+            ):
+                outcome_by_test[outcome.test] = outcome
         if not any(outcome.text.startswith("the process") for outcome in outcomes):
             break
-        left = [test for test in left if test not in ended]
-    return {test: ended.get(test, Outcome(test, "absent", "")) for test in tests}
+        remaining_tests = [test for test in remaining_tests if test not in outcome_by_test]
+    return {test: outcome_by_test.get(test, Outcome(test, "absent", "")) for test in tests}
 
 
 def gone_tests(modules: dict[str, list[str]]) -> list[str]:
     """The tests of the tables that there are not today; those of modules that are skipped here are not looked for."""
-    with tempfile.TemporaryDirectory() as place:
-        chosen, file = Path(place) / "chosen", Path(place) / "outcomes"
-        chosen.write_text("\n".join(test for tests in modules.values() for test in tests))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        chosen_file, file = Path(temporary_folder) / "chosen", Path(temporary_folder) / "outcomes"
+        chosen_file.write_text("\n".join(test for tests in modules.values() for test in tests))
         command = [
             sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider",
-            "-p", "tests.regressions.outcomes", "--chosen", str(chosen), "--outcomes", str(file), *modules,
+            "-p", "tests.regressions.outcomes", "--chosen", str(chosen_file), "--outcomes", str(file), *modules,
         ]  # fmt: skip
         collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         skipped = {outcome.test for outcome in written(file)[0] if outcome.kind == "skipped"}
@@ -219,8 +223,8 @@ def summary(rows: list[Row], commit: str) -> Iterator[str]:
     """Lines that count the rows by how they ended."""
     counts = Counter(row.kind for row in rows)
     yield f"{len(rows)} rows of {len({row.finding.partition(':')[0] for row in rows})} findings"
-    for kind, words in RED.items():
-        yield f"{counts[kind]} red at {commit[:8]} {words}"
+    for kind, description in RED.items():
+        yield f"{counts[kind]} red at {commit[:8]} {description}"
     yield f"{counts['none']} without a test, with the reason"
     not_red = [row for row in rows if row.kind in NOT_RED]
     yield f"{len(not_red)} not red"
@@ -228,10 +232,10 @@ def summary(rows: list[Row], commit: str) -> Iterator[str]:
         yield f"  {NOT_RED[row.kind]}: {row.finding}: {row.test}"
 
 
-def rows_of(chosen: list[Finding], outcomes: dict[str, Outcome]) -> list[Row]:
+def rows_of(selected_findings: list[Finding], outcomes: dict[str, Outcome]) -> list[Row]:
     """A row for each finding whose test has ended, or that has none."""
     rows = []
-    for finding in chosen:
+    for finding in selected_findings:
         if not finding.has_test:
             reason = finding.test.removeprefix("none:").strip()
             rows.append(Row(finding.text, "", "", "none", reason))
@@ -287,33 +291,37 @@ def main() -> int:
     if options.again and not options.json:
         parser.error("--again needs --json FILE, the rows of an earlier run")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    chosen = [
+    selected_findings = [
         finding
         for finding in findings()
         if options.only in finding.text or options.only in finding.test
     ]
     modules: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in chosen:
+    for finding in selected_findings:
         if finding.has_test and finding.test not in modules[finding.module]:
             modules[finding.module].append(finding.test)
-    gone = gone_tests(modules)
+    missing_tests = gone_tests(modules)
     outcomes = red_before(options.json) if options.again else {}
     tree = options.tree.resolve() if options.tree else None
     with worktree(options.commit, tree, options.environment) as folder:
         for number, (module, named) in enumerate(modules.items(), 1):
             begun_at = time.monotonic()
             tests = [test for test in named if test not in outcomes]
-            there = [test for test in tests if test not in gone]
+            existing_tests = [test for test in tests if test not in missing_tests]
             of_module = {test: Outcome(test, "gone", "") for test in tests}
-            of_module |= outcomes_of(folder, module, there, options.case_timeout) if there else {}
+            of_module |= (
+                outcomes_of(folder, module, existing_tests, options.case_timeout)
+                if existing_tests
+                else {}
+            )
             outcomes |= of_module
             kinds = Counter(outcome.kind for outcome in of_module.values())
             counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            took = time.monotonic() - begun_at
-            note(f"{number}/{len(modules)} {module}: {counts or 'as before'} ({took:.0f} s)")
+            elapsed_s = time.monotonic() - begun_at
+            note(f"{number}/{len(modules)} {module}: {counts or 'as before'} ({elapsed_s:.0f} s)")
             if options.json:
-                write_rows(options.json, rows_of(chosen, outcomes))
-    rows = rows_of(chosen, outcomes)
+                write_rows(options.json, rows_of(selected_findings, outcomes))
+    rows = rows_of(selected_findings, outcomes)
     lines = [*table(rows, options.commit), "", *summary(rows, options.commit)]
     print(*lines, sep="\n")
     if options.output:

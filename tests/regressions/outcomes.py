@@ -68,8 +68,8 @@ def kind_of_failure(error: BaseException, trace: TracebackType | None, root: Pat
 class Outcomes:
     """Selects tests, limits their time and writes their outcomes."""
 
-    def __init__(self, chosen: list[str], file: Path, timeout_s: float, root: Path) -> None:
-        self._chosen = chosen
+    def __init__(self, selected_tests: list[str], file: Path, timeout_s: float, root: Path) -> None:
+        self._chosen = selected_tests
         self._file = file
         self._timeout_s = timeout_s
         self._root = root
@@ -88,9 +88,9 @@ class Outcomes:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Keep the chosen tests."""
-        others = [item for item in items if self._row(item.nodeid) is None]
+        deselected_items = [item for item in items if self._row(item.nodeid) is None]
         items[:] = [item for item in items if self._row(item.nodeid) is not None]
-        config.hook.pytest_deselected(items=others)
+        config.hook.pytest_deselected(items=deselected_items)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -165,8 +165,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the outcomes of this run."""
-    chosen = config.getoption("--chosen").read_text().splitlines()
+    selected_tests = config.getoption("--chosen").read_text().splitlines()
     plugin = Outcomes(
-        chosen, config.getoption("--outcomes"), config.getoption("--case-timeout"), config.rootpath
+        selected_tests,
+        config.getoption("--outcomes"),
+        config.getoption("--case-timeout"),
+        config.rootpath,
     )
     config.pluginmanager.register(plugin, "regressions-outcomes")

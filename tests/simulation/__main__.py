@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("seed", type=int, help="the seed, which repeats all that happens")
     seed = parser.parse_args().seed
     with installed():
-        simulation, began = Simulation(seed, scenario(seed)), time.perf_counter()
+        simulation, started_at = Simulation(seed, scenario(seed)), time.perf_counter()
         try:
             digest = simulation.run()
         except Broken as error:
@@ -24,7 +24,7 @@ def main() -> int:
             print(f"\nseed {seed}: {error}\n\nmaking it small ...", file=sys.stderr)
             print(told(seed, *shrunk(seed, simulation.steps)))
             return 1
-    virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - began
+    virtual_s, seconds = simulation.loop.time() - START, time.perf_counter() - started_at
     print("\n".join(simulation.lines))
     print(f"\nseed {seed}: history {digest}, {virtual_s:.0f} s in {seconds:.2f}")
     return 0

@@ -47,12 +47,12 @@ class Call:
             path = f"/v1/lookup/{TABLE}/{self.questions[0].id}{query}".encode()
             return b"GET %b HTTP/1.1\r\nhost: larder\r\n%b\r\n" % (path, deadline)
         entities = [
-            {"id": each.id, **({"history": each.history} if each.history else {})}
-            for each in self.questions
+            {"id": question.id, **({"history": question.history} if question.history else {})}
+            for question in self.questions
         ]
-        plain = all(not each.history for each in self.questions)
+        has_no_history = all(not question.history for question in self.questions)
         body: dict[str, Any] = {
-            "entities": [each.id for each in self.questions] if plain else entities
+            "entities": [question.id for question in self.questions] if has_no_history else entities
         }
         if self.k is not None:
             body["k"] = self.k
@@ -104,7 +104,7 @@ class Client(asyncio.Protocol):
             return
         lines = head.split(b"\r\n")
         length = next(
-            int(each[15:]) for each in lines if each.lower().startswith(b"content-length")
+            int(line[15:]) for line in lines if line.lower().startswith(b"content-length")
         )
         if len(body) >= length:
             assert len(body) == length, "more was answered than asked"
@@ -167,17 +167,17 @@ def judge(
     question: Question,
     answer: Any,
     blocked: frozenset[str],
-    sent: Collection[tuple[str, ...]],
+    sent_histories: Collection[tuple[str, ...]],
 ) -> None:
     """Raises Wrong unless the answer is one that its generation and source can give.
 
-    `blocked`: items that the replica knew to be blocked when it was asked; `sent`: histories that anybody sent with
-    this id.
+    `blocked`: items that the replica knew to be blocked when it was asked; `sent_histories`: histories that anybody
+    sent with this id.
     """
 
-    def demand(is_so: bool, why: str) -> None:
+    def demand(is_so: bool, complaint: str) -> None:
         if not is_so:
-            raise Wrong(f"{why}: {question} of {call} got {answer}")
+            raise Wrong(f"{complaint}: {question} of {call} got {answer}")
 
     generation, source = answer["generation"], answer["source"]
     number, k = number_of(generation), call.k or WIDTH
@@ -190,33 +190,38 @@ def judge(
     if source == "default":
         demand(answer["producer"] == "defaults", "a default of another producer")
         ranks = nights.default_list()
-        top = [round(offset + 10 + 1 - ranks.index(each) / (COUNT - 1), 2) for each in items]
-        demand([round(each, 2) for each in scores] == top, "scores of another night's defaults")
+        top = [round(offset + 10 + 1 - ranks.index(item) / (COUNT - 1), 2) for item in items]
+        demand([round(score, 2) for score in scores] == top, "scores of another night's defaults")
         return
     if answer["producer"] == "live":
         demand(source != "previous", "another night's live answer")
         # Who sends no input gets what was computed from another's, if the id is the same and the night did not know it.
-        inputs = [question.history] if question.history else sorted(sent)
+        inputs = [question.history] if question.history else sorted(sent_histories)
         demand(bool(question.history) or not nights.knows(number, question.id), "not the night's")
-        demand(any(_follows(each, items) for each in inputs), f"computed from none of {inputs}")
-        demand(all(0 < each - offset - LIVE <= WIDTH for each in scores), "scores of another model")
+        demand(
+            any(_follows(input_history, items) for input_history in inputs),
+            f"computed from none of {inputs}",
+        )
+        demand(
+            all(0 < score - offset - LIVE <= WIDTH for score in scores), "scores of another model"
+        )
     else:
         demand(answer["producer"] == "batch", "of nobody")
         demand(
             nights.knows(number, question.id), "a record of somebody whom the night did not know"
         )
         ranked = nights.night_list(number, question.id)
-        demand(all(each in ranked for each in items), "items of another night")
-        expected = [offset + WIDTH - ranked.index(each) for each in items]
+        demand(all(item in ranked for item in items), "items of another night")
+        expected = [offset + WIDTH - ranked.index(item) for item in items]
         demand(scores == expected, "scores of another night")
     demand(generation == generation_of(number), "no generation")
 
 
 def _follows(history: Sequence[str], items: Sequence[str]) -> bool:
     """True if the model can have computed the list from that history."""
-    known = [each for each in history if each in ITEMS]
-    if not known or set(items) & set(history):
+    known_items = [item for item in history if item in ITEMS]
+    if not known_items or set(items) & set(history):
         return False
-    steps = [(ITEMS.index(each) - ITEMS.index(known[-1])) % COUNT for each in items]
+    steps = [(ITEMS.index(item) - ITEMS.index(known_items[-1])) % COUNT for item in items]
     # What was blocked or excluded is missing, and more follows.
-    return steps == sorted(steps) and all(each <= 4 * WIDTH for each in steps)
+    return steps == sorted(steps) and all(step <= 4 * WIDTH for step in steps)

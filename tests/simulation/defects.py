@@ -47,9 +47,9 @@ def _l1_forgets_the_generation(patch: pytest.MonkeyPatch) -> None:
 def _an_older_epoch_is_followed(patch: pytest.MonkeyPatch) -> None:
     real = pointer_rules.judge
 
-    def judge(pointer: Any, seen: Any) -> Any:
-        found = real(pointer, seen)
-        return "newer" if found == "backwards" else found
+    def judge(pointer: Any, seen_pointer: Any) -> Any:
+        verdict = real(pointer, seen_pointer)
+        return "newer" if verdict == "backwards" else verdict
 
     patch.setattr(pointer_follower, "judge", judge)
 
@@ -60,12 +60,12 @@ def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
     with_blocklist, released_as = Snapshot.with_blocklist, Snapshot.released_as
 
     def keeping(make: Callable[..., Snapshot]) -> Callable[..., Snapshot]:
-        def made(self: Snapshot, *arguments: Any) -> Snapshot:
-            found = make(self, *arguments)
-            object.__setattr__(found, "stamp", self.stamp)
-            return found
+        def make_with_same_stamp(self: Snapshot, *arguments: Any) -> Snapshot:
+            snapshot = make(self, *arguments)
+            object.__setattr__(snapshot, "stamp", self.stamp)
+            return snapshot
 
-        return made
+        return make_with_same_stamp
 
     patch.setattr(Snapshot, "with_blocklist", keeping(with_blocklist))
     patch.setattr(Snapshot, "released_as", keeping(released_as))
@@ -74,8 +74,8 @@ def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
 def _inputs_of_an_overlay_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     real = checks.judge
 
-    def judge(entry: Any, want: Any, tier: Any) -> Any:
-        return real(entry, want._replace(digest=None), tier)
+    def judge(entry: Any, record_key: Any, tier: Any) -> Any:
+        return real(entry, record_key._replace(digest=None), tier)
 
     for owner in (checks, tiered):
         patch.setattr(owner, "judge", judge)
@@ -105,32 +105,34 @@ def _who_leaves_takes_the_flight_along(patch: pytest.MonkeyPatch) -> None:
 def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
     real = MicroBatcher._finish
 
-    def finish(self: Any, batch: Any, started: float, outcomes: Any, *rest: Any) -> None:
-        real(self, batch, started, outcomes, *rest)
-        if outcomes and all(isinstance(each, Exception) for each in outcomes):
+    def finish(
+        self: Any, batch: Any, started: float, outcomes: Any, *remaining_arguments: Any
+    ) -> None:
+        real(self, batch, started, outcomes, *remaining_arguments)
+        if outcomes and all(isinstance(outcome, Exception) for outcome in outcomes):
             self._idle -= 1
 
     patch.setattr(MicroBatcher, "_finish", finish)
 
 
 def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def newest(store: Any, current: int) -> tuple[Blocklist | None, None]:
+    def read_middle_blocklist(store: Any, current: int) -> tuple[Blocklist | None, None]:
         names = store.names("blocklist")
         if not names or len(names) == current:
             return (Blocklist() if current < 0 else None), None
         raw = store.read(f"blocklist/{names[len(names) // 2]}")
         return Blocklist.from_bytes(raw), None
 
-    patch.setattr(background, "newest_blocklist", newest)
+    patch.setattr(background, "newest_blocklist", read_middle_blocklist)
 
 
 def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
-    def put(self: Shelf, holding: Holding) -> None:
+    def put(self: Shelf, served: Holding) -> None:
         canary = self.canary
-        if canary is not None and holding.next and holding.next.generation == canary.generation:
-            real(self, holding)
+        if canary is not None and served.next and served.next.generation == canary.generation:
+            real(self, served)
             return
-        self.holding = dataclasses.replace(holding, canary=None)
+        self.holding = dataclasses.replace(served, canary=None)
         self._metrics.hold(self.holding.roles, is_degraded=False)
 
     real = Shelf.put
@@ -138,23 +140,23 @@ def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
 
 
 def _everybody_leads(patch: pytest.MonkeyPatch) -> None:
-    async def take(self: Lead, mark: Any) -> None:
+    async def acquire_always(self: Lead, lease_mark: Any) -> None:
         return None
 
-    patch.setattr(Lead, "_take", take)
+    patch.setattr(Lead, "_take", acquire_always)
 
 
 def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     real = Lead._follow
 
     async def follow(
-        self: Any, mark: Any, stands: Any, view: Any, want: Any, give_up: float
+        self: Any, lease_mark: Any, lease_state: Any, view: Any, record_key: Any, give_up: float
     ) -> Any:
-        return await real(self, mark, stands, view, want, give_up + 3_600.0)
+        return await real(self, lease_mark, lease_state, view, record_key, give_up + 3_600.0)
 
-    async def keep(self: Any, mark: Any, since: float, compute: Any) -> Any:
-        self._begin(mark, since)
-        return await compute(mark)  # never given back, renewed for ever
+    async def keep(self: Any, lease_mark: Any, lease_set_at: float, compute: Any) -> Any:
+        self._begin(lease_mark, lease_set_at)
+        return await compute(lease_mark)  # never given back, renewed for ever
 
     patch.setattr(Lead, "_follow", follow)
     patch.setattr(Lead, "_lead", keep)
@@ -183,11 +185,11 @@ def _recent_names_are_read_by_a_thread(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counted(recent: Recent) -> int:
-    found = 0
+    name_count = 0
     for name in recent:
         is_one = name is not None
-        found += is_one
-    return found
+        name_count += is_one
+    return name_count
 
 
 def _live_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:
@@ -203,10 +205,10 @@ def _of_many_at_once_some_keep_their_place(patch: pytest.MonkeyPatch) -> None:
     real = Admission.enter
 
     def enter(self: Admission) -> bool:
-        found = real(self)
-        if found and self.under_way == 6:
+        is_admitted = real(self)
+        if is_admitted and self.under_way == 6:
             self.under_way += 1
-        return found
+        return is_admitted
 
     patch.setattr(Admission, "enter", enter)
 
@@ -227,12 +229,12 @@ def _a_canary_answers_some_entities_of_a_request(patch: pytest.MonkeyPatch) -> N
 
     real = Ladder.resolve
 
-    async def resolve(self: Any, holding: Any, cases: Any, turn: Any) -> Any:
-        if holding.canary is None or len(cases) < 2:
-            return await real(self, holding, cases, turn)
+    async def resolve(self: Any, served: Any, cases: Any, context: Any) -> Any:
+        if served.canary is None or len(cases) < 2:
+            return await real(self, served, cases, context)
         half = len(cases) // 2
-        first = await real(self, holding, cases[:half], turn)
-        return first + await real(self, holding.tried(holding.next), cases[half:], turn)
+        first = await real(self, served, cases[:half], context)
+        return first + await real(self, served.tried(served.next), cases[half:], context)
 
     patch.setattr(Ladder, "resolve", resolve)
 
@@ -258,9 +260,9 @@ def _the_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_late_reply_is_taken_for_the_next(patch: pytest.MonkeyPatch) -> None:
-    def abort(self: PipelineConnection, why: Any) -> None:
+    def abort(self: PipelineConnection, error: Any) -> None:
         if self._pipelines:
-            self._pipelines.popleft().land(why)
+            self._pipelines.popleft().land(error)
 
     patch.setattr(PipelineConnection, "abort", abort)
 
@@ -276,12 +278,12 @@ def _what_is_degraded_stays_so(patch: pytest.MonkeyPatch) -> None:
 def _what_is_staged_is_served(patch: pytest.MonkeyPatch) -> None:
     real = Shelf.hold
 
-    def hold(self: Shelf, coming: Snapshot | None) -> None:
+    def hold_and_serve(self: Shelf, coming: Snapshot | None) -> None:
         real(self, coming)
         if coming is not None and self.holding is not None and self.canary is None:
             self.holding = dataclasses.replace(self.holding, live=coming)
 
-    patch.setattr(Shelf, "hold", hold)
+    patch.setattr(Shelf, "hold", hold_and_serve)
 
 
 def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
@@ -303,8 +305,8 @@ def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
 def _nobody_says_that_redis_is_gone(patch: pytest.MonkeyPatch) -> None:
     real = Concerns.note
 
-    def note(self: Concerns, about: Any, why: str | None) -> bool:
-        return False if why == "redis_unreachable" else real(self, about, why)
+    def note(self: Concerns, about: Any, reason: str | None) -> bool:
+        return False if reason == "redis_unreachable" else real(self, about, reason)
 
     patch.setattr(Concerns, "note", note)
 
@@ -330,11 +332,11 @@ def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)
         last: dict[str, Any] = {}
 
-        def reads(view: Any, wants: Any, real: Any = real, last: Any = last) -> Any:
-            before = last.setdefault("view", view)
-            if view.generation != before.generation:
-                last["view"], view = view, before
-            return real(view, wants)
+        def reads(view: Any, record_keys: Any, real: Any = real, last: Any = last) -> Any:
+            previous_view = last.setdefault("view", view)
+            if view.generation != previous_view.generation:
+                last["view"], view = view, previous_view
+            return real(view, record_keys)
 
         patch.setattr(owner, name, reads)
 
@@ -396,12 +398,12 @@ def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyP
 def _looks_at_experiments_wait_until_arms_have_started(patch: pytest.MonkeyPatch) -> None:
     real = Arms.look
 
-    async def look(self: Arms) -> None:
+    async def refresh_and_settle(self: Arms) -> None:
         await real(self)
         async with self._looking:
             await self.settled()
 
-    patch.setattr(Arms, "look", look)
+    patch.setattr(Arms, "look", refresh_and_settle)
 
 
 def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,13 @@ class Faults:
             "arm hung": self._arm_hung, "arm broken": self._arm_broken, "no threads": self._no_threads,
         }  # fmt: skip
 
-    def begin(self, what: str, arguments: tuple[Any, ...], rng: random.Random) -> None:
+    def begin(self, kind: str, arguments: tuple[Any, ...], rng: random.Random) -> None:
         """Begins a fault for `arguments[-1]` seconds, unless it lasts already."""
-        name = " ".join(map(str, (what, *arguments[:-1])))
+        name = " ".join(map(str, (kind, *arguments[:-1])))
         if name in self._lasting:
             return
         self._began[name] = self._of.loop.time()
-        self._lasting[name] = self.kinds[what](rng, *arguments[:-1])
+        self._lasting[name] = self.kinds[kind](rng, *arguments[:-1])
         loop = self._of.loop
         loop.call_later(arguments[-1], self.end, name, context=context_of(None))
 
@@ -56,26 +56,26 @@ class Faults:
         for name in list(self._lasting):
             self.end(name)
 
-    def happened(self, what: str) -> None:
+    def happened(self, fault_name: str) -> None:
         """Notes what is over at once: a restart, a cut."""
-        self._of.tell("over", what)
-        self._ended[what] = self._of.loop.time()
+        self._of.tell("over", fault_name)
+        self._ended[fault_name] = self._of.loop.time()
 
     def calm_s(self, *about: str, but: tuple[str, ...] = ()) -> float:
         """Seconds without any fault, or without one whose name begins so, except those that begin as in `but`."""
-        now = self._of.loop.time()
+        now_s = self._of.loop.time()
 
         def counts(name: str) -> bool:
             return (not about or name.startswith(about)) and not name.startswith(but)
 
-        if any(counts(each) for each in self._lasting):
+        if any(counts(name) for name in self._lasting):
             return 0.0
-        return now - max([at for name, at in self._ended.items() if counts(name)], default=0.0)
+        return now_s - max([at for name, at in self._ended.items() if counts(name)], default=0.0)
 
     def lasting_s(self, *names: str) -> float:
         """Seconds for which the oldest of these faults has lasted, 0 if none does."""
-        since = [self._began[each] for each in names if each in self._lasting]
-        return self._of.loop.time() - min(since) if since else 0.0
+        begin_times = [self._began[name] for name in names if name in self._lasting]
+        return self._of.loop.time() - min(begin_times) if begin_times else 0.0
 
     # -- each kind begins, and returns how it ends
 
@@ -85,9 +85,9 @@ class Faults:
 
     def _redis_down(self, _rng: random.Random) -> Callable[[], None]:
         listening = self._of.wires.listening
-        found = listening.pop(REDIS_PORT)
+        redis_listener = listening.pop(REDIS_PORT)
         self.cut_redis()
-        return lambda: listening.update({REDIS_PORT: found})
+        return lambda: listening.update({REDIS_PORT: redis_listener})
 
     def _redis_wiped(self, _rng: random.Random) -> Callable[[], None]:
         self._of.redis.wipe()
@@ -100,7 +100,7 @@ class Faults:
         return _nothing
 
     def _redis_held(self, _rng: random.Random) -> Callable[[], None]:
-        links = [self.link(each.number) for each in self._of.replicas]
+        links = [self.link(replica.number) for replica in self._of.replicas]
         for link in links:
             link.holds += 1
 
@@ -112,7 +112,7 @@ class Faults:
 
     def _redis_slow(self, rng: random.Random) -> Callable[[], None]:
         links, slow_s = (
-            [self.link(each.number) for each in self._of.replicas],
+            [self.link(replica.number) for replica in self._of.replicas],
             rng.choice([0.005, 0.04, 0.2]),
         )
         for link in links:

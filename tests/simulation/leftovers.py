@@ -14,7 +14,7 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
     """Raises Broken for what a process holds although nobody waits for it."""
     inferences = service.ladder._inferences
     batcher = inferences.batcher  # type: ignore[attr-defined]
-    left = {
+    leftover_counts = {
         "requests": service.admission.under_way,
         "reads": len(service.tiers.flights),
         "inferences": len(inferences.flights),  # type: ignore[attr-defined]
@@ -24,19 +24,19 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
         "leases": len(inferences.lead._held),  # type: ignore[attr-defined]
         "overlays": len(service.tiers.writes),
     }  # fmt: skip
-    if any(left.values()):
-        raise Broken(f"{name} holds for ever: {left}")
+    if any(leftover_counts.values()):
+        raise Broken(f"{name} holds for ever: {leftover_counts}")
 
 
 def demand_sums(name: str, service: Service) -> None:
     """Raises Broken unless each entity asked for has one source, and each miss one reason."""
     metrics = service.metrics
     metrics.settle()
-    asked = sum(count for _, count in counts_of(metrics.entities))
+    entity_count = sum(count for _, count in counts_of(metrics.entities))
     sources: dict[str, float] = {}
     for labels, count in counts_of(metrics.answers):
         sources[labels["source"]] = sources.get(labels["source"], 0) + count
     missed = sum(count for _, count in counts_of(metrics.misses))
     not_stored = sum(count for source, count in sources.items() if source not in STORED)
-    if asked != sum(sources.values()) or missed != not_stored:
-        raise Broken(f"{name}: {asked} asked, {sources} answered, {missed} with a reason")
+    if entity_count != sum(sources.values()) or missed != not_stored:
+        raise Broken(f"{name}: {entity_count} asked, {sources} answered, {missed} with a reason")

@@ -37,22 +37,26 @@ class Models:
 
     def compute(self, inputs: list[Input]) -> None:
         """Takes its time, and fails if it is to."""
-        host, now = HOST.get(), self._threads.loop.time()
+        host, now_s = HOST.get(), self._threads.loop.time()
         assert host is not None
-        for each in inputs:
-            others = self._under_way.setdefault(each, {})
-            if host in others:
-                self.twice.append(f"{host.name} computes {each} twice at once")
+        for model_input in inputs:
+            began_at_by_host = self._under_way.setdefault(model_input, {})
+            if host in began_at_by_host:
+                self.twice.append(f"{host.name} computes {model_input} twice at once")
             elif any(
-                not other.is_dead and now - began < LEASE_S and self.can_talk(each[1])
-                for other, began in others.items()
+                not other_host.is_dead
+                and now_s - began_at < LEASE_S
+                and self.can_talk(model_input[1])
+                for other_host, began_at in began_at_by_host.items()
             ):
-                self.twice.append(f"{host.name} computes {each} while another one does: {others}")
-            others[host] = now
+                self.twice.append(
+                    f"{host.name} computes {model_input} while another one does: {began_at_by_host}"
+                )
+            began_at_by_host[host] = now_s
         try:
             self._threads.sleep(self._threads.rng.random() * TAKES_S + self.slow_s)
             if self.is_failing:
                 raise RuntimeError("the model fails")
         finally:
-            for each in inputs:
-                self._under_way[each].pop(host, None)
+            for model_input in inputs:
+                self._under_way[model_input].pop(host, None)

@@ -76,11 +76,11 @@ def night_list(number: int, user: str) -> list[str]:
     return [ITEMS[(start + step) % COUNT] for step in range(WIDTH)]
 
 
-def live_list(last: str, barred: frozenset[str]) -> list[str]:
+def live_list(last: str, excluded_items: frozenset[str]) -> list[str]:
     """Items that the model recommends after the last of a history."""
     start = ITEMS.index(last)
-    found = [ITEMS[(start + step) % COUNT] for step in range(1, COUNT + 1)]
-    return [each for each in found if each not in barred][:WIDTH]
+    following_items = [ITEMS[(start + step) % COUNT] for step in range(1, COUNT + 1)]
+    return [item for item in following_items if item not in excluded_items][:WIDTH]
 
 
 def default_list() -> list[str]:
@@ -105,10 +105,10 @@ def forget() -> None:
 
 
 def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
-    raws = [each.encode() for each in ids]
+    raws = [entity_id.encode() for entity_id in ids]
     hashes = hash_ids(raws, _SEEDS[name])
     order = np.argsort(hashes)
-    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[each] for each in order]
+    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[index] for index in order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,13 +124,13 @@ class Night:
 
     def manifest(self, verdict: int, passed: bool = True) -> Manifest:
         """Its manifest; `verdict` tells verifications apart, 0: none was yet."""
-        known = self.directories["user"].count
+        user_count = self.directories["user"].count
         gates = ({"rule": "any", "passed": passed, "number": verdict},) if verdict else ()
         return Manifest(
             namespace=namespace_of(self.number), generation=self.generation, data_until=DATA_UNTIL + self.number,
             created_at=DATA_UNTIL + self.number, bundle_digest="", inputs_digest="",
             entity_sets={
-                "user": EntitySet("user", 7, known, (DirectoryPart(0, known, _NO_FILE),)),
+                "user": EntitySet("user", 7, user_count, (DirectoryPart(0, user_count, _NO_FILE),)),
                 "item": EntitySet("item", 11, COUNT, (DirectoryPart(0, COUNT, _NO_FILE),)),
             },
             items=ItemFiles(_NO_FILE, _NO_FILE, _NO_FILE, _NO_FILE, COUNT, 4),
@@ -141,10 +141,10 @@ class Night:
 @lru_cache(maxsize=64)
 def night(number: int) -> Night:
     """The night of that number, the same whenever it is asked for."""
-    users, raws = _directory("user", [each for each in USERS if knows(number, each)])
+    users, raws = _directory("user", [user for user in USERS if knows(number, user)])
     items = _items()
     lists = [
-        items.ordinals_of([each.encode() for each in night_list(number, raw.decode())])
+        items.ordinals_of([item.encode() for item in night_list(number, raw.decode())])
         for raw in raws
     ]
     best_first = np.arange(WIDTH, 0, -1).astype(np.float32)
@@ -156,11 +156,11 @@ def night(number: int) -> Night:
     pages = tuple(rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes))
     part = TablePart(0, len(pages), len(raws), _NO_FILE, _NO_FILE)
     table = Table(TABLE, "user", Producer("topk", "user_tower"), LAYOUT, PER_PAGE, (part,), ())
-    ordinals = items.ordinals_of([each.encode() for each in ITEMS])
+    ordinals = items.ordinals_of([item.encode() for item in ITEMS])
     default = Default(
         ordinals.astype(np.uint32),
         (100.0 * number + 10 + np.linspace(1, 0, COUNT)).astype(np.float32),
-        {each.encode(): int(ordinal) for each, ordinal in zip(ITEMS, ordinals, strict=True)},
+        {item.encode(): int(ordinal) for item, ordinal in zip(ITEMS, ordinals, strict=True)},
     )
     return Night(
         number,
@@ -206,18 +206,22 @@ class Model:
     ) -> list[bytes]:
         """One record each."""
         self.compute([
-            (self.number, print_, tuple(each.history.tolist()))
-            for each, print_ in zip(batch, prints, strict=True)
+            (self.number, print_, tuple(prepared.history.tolist()))
+            for prepared, print_ in zip(batch, prints, strict=True)
         ])  # fmt: skip
-        items, barred = _items(), set(blocked.tolist())
+        items, blocked_ordinals = _items(), set(blocked.tolist())
         lists = np.full((len(batch), WIDTH), 0xFFFFFFFF, np.uint32)
         scores = np.zeros((len(batch), WIDTH), np.float32)
         for row, prepared in enumerate(batch):
-            seen = frozenset(items.id_of(each) for each in {*prepared.excluded.tolist(), *barred})
-            found = live_list(items.id_of(int(prepared.history[-1])), seen)
-            lists[row, : len(found)] = items.ordinals_of([each.encode() for each in found])
-            best_first = np.arange(WIDTH, WIDTH - len(found), -1)
-            scores[row, : len(found)] = 100.0 * self.number + LIVE + best_first
+            excluded_items = frozenset(
+                items.id_of(ordinal) for ordinal in {*prepared.excluded.tolist(), *blocked_ordinals}
+            )
+            live_items = live_list(items.id_of(int(prepared.history[-1])), excluded_items)
+            lists[row, : len(live_items)] = items.ordinals_of(
+                [item.encode() for item in live_items]
+            )
+            best_first = np.arange(WIDTH, WIDTH - len(live_items), -1)
+            scores[row, : len(live_items)] = 100.0 * self.number + LIVE + best_first
         rows = encode_topk(
             LAYOUT, np.array(prints, np.uint64), lists, scores, scored_at, flags=FLAG_LIVE
         )
@@ -227,12 +231,12 @@ class Model:
 
 def snapshot(number: int, model: Model | None) -> Snapshot:
     """The night as a replica opens it, before any release and blocklist; without a model it is degraded."""
-    found = night(number)
+    simulated_night = night(number)
     return Snapshot(
-        generation=found.generation, epoch=0, published_at="", manifest=found.manifest(1),
-        root=Path("/nowhere"), directories=found.directories, items=_items(),
-        view=View(found.generation, found.directories), predictor=model,  # type: ignore[arg-type]
+        generation=simulated_night.generation, epoch=0, published_at="", manifest=simulated_night.manifest(1),
+        root=Path("/nowhere"), directories=simulated_night.directories, items=_items(),
+        view=View(simulated_night.generation, simulated_night.directories), predictor=model,  # type: ignore[arg-type]
         degraded=None if model is not None else "the model does not open",
-        defaults={TABLE: found.default}, blocklist=Blocklist(), blocked=frozenset(),
+        defaults={TABLE: simulated_night.default}, blocklist=Blocklist(), blocked=frozenset(),
         blocked_ordinals=np.empty(0, np.int64),
     )  # fmt: skip

@@ -37,7 +37,7 @@ class Publisher:
         self._redis = redis
         self._store = store
         self._keys = keys
-        self.blocked: Callable[[Blocklist], None] = lambda _found: None
+        self.blocked: Callable[[Blocklist], None] = lambda _blocklist: None
         """Told of each version of the blocklist."""
         self.experimented: Callable[[Experiments], None] = lambda _record: None
         """Told of each version of the experiments."""
@@ -62,23 +62,23 @@ class Publisher:
 
     def build(self, is_good: bool) -> str:
         """A new generation, up to its verdict."""
-        found, releases = nights.night(self._next), self._releases()
+        night, releases = nights.night(self._next), self._releases()
         self._next += 1
-        generation = found.generation
+        generation = night.generation
         releases.note(generation, State.BEGUN)
         path = generation_path(generation, "manifest.json")
-        self._store.write(path, found.manifest(0).to_bytes())
+        self._store.write(path, night.manifest(0).to_bytes())
         load_missing(releases.control, self._store, generation)
         sweep.note_loaded(releases, generation)
         live = releases.ledger().live
         self._verdicts += 1
         if is_good:
-            self._store.write(path, found.manifest(self._verdicts).to_bytes())
+            self._store.write(path, night.manifest(self._verdicts).to_bytes())
             self._baselines[generation] = live
             releases.mark_verified(generation, attempt=self._attempt())
         else:
             releases.refuse(generation, reason="bad", attempt=self._attempt())
-            self._store.write(path, found.manifest(self._verdicts, False).to_bytes())
+            self._store.write(path, night.manifest(self._verdicts, False).to_bytes())
         return generation
 
     def publish(self, generation: str) -> str:
@@ -118,12 +118,12 @@ class Publisher:
 
     def retire(self) -> str:
         """Removes what nobody needs."""
-        releases, gone = self._releases(), []
+        releases, retired_generations = self._releases(), []
         for generation in sweep.sweepable(releases, keep=1, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
                 sweep.retire(releases, generation, attempt=self._attempt(), grace_s=GRACE_S)
-                gone.append(generation)
-        return f"{gone} retired"
+                retired_generations.append(generation)
+        return f"{retired_generations} retired"
 
     def restore(self) -> str:
         """Brings back what Redis lost."""
@@ -156,37 +156,40 @@ class Publisher:
             ArmOption("control", OWN, parts),
             *(ArmOption(namespace, namespace, parts) for namespace in namespaces),
         )
-        own = self._control(OWN)
+        own_control = self._control(OWN)
         controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
         option = ExperimentOption(OWN, name, arms, share)
-        self._edit(lambda record: edits.add(record, option, at=own.time()))
-        changes._wait(own, controls, name, FLIP.wait_s, quiet)
-        self._edit(lambda record: edits.begin(record, name, at=own.time()))
+        self._edit(lambda record: edits.add(record, option, at=own_control.time()))
+        changes._wait(own_control, controls, name, FLIP.wait_s, quiet)
+        self._edit(lambda record: edits.begin(record, name, at=own_control.time()))
         return f"{name} in {namespaces}"
 
-    def stop_experiment(self, place: int) -> str:
+    def stop_experiment(self, position: int) -> str:
         """Stops one of those that are not over."""
-        name = self._current(place)
+        name = self._current(position)
         self._edit(lambda record: edits.end(record, name, at=self._control(OWN).time()))
         return name
 
-    def share(self, place: int, share: float, control: float | None) -> str:
+    def share(self, position: int, share: float, control: float | None) -> str:
         """Changes the share of one of them, or that of its arms."""
-        name = self._current(place)
+        name = self._current(position)
         if control is None:
             self._edit(lambda record: edits.share_keys(record, {name: share}))
             return f"{name} {share}"
-        found = edits.current(latest_experiments(self._store), name)
-        others = [arm.name for arm in found.arms if arm.name != "control"]
-        shares = {"control": control, **dict.fromkeys(others, (1 - control) / len(others))}
-        self._edit(lambda record: edits.share_arms(record, name, shares))
-        return f"{name} {shares}"
+        experiment = edits.current(latest_experiments(self._store), name)
+        other_arms = [arm.name for arm in experiment.arms if arm.name != "control"]
+        arm_shares = {
+            "control": control,
+            **dict.fromkeys(other_arms, (1 - control) / len(other_arms)),
+        }
+        self._edit(lambda record: edits.share_arms(record, name, arm_shares))
+        return f"{name} {arm_shares}"
 
-    def _current(self, place: int) -> str:
-        names = [found.name for found in latest_experiments(self._store).current]
+    def _current(self, position: int) -> str:
+        names = [experiment.name for experiment in latest_experiments(self._store).current]
         if not names:
             raise Conflict("no experiment is there")
-        return names[place % len(names)]
+        return names[position % len(names)]
 
     def _edit(self, edit: Callable[[Experiments], Experiments]) -> None:
         self.experimented(change_experiments(self._store, edit))
@@ -196,10 +199,10 @@ class Publisher:
         return Control(self._redis, Keyspace(namespace))  # type: ignore[arg-type]
 
     def _change(self, **changes: Any) -> str:
-        found = change_blocklist(self._store, **changes)
-        self.blocked(found)
+        blocklist = change_blocklist(self._store, **changes)
+        self.blocked(blocklist)
         self._redis.publish(self._keys.channel, "blocklist")
-        return f"version {found.version}"
+        return f"version {blocklist.version}"
 
     def _releases(self) -> Releases:
         return Releases(self._store, Control(self._redis, self._keys))  # type: ignore[arg-type]
@@ -211,8 +214,8 @@ class Publisher:
 
 def load_missing(control: Control, _store: ArtefactStore, generation: str, **_options: Any) -> int:
     """Pages into Redis, one by one, and their mark."""
-    found = nights.night(nights.number_of(generation))
-    for number, page in enumerate(found.pages):
+    night = nights.night(nights.number_of(generation))
+    for number, page in enumerate(night.pages):
         name = control.keys.page(generation, TABLE, number)
         if control.client.get(name) != page:
             control.client.set(name, page)

@@ -24,8 +24,10 @@ _MORE = object()
 class SimulatedRedis(MemoryRedis):
     """Strings, hashes and sorted sets with expiry, and who listens to a channel."""
 
-    def __init__(self, keys: Keyspace, now: Callable[[], float], watch: Watch = unwatched) -> None:
-        super().__init__(keys, now, watch)
+    def __init__(
+        self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched
+    ) -> None:
+        super().__init__(keys, clock, watch)
         self.ends: dict[str, float] = {}
         self.sessions: dict[Session, None] = {}
         self.policy = "volatile-lru"
@@ -40,10 +42,10 @@ class SimulatedRedis(MemoryRedis):
             control_keys._MARK.encode(): lambda keys, argv: self._in(keys[0], self.mark, argv),
         }
 
-    def execute(self, words: list[bytes]) -> Any:
+    def execute(self, command: list[bytes]) -> Any:
         """The reply to a command: bytes, int, None, a list, or text that is sent as it is."""
         self._drop_expired()
-        return getattr(self, f"do_{words[0].decode().lower()}")(*words[1:])
+        return getattr(self, f"do_{command[0].decode().lower()}")(*command[1:])
 
     def wipe(self) -> None:
         """Everything is gone."""
@@ -61,8 +63,8 @@ class SimulatedRedis(MemoryRedis):
 
     def _drop_expired(self) -> None:
         if self.ends:
-            now = self.now()
-            for name in [each for each, end in self.ends.items() if end <= now]:
+            now_s = self.now()
+            for name in [name for name, end in self.ends.items() if end <= now_s]:
                 del self.ends[name]
                 self.data.pop(name, None)
 
@@ -70,31 +72,31 @@ class SimulatedRedis(MemoryRedis):
 
     def do_get(self, name: bytes) -> bytes | None:
         """A string."""
-        found: bytes | None = self.data.get(name.decode())
-        return found
+        stored_bytes: bytes | None = self.data.get(name.decode())
+        return stored_bytes
 
     def do_mget(self, *names: bytes) -> list[bytes | None]:
         """Strings."""
-        return [self.data.get(each.decode()) for each in names]
+        return [self.data.get(name.decode()) for name in names]
 
     def do_getrange(self, name: bytes, first: bytes, last: bytes) -> bytes:
         """Part of a string."""
-        found: bytes = self.data.get(name.decode(), b"")
-        return found[int(first) : int(last) + 1]
+        stored_bytes: bytes = self.data.get(name.decode(), b"")
+        return stored_bytes[int(first) : int(last) + 1]
 
     def do_set(self, name: bytes, value: bytes, *options: bytes) -> Any:
         """A string: NX, GET and PX in any order."""
-        key, found = name.decode(), list(options)
-        before = self.data.get(key)
-        life_ms = int(found[found.index(b"PX") + 1]) if b"PX" in found else None
-        if b"NX" not in found or before is None:
+        key, option_list = name.decode(), list(options)
+        previous_value = self.data.get(key)
+        life_ms = int(option_list[option_list.index(b"PX") + 1]) if b"PX" in option_list else None
+        if b"NX" not in option_list or previous_value is None:
             self.data[key] = value
             self.ends.pop(key, None)
             if life_ms is not None:
                 self.ends[key] = self.now() + life_ms / 1000
-        if b"GET" in found:
-            return before
-        return OK if b"NX" not in found or before is None else None
+        if b"GET" in option_list:
+            return previous_value
+        return OK if b"NX" not in option_list or previous_value is None else None
 
     def do_pttl(self, name: bytes) -> int:
         """Milliseconds of life."""
@@ -112,21 +114,21 @@ class SimulatedRedis(MemoryRedis):
 
     def do_time(self) -> list[bytes]:
         """Seconds and microseconds."""
-        now = self.now()
-        return [b"%d" % int(now), b"%d" % int(1e6 * (now % 1))]
+        now_s = self.now()
+        return [b"%d" % int(now_s), b"%d" % int(1e6 * (now_s % 1))]
 
     def do_zadd(self, name: bytes, score: bytes, member: bytes) -> int:
         """A member with a score."""
-        found = self.data.setdefault(name.decode(), {})
-        is_new = member not in found
-        found[member] = float(score)
+        score_by_member = self.data.setdefault(name.decode(), {})
+        is_new = member not in score_by_member
+        score_by_member[member] = float(score)
         return int(is_new)
 
     def do_zrem(self, name: bytes, *members: bytes) -> int:
         """Members away."""
-        found = self.data.get(name.decode(), {})
-        count = sum(found.pop(each, None) is not None for each in members)
-        if not found:
+        score_by_member = self.data.get(name.decode(), {})
+        count = sum(score_by_member.pop(member, None) is not None for member in members)
+        if not score_by_member:
             self.data.pop(name.decode(), None)
         return count
 
@@ -137,13 +139,13 @@ class SimulatedRedis(MemoryRedis):
         ranked.sort(key=lambda e: e[0], reverse=True)
         ranked.sort(key=lambda e: e[1], reverse=True)
         part = ranked[int(first) : int(last) + 1]
-        return [each for member, score in part for each in (member, b"%.17g" % score)]
+        return [element for member, score in part for element in (member, b"%.17g" % score)]
 
     def do_hset(self, name: bytes, field: bytes, value: bytes) -> int:
         """A field."""
-        found = self.data.setdefault(name.decode(), {})
-        is_new = field not in found
-        found[field] = value
+        hash_fields = self.data.setdefault(name.decode(), {})
+        is_new = field not in hash_fields
+        hash_fields[field] = value
         return int(is_new)
 
     def do_hdel(self, name: bytes, *fields: bytes) -> int:
@@ -152,14 +154,14 @@ class SimulatedRedis(MemoryRedis):
 
     def do_hgetall(self, name: bytes) -> list[bytes]:
         """A hash."""
-        return [each for pair in self.data.get(name.decode(), {}).items() for each in pair]
+        return [element for pair in self.data.get(name.decode(), {}).items() for element in pair]
 
     def do_pfadd(self, name: bytes, *members: bytes) -> int:
         """Counted once each: a set, where Redis estimates."""
-        found = self.data.setdefault(name.decode(), {})
-        before = len(found)
-        found.update(dict.fromkeys(members, 1.0))
-        return int(len(found) > before)
+        counted_members = self.data.setdefault(name.decode(), {})
+        count_before = len(counted_members)
+        counted_members.update(dict.fromkeys(members, 1.0))
+        return int(len(counted_members) > count_before)
 
     def do_pfcount(self, name: bytes) -> int:
         """How many."""
@@ -173,7 +175,7 @@ class SimulatedRedis(MemoryRedis):
             "# Server\r\nredis_version:7.0.15\r\nrun_id:0\r\n"
         ).encode()
 
-    def do_client(self, *_words: bytes) -> str:
+    def do_client(self, *_arguments: bytes) -> str:
         """Who it is."""
         return OK
 
@@ -189,38 +191,41 @@ class SimulatedRedis(MemoryRedis):
         """Tells who listens."""
         return self.publish(channel.decode(), message.decode())
 
-    def do_eval(self, script: bytes, count: bytes, *words: bytes) -> Any:
+    def do_eval(self, script: bytes, count: bytes, *arguments: bytes) -> Any:
         """One of Larder's scripts."""
-        keys = [each.decode() for each in words[: int(count)]]
-        return self.scripts[script](keys, list(words[int(count) :]))
+        keys = [raw_key.decode() for raw_key in arguments[: int(count)]]
+        return self.scripts[script](keys, list(arguments[int(count) :]))
 
     # -- for publishers, who hold no connection
 
     def publish(self, channel: str, message: str) -> int:
         """Tells who listens; how many."""
-        listeners = [each for each in self.sessions if channel in each.channels]
-        for each in listeners:
-            each.push(channel, message)
+        listeners = [session for session in self.sessions if channel in session.channels]
+        for listener in listeners:
+            listener.push(channel, message)
         return len(listeners)
 
     def getrange(self, name: str, first: int, last: int) -> bytes:
         """Part of a string."""
         self.watch("getrange", name)
-        found: bytes = self.data.get(name, b"")
-        return found[first : last + 1]
+        stored_bytes: bytes = self.data.get(name, b"")
+        return stored_bytes[first : last + 1]
 
     def eval(self, script: str, count: int, *arguments: Any) -> Any:
         """One of Larder's scripts."""
         self.watch("eval", script)
-        words = [each if isinstance(each, bytes) else str(each).encode() for each in arguments]
+        raw_arguments = [
+            argument if isinstance(argument, bytes) else str(argument).encode()
+            for argument in arguments
+        ]
         self._drop_expired()
-        return self.do_eval(script.encode(), b"%d" % count, *words)
+        return self.do_eval(script.encode(), b"%d" % count, *raw_arguments)
 
     def move(self, argv: list[bytes]) -> list[Any]:
         """The script that moves the pointer, and says so."""
-        before = self.data.get(self.keys.live)
+        previous_raw = self.data.get(self.keys.live)
         reply = super().move(argv)
-        if self.data.get(self.keys.live) is not before:
+        if self.data.get(self.keys.live) is not previous_raw:
             self.publish(self.keys.channel, "pointer")
         return reply
 
@@ -228,17 +233,17 @@ class SimulatedRedis(MemoryRedis):
 
     def _in(self, name: str, script: Callable[[list[bytes]], Any], argv: list[bytes]) -> Any:
         """Reply of a script under the namespace of its first key."""
-        before, self.keys = self.keys, Keyspace(name.partition("{")[2].partition("}")[0])
+        previous_keys, self.keys = self.keys, Keyspace(name.partition("{")[2].partition("}")[0])
         try:
             return script(argv)
         finally:
-            self.keys = before
+            self.keys = previous_keys
 
     def _beat(self, keys: list[str], argv: list[bytes]) -> int:
-        found = self.data.setdefault(keys[0], {})
-        found[argv[1]] = float(argv[0])
+        score_by_member = self.data.setdefault(keys[0], {})
+        score_by_member[argv[1]] = float(argv[0])
         if len(argv) > 2 and argv[2] != argv[1]:
-            found.pop(argv[2], None)
+            score_by_member.pop(argv[2], None)
         return 1
 
     def _swap(self, keys: list[str], argv: list[bytes]) -> bytes | None:
@@ -249,18 +254,18 @@ class SimulatedRedis(MemoryRedis):
 
     def _report(self, keys: list[str], argv: list[bytes]) -> None:
         last = 3 + 2 * int(argv[2])
-        for each in argv[last:]:
+        for removed_member in argv[last:]:
             for name in keys:
-                self.data.get(name, {}).pop(each, None)
+                self.data.get(name, {}).pop(removed_member, None)
         for at in range(3, last, 2):
-            found = self.data.setdefault(keys[0], {})
-            found[argv[at + 1]] = found.get(argv[at + 1], 0.0) + float(argv[at])
+            score_by_member = self.data.setdefault(keys[0], {})
+            score_by_member[argv[at + 1]] = score_by_member.get(argv[at + 1], 0.0) + float(argv[at])
         self.do_expire(keys[0].encode(), argv[1])
 
     def _stage(self, keys: list[str], argv: list[bytes]) -> bytes | None:
-        attempt, generation, now, note = argv
-        found = self.data.get(keys[0])
-        standing = None if found is None else orjson.loads(found)
+        attempt, generation, now_s, note = argv
+        raw_note = self.data.get(keys[0])
+        standing = None if raw_note is None else orjson.loads(raw_note)
         if standing is not None:
             raw = self.data.get(keys[2])
             pointer = {} if raw is None else orjson.loads(raw)
@@ -270,16 +275,16 @@ class SimulatedRedis(MemoryRedis):
                 or standing["generation"] == generation.decode()
             )
             has_moved = standing["generation"] in (pointer.get("generation"), tried)
-            if not is_mine and not has_moved and standing["until"] > float(now):
-                return bytes(found or b"")
+            if not is_mine and not has_moved and standing["until"] > float(now_s):
+                return bytes(raw_note or b"")
         self.data[keys[0]] = note
         if standing is None or standing["generation"] != generation.decode():
             self.publish(keys[1], "next")
         return None
 
     def _unstage(self, keys: list[str], argv: list[bytes]) -> int:
-        found = self.data.get(keys[0])
-        note = None if found is None else orjson.loads(found)
+        raw_note = self.data.get(keys[0])
+        note = None if raw_note is None else orjson.loads(raw_note)
         if note and (note["attempt"] == argv[0].decode() or note["generation"] == argv[1].decode()):
             del self.data[keys[0]]
             self.publish(keys[1], "next")
@@ -312,28 +317,29 @@ class Session(asyncio.Protocol):
         """Answers each command that is whole."""
         self._reader.feed(data)
         replies: list[bytes] = []
-        while (words := self._reader.gets()) is not _MORE:
-            replies.append(self._answer(words))
+        while (command := self._reader.gets()) is not _MORE:
+            replies.append(self._answer(command))
         if replies:
             self._transport.write(b"".join(replies))
 
     def push(self, channel: str, message: str) -> None:
         """Hands a message over."""
-        said = [b"message", channel.encode(), message.encode()]
-        self._transport.write(encoded(said))
+        message_parts = [b"message", channel.encode(), message.encode()]
+        self._transport.write(encoded(message_parts))
 
-    def _answer(self, words: list[bytes]) -> bytes:
-        command = words[0].upper()
+    def _answer(self, command_parts: list[bytes]) -> bytes:
+        command = command_parts[0].upper()
         if command in (b"SUBSCRIBE", b"UNSUBSCRIBE"):
-            for each in words[1:]:
+            for raw_channel in command_parts[1:]:
                 if command == b"SUBSCRIBE":
-                    self.channels[each.decode()] = None
+                    self.channels[raw_channel.decode()] = None
                 else:
-                    self.channels.pop(each.decode(), None)
+                    self.channels.pop(raw_channel.decode(), None)
             return b"".join(
-                encoded([command.lower(), each, len(self.channels)]) for each in words[1:]
+                encoded([command.lower(), raw_channel, len(self.channels)])
+                for raw_channel in command_parts[1:]
             )
-        return encoded(self._redis.execute(words))
+        return encoded(self._redis.execute(command_parts))
 
 
 def encoded(reply: Any) -> bytes:

@@ -90,8 +90,10 @@ class Replica:
         if self.service is None or (arms := self.arms) is None:
             return {}
         names = dict.fromkeys((nights.OWN, *arms.states))
-        found = {name: arms.service(name) for name in names}
-        return {name: service for name, service in found.items() if service is not None}
+        service_by_namespace = {name: arms.service(name) for name in names}
+        return {
+            name: service for name, service in service_by_namespace.items() if service is not None
+        }
 
     def _run(self, work: Any) -> asyncio.Task[None]:
         return self._loop.create_task(work, context=context_of(self.host))

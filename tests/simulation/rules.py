@@ -132,10 +132,10 @@ class Rules:
         for replica in self._of.replicas:
             if replica.service is None or self._up_s(replica.host) < LEARNS_S:
                 continue
-            away = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall")
+            fault_names = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall")
             holds_s = self._of.loop.time() - self._held_since(replica, generation)
             if generation in replica.service.follower.shelf.generations and (
-                min(holds_s, self._of.faults.calm_s(*away)) > LEARNS_S
+                min(holds_s, self._of.faults.calm_s(*fault_names)) > LEARNS_S
             ):
                 raise Broken(f"{name} goes, {replica.host.name} holds it")
 
@@ -148,34 +148,39 @@ class Rules:
         After an outage the first call finds out that it is over; those beside it have no lease. Who has waited long
         enough for another process' answer computes it as well.
         """
-        now = self._of.loop.time()
-        has_waited = any(now >= alone_at for alone_at in self._waiting[fingerprint].values())
-        return self._of.faults.calm_s() > CALM_S < now - self._probing_at and not has_waited
+        now_s = self._of.loop.time()
+        has_waited = any(now_s >= alone_at for alone_at in self._waiting[fingerprint].values())
+        return self._of.faults.calm_s() > CALM_S < now_s - self._probing_at and not has_waited
 
     # -- calls
 
     def asked(self, call: Call, replica: Replica) -> Asked:
         """What is known as a call begins."""
         service, services = replica.service, replica.services
-        if any(each.tiers._remote.stats.breaker != "closed" for each in services.values()):
+        if any(
+            lookup_service.tiers._remote.stats.breaker != "closed"
+            for lookup_service in services.values()
+        ):
             self._probing_at = self._of.loop.time()
-        held = {name: each.follower.holding for name, each in services.items()}
-        holdings = {name: each for name, each in held.items() if each is not None}
-        for each in call.questions:
+        served_by_name = {
+            name: lookup_service.follower.holding for name, lookup_service in services.items()
+        }
+        holdings = {name: served for name, served in served_by_name.items() if served is not None}
+        for question in call.questions:
             # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
             alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
-            self._waiting[fingerprint(each.id.encode())].setdefault(id(call), alone_at)
+            self._waiting[fingerprint(question.id.encode())].setdefault(id(call), alone_at)
         return Asked(
             call, self._of.loop.time(), replica.host, service,
             {
-                name: Known(each.live.epoch, each.live.generation, each.live.blocklist)
-                for name, each in holdings.items()
+                name: Known(served.live.epoch, served.live.generation, served.live.blocklist)
+                for name, served in holdings.items()
             },
             self._of.loop.stalled_s,
             self._away_s(replica),
             frozenset(
-                generation for each in holdings.values() for generation in each.generations
+                generation for served in holdings.values() for generation in served.generations
                 if self._of.is_loaded(generation)
             ),
         )  # fmt: skip
@@ -186,23 +191,23 @@ class Rules:
 
     def ended(self, call: Call) -> None:
         """A call that was answered, or whose caller left."""
-        for each in call.questions:
-            self._waiting[fingerprint(each.id.encode())].pop(id(call), None)
+        for question in call.questions:
+            self._waiting[fingerprint(question.id.encode())].pop(id(call), None)
 
-    def answered(self, asked: Asked, reply: Reply) -> list[Any]:
+    def answered(self, call_context: Asked, reply: Reply) -> list[Any]:
         """Judges a reply; what to write down of it."""
-        call, now = asked.call, self._of.loop.time()
+        call, now_s = call_context.call, self._of.loop.time()
         replica = self._of.replicas[call.replica]
-        if asked.service is not None and replica.host is asked.host and replica.is_up:
-            stalled_s = self._of.loop.stalled_s - asked.stalled_s
-            late_s = now - asked.at - stalled_s - call.deadline_ms / 1000
+        if call_context.service is not None and replica.host is call_context.host and replica.is_up:
+            stalled_s = self._of.loop.stalled_s - call_context.stalled_s
+            late_s = now_s - call_context.at - stalled_s - call.deadline_ms / 1000
             if late_s > SLACK_S:
                 raise Wrong(f"{call} was answered {late_s:.3f} s after its deadline")
             is_shedding = self._of.faults.calm_s("stall") < LEARNS_S
-            is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now - asked.at
+            is_cut = self._of.faults.calm_s(f"cut {call.replica}") <= now_s - call_context.at
             is_gone = reply.status == 409 and call.generation is not None
             may_fail = is_gone or is_shedding or is_cut
-            if reply.status != 200 and nights.OWN in asked.known and not may_fail:
+            if reply.status != 200 and nights.OWN in call_context.known and not may_fail:
                 raise Wrong(f"{call} was answered {reply}")
         if reply.status != 200:
             if reply.status not in (0, 409, 503):
@@ -211,22 +216,24 @@ class Rules:
         answers = reply.body.get("answers", [reply.body])
         if len(answers) != len(call.questions):
             raise Wrong(f"{call} got {len(answers)} answers")
-        live = {each["generation"] for each in answers if each["source"] != "previous"}
+        live = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(live) > 1:
             raise Wrong(f"two generations in one response to {call}: {live}")
         for question, answer in zip(call.questions, answers, strict=True):
-            self._judge(asked, question, answer)
-        return [(each["source"], each["generation"][-4:], each["items"][:2]) for each in answers]
+            self._judge(call_context, question, answer)
+        return [
+            (answer["source"], answer["generation"][-4:], answer["items"][:2]) for answer in answers
+        ]
 
-    def _judge(self, asked: Asked, question: Question, answer: Mapping[str, Any]) -> None:
-        call, sent = asked.call, self._of.sent[question.id]
+    def _judge(self, call_context: Asked, question: Question, answer: Mapping[str, Any]) -> None:
+        call, sent_at_by_history = call_context.call, self._of.sent[question.id]
         namespace = nights.namespace_of(nights.number_of(answer["generation"]))
-        known = asked.known.get(namespace)
-        blocklist = asked.blocklist if known is None else known.blocklist
-        items = frozenset(each.decode() for each in blocklist.items)
-        judge(call, question, answer, items, {each for each, _ in sent.items()})
-        self._demand_current(asked, namespace, answer)
-        self._demand_routed(asked, namespace, answer)
+        known_state = call_context.known.get(namespace)
+        blocklist = call_context.blocklist if known_state is None else known_state.blocklist
+        items = frozenset(raw_item.decode() for raw_item in blocklist.items)
+        judge(call, question, answer, items, {history for history, _ in sent_at_by_history.items()})
+        self._demand_current(call_context, namespace, answer)
+        self._demand_routed(call_context, namespace, answer)
         raw = question.id.encode()
         is_barred = raw in blocklist.entities or raw in blocklist.users
         if is_barred and (answer["source"] != "default" or answer["reason"] != "entity_blocked"):
@@ -234,38 +241,50 @@ class Rules:
         if answer.get("reason") == "internal_error":
             raise Wrong(f"{question} of {call} got {answer}")
         # One that was under way when Redis came back may know better than when it was asked.
-        away_s = min(asked.redis_away_s, self._away_s(self._of.replicas[asked.call.replica]))
+        away_s = min(
+            call_context.redis_away_s, self._away_s(self._of.replicas[call_context.call.replica])
+        )
         if away_s > STALE_S and "stale" not in answer:
             raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
         if answer.get("reason") == "corrupt":
             raise Wrong(f"nothing is corrupt here: {answer}")
         if answer["producer"] == "live" and answer["source"] in STORED:
-            of = [at for history, at in sent.items() if question.history in ((), history)]
+            of = [
+                at
+                for history, at in sent_at_by_history.items()
+                if question.history in ((), history)
+            ]
             at = max(of, default=0.0)
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
         # An arm out of order is no excuse for the service's own namespace.
         but = ("arm",) if namespace == nights.OWN else ()
-        if self._of.faults.calm_s(but=but) > LEARNS_S and asked.service is not None:
-            self._demand_learnt(asked, namespace, question, answer)
+        if self._of.faults.calm_s(but=but) > LEARNS_S and call_context.service is not None:
+            self._demand_learnt(call_context, namespace, question, answer)
 
-    def _demand_current(self, asked: Asked, namespace: str, answer: Mapping[str, Any]) -> None:
+    def _demand_current(
+        self, call_context: Asked, namespace: str, answer: Mapping[str, Any]
+    ) -> None:
         """Never backwards: what was live when the call began, or came later."""
-        generation, pinned = answer["generation"], asked.call.generation
+        generation, pinned = answer["generation"], call_context.call.generation
         if pinned is not None and generation != pinned:
             raise Wrong(f"{pinned} was pinned, and {answer} came")
-        known = asked.known.get(namespace)
-        if answer["source"] == "previous" or known is None or pinned is not None:
+        known_state = call_context.known.get(namespace)
+        if answer["source"] == "previous" or known_state is None or pinned is not None:
             return
         pointers = self._epochs[namespace].items()
-        later = {each for epoch, each in pointers if epoch >= known.epoch}
-        if generation not in {known.live, *later, *self._tried}:
-            raise Wrong(f"{known.live} was live, and {answer} came")
+        later = {
+            later_generation for epoch, later_generation in pointers if epoch >= known_state.epoch
+        }
+        if generation not in {known_state.live, *later, *self._tried}:
+            raise Wrong(f"{known_state.live} was live, and {answer} came")
 
-    def _demand_routed(self, asked: Asked, namespace: str, answer: Mapping[str, Any]) -> None:
+    def _demand_routed(
+        self, call_context: Asked, namespace: str, answer: Mapping[str, Any]
+    ) -> None:
         """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
         label = answer.get("experiment"), answer.get("arm")
-        call, now = asked.call, self._of.loop.time()
+        call, now_s = call_context.call, self._of.loop.time()
         has_key = len(call.questions) == 1 and call.generation is None
         owners: list[tuple[str | None, str | None]] = [(None, None)]
         settled: tuple[str | None, str | None] | None = (None, None)
@@ -277,49 +296,66 @@ class Rules:
                 for arm in experiment.arms
             }
             owners.append(owner := version.owner(call.questions[0].id.encode()))
-            settled = owner if version.written_at < now - 2 * LEARNS_S else None
+            settled = owner if version.written_at < now_s - 2 * LEARNS_S else None
         if label not in owners or of_arm[label] != namespace:
             raise Wrong(f"{call} is of {owners[-1]}, and {answer} came")
         if settled is None or label == settled:
             return
         arm = of_arm[settled]
-        first_at = self._first_at.get(arm, now)
+        first_at = self._first_at.get(arm, now_s)
         # What is wrong with one arm touches no other.
-        others = tuple(
+        other_arm_faults = tuple(
             f"arm {how} {name}" for how in ("hung", "broken") for name in nights.ARMS if name != arm
         )
-        is_calm = self._of.faults.calm_s(but=others) > 2 * LEARNS_S < self._up_s(asked.host)
+        is_calm = (
+            self._of.faults.calm_s(but=other_arm_faults)
+            > 2 * LEARNS_S
+            < self._up_s(call_context.host)
+        )
         is_tried_again = self._of.faults.calm_s(f"arm broken {arm}") > RETRIED_S
-        if is_calm and is_tried_again and now - first_at > 2 * LEARNS_S:
+        if is_calm and is_tried_again and now_s - first_at > 2 * LEARNS_S:
             raise Wrong(f"{call} is of {settled} for long, and {answer} came")
 
     def _demand_learnt(
-        self, asked: Asked, namespace: str, question: Question, answer: Mapping[str, Any]
+        self, call_context: Asked, namespace: str, question: Question, answer: Mapping[str, Any]
     ) -> None:
         """In calm: what was written down some time ago is known, and what is stored is found."""
-        if self._up_s(asked.host) < LEARNS_S:
+        if self._up_s(call_context.host) < LEARNS_S:
             return
-        process = asked.host, namespace
+        process = call_context.host, namespace
         if self._of.faults.calm_s() < self._of.loop.time() - self._probed.get(process, 0.0):
             self._probed.pop(process, None)
-        before = [each for at, each in self._blocklists if at < asked.at - LEARNS_S]
-        since = [each for at, each in self._blocklists if at >= asked.at - LEARNS_S]
-        if before:
-            items = {each.decode() for each in before[-1].items} & {*answer["items"]}
-            freed = {each for each in items for later in since if each.encode() not in later.items}
+        known_blocklists = [
+            blocklist for at, blocklist in self._blocklists if at < call_context.at - LEARNS_S
+        ]
+        recent_blocklists = [
+            blocklist for at, blocklist in self._blocklists if at >= call_context.at - LEARNS_S
+        ]
+        if known_blocklists:
+            items = {raw_item.decode() for raw_item in known_blocklists[-1].items} & {
+                *answer["items"]
+            }
+            freed = {
+                item
+                for item in items
+                for later in recent_blocklists
+                if item.encode() not in later.items
+            }
             if items - freed:
                 raise Wrong(f"blocked {LEARNS_S} s ago: {items - freed} in {answer}")
         number = nights.number_of(answer["generation"])
         if answer["source"] != "l1":
-            self._probed.setdefault(process, asked.at)
-        is_plain = not asked.call.exclude and not question.history and not asked.call.fresh
+            self._probed.setdefault(process, call_context.at)
+        is_plain = (
+            not call_context.call.exclude and not question.history and not call_context.call.fresh
+        )
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]
             # After an outage one call at a time finds out that it is over.
-            is_probing = reason == "breaker_open" and asked.at < self._probed[process] + 1.0
+            is_probing = reason == "breaker_open" and call_context.at < self._probed[process] + 1.0
             if reason in ("l2_down", "l2_timeout", "breaker_open") and not is_probing:
                 raise Wrong(f"Redis is there, and {question} got {answer}")
-            if reason == "page_missing" and answer["generation"] in asked.loaded:
+            if reason == "page_missing" and answer["generation"] in call_context.loaded:
                 raise Wrong(f"the page is there, and {question} got {answer}")
 
     def _up_s(self, host: Host) -> float:
@@ -342,48 +378,56 @@ class Rules:
             raise Broken(f"logged: {self._of.errors[0]}")
 
     def _look(self, replica: Replica, service: Service) -> None:
-        held = service.follower.holding
-        if held is None:
+        served = service.follower.holding
+        if served is None:
             return
-        epoch, version = held.live.epoch, held.live.blocklist.version
-        before = self._seen.get(replica.host, (0, -1))
-        if epoch < before[0] or version < before[1]:
-            raise Broken(f"{replica.host.name} went back from {before} to {(epoch, version)}")
+        epoch, version = served.live.epoch, served.live.blocklist.version
+        previous_seen = self._seen.get(replica.host, (0, -1))
+        if epoch < previous_seen[0] or version < previous_seen[1]:
+            raise Broken(
+                f"{replica.host.name} went back from {previous_seen} to {(epoch, version)}"
+            )
         self._seen[replica.host] = epoch, version
-        for each in held.generations:
-            self._held_since(replica, each)
-        self._demand_obedient(replica, held.live.blocklist)
-        if len({each.blocklist.version for each in held.snapshots}) > 1:
+        for generation in served.generations:
+            self._held_since(replica, generation)
+        self._demand_obedient(replica, served.live.blocklist)
+        if len({snapshot.blocklist.version for snapshot in served.snapshots}) > 1:
             raise Broken(f"{replica.host.name} holds two blocklists")
         raw = self._of.redis.data.get(self._of.keys.live)
         pointer = None if raw is None else Pointer.from_bytes(raw)
-        now = self._of.loop.time()
+        now_s = self._of.loop.time()
         if (
             pointer is None
-            or now - self._moved_at < LEARNS_S
+            or now_s - self._moved_at < LEARNS_S
             or self._up_s(replica.host) < LEARNS_S
         ):
             return
         # What is held already waits for no store, however it hangs.
         is_at_hand = service.follower.shelf.held(pointer.generation) is not None
-        away = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall", "bytes")
-        calm_s = self._of.faults.calm_s(*away) if is_at_hand else self._of.faults.calm_s()
+        fault_names = (
+            "redis",
+            f"link held {replica.number}",
+            f"cut {replica.number}",
+            "stall",
+            "bytes",
+        )
+        calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()
         if calm_s > 2 * LEARNS_S and epoch < pointer.epoch:
-            raise Broken(f"{replica.host.name} does not follow {pointer}: {held.roles}")
-        previous = held.previous.generation if held.previous else pointer.previous
+            raise Broken(f"{replica.host.name} does not follow {pointer}: {served.roles}")
+        previous = served.previous.generation if served.previous else pointer.previous
         if calm_s > 2 * LEARNS_S and epoch == pointer.epoch and previous != pointer.previous:
-            raise Broken(f"{replica.host.name} holds {held.roles}, the pointer is {pointer}")
-        if self._of.faults.calm_s() > MENDS_S and held.live.degraded is not None:
-            raise Broken(f"{replica.host.name} stays degraded: {held.live.degraded}")
+            raise Broken(f"{replica.host.name} holds {served.roles}, the pointer is {pointer}")
+        if self._of.faults.calm_s() > MENDS_S and served.live.degraded is not None:
+            raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded}")
 
     def _demand_obedient(self, replica: Replica, blocklist: Blocklist) -> None:
         """An arm that answers bars what the service's own namespace has barred for some time."""
-        now = self._of.loop.time()
-        before, since = self._obeyed.get(replica.host, (None, now))
-        if before is not blocklist:
-            since = now
-        self._obeyed[replica.host] = blocklist, since
-        if now - since < LEARNS_S or self._of.faults.calm_s("stall") < LEARNS_S:
+        now_s = self._of.loop.time()
+        obeyed_blocklist, obeyed_since = self._obeyed.get(replica.host, (None, now_s))
+        if obeyed_blocklist is not blocklist:
+            obeyed_since = now_s
+        self._obeyed[replica.host] = blocklist, obeyed_since
+        if now_s - obeyed_since < LEARNS_S or self._of.faults.calm_s("stall") < LEARNS_S:
             return
         for name, service in replica.services.items():
             live = service.follower.shelf.live
@@ -407,8 +451,8 @@ class Rules:
         if self._epochs[nights.OWN] and not is_well:
             raise Broken(f"{replica.host.name} is not well: {health}")
         self._demand_arms_held(replica)
-        for each in replica.services.values():
-            demand_nothing_left(replica.host.name, each)
+        for lookup_service in replica.services.values():
+            demand_nothing_left(replica.host.name, lookup_service)
         demand_sums(replica.host.name, service)
 
     def _demand_arms_held(self, replica: Replica) -> None:
@@ -417,7 +461,9 @@ class Rules:
         states = {} if replica.arms is None else replica.arms.states
         if states != dict.fromkeys(named, ArmState.HELD):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")
-        silent = {each for each in named if each in self._first_at} - replica.services.keys()
+        silent = {
+            namespace for namespace in named if namespace in self._first_at
+        } - replica.services.keys()
         if silent:
             raise Broken(f"{replica.host.name} holds {silent}, and does not answer from there")
 
@@ -426,6 +472,6 @@ class Rules:
         still_open = [name for (of, name), count in self._open_arms.items() if of is host and count]
         if still_open:
             raise Broken(f"{replica.host.name} has stopped, and {still_open} are open")
-        left = [each for each in self._of.tasks_of(host) if not each.done()]
-        if left:
-            raise Broken(f"{replica.host.name} has stopped, and {left[0]} goes on")
+        running_tasks = [task for task in self._of.tasks_of(host) if not task.done()]
+        if running_tasks:
+            raise Broken(f"{replica.host.name} has stopped, and {running_tasks[0]} goes on")

@@ -71,25 +71,26 @@ def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
         luck = rng.random()
         at += rng.choice([0.0, 0.002, 0.02]) if luck < 0.4 else rng.expovariate(1 / 0.5)
         at += rng.uniform(1.0, 30.0) if luck > 0.8 else 0.0
-        what = rng.choices(list(weights), list(weights.values()))[0]
-        steps.append(_step(at, what, rng))
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        steps.append(_step(at, kind, rng))
     return steps
 
 
-def _step(at: float, what: str, rng: random.Random) -> Step:
+def _step(at: float, kind: str, rng: random.Random) -> Step:
     arguments: tuple[Any, ...] = ()
     calls: tuple[Call, ...] = ()
     long_s = rng.choice([0.05, 0.3, 1.0, 3.0, 8.0, 20.0])
-    match what:
+    match kind:
         case "ask":
             calls = (_call(rng),)
         case "burst":
             replica, users = rng.randrange(REPLICAS), rng.choices([*USERS, *STRANGERS[:2]], k=12)
-            calls = tuple(Call(replica, (Question(each),)) for each in users)
+            calls = tuple(Call(replica, (Question(user),)) for user in users)
         case "crowd":
             question = Question(rng.choice(STRANGERS[:3]), (rng.choice(ITEMS[:6]),))
             calls = tuple(
-                Call(each % REPLICAS, (question,), 4_000, is_post=True) for each in range(4)
+                Call(caller_number % REPLICAS, (question,), 4_000, is_post=True)
+                for caller_number in range(4)
             )
         case "canary":
             arguments = (rng.choice([10.0, 50.0]),)
@@ -100,7 +101,7 @@ def _step(at: float, what: str, rng: random.Random) -> Step:
             arguments = (item, None) if rng.random() < 0.6 else (None, user)
         case "erase":
             arguments = (None, None, rng.choice(USERS))
-            what = "block"
+            kind = "block"
         case "link held" | "cut" | "kill" | "restart":
             arguments = (rng.randrange(REPLICAS), long_s)
         case "clock":
@@ -126,9 +127,9 @@ def _step(at: float, what: str, rng: random.Random) -> Step:
             arguments = (rng.choice(ARMS), rng.choice([1.0, 20.0, 45.0]))
         case "no threads":
             arguments = (rng.randrange(REPLICAS), rng.choice([OWN, *ARMS]), rng.choice([1.0, 30.0]))
-        case _ if " " in what and what != "bad night":
+        case _ if " " in kind and kind != "bad night":
             arguments = (long_s,)
-    return Step(round(at, 4), what, arguments, rng.getrandbits(32), calls)
+    return Step(round(at, 4), kind, arguments, rng.getrandbits(32), calls)
 
 
 def _call(rng: random.Random) -> Call:

@@ -45,35 +45,43 @@ def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
 def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
     """Luck and steps, as few as can be found, that break a rule; and how. After Zeller's delta debugging."""
     luck = Luck(seed)
-    why, kept, size, tries = broken(luck, steps) or "", list(steps), max(1, len(steps) // 2), 0
+    failure, smallest_steps, size, tries = (
+        broken(luck, steps) or "",
+        list(steps),
+        max(1, len(steps) // 2),
+        0,
+    )
     while size and tries < TRIES:
-        at = len(kept)
+        at = len(smallest_steps)
         is_smaller = False
         while at > 0 and tries < TRIES:
-            rest = kept[: max(0, at - size)] + kept[at:]
+            candidate_steps = smallest_steps[: max(0, at - size)] + smallest_steps[at:]
             for chance in luck.nearby():
                 tries += 1
-                if (found := broken(chance, rest)) is not None:
-                    luck, kept, why, is_smaller = chance, rest, found, True
+                if (candidate_failure := broken(chance, candidate_steps)) is not None:
+                    luck, smallest_steps, failure, is_smaller = (
+                        chance,
+                        candidate_steps,
+                        candidate_failure,
+                        True,
+                    )
                     break
             at -= size
         size = size if is_smaller and size == 1 else size // 2
-    return _without_pairs(luck, kept, why)
+    return _without_pairs(luck, smallest_steps, failure)
 
 
-def _without_pairs(luck: Luck, kept: list[Step], why: str) -> tuple[Luck, list[Step], str]:
+def _without_pairs(luck: Luck, steps: list[Step], failure: str) -> tuple[Luck, list[Step], str]:
     """The same with fewer steps: where none can be left out alone, two of them sometimes can."""
-    for pair in itertools.combinations(range(len(kept)), 2):
-        rest = [step for at, step in enumerate(kept) if at not in pair]
+    for pair in itertools.combinations(range(len(steps)), 2):
+        candidate_steps = [step for at, step in enumerate(steps) if at not in pair]
         for chance in luck.nearby():
-            if (found := broken(chance, rest)) is not None:
-                return _without_pairs(chance, rest, found)
-    return luck, kept, why
+            if (candidate_failure := broken(chance, candidate_steps)) is not None:
+                return _without_pairs(chance, candidate_steps, candidate_failure)
+    return luck, steps, failure
 
 
-def told(first: int, luck: Luck, steps: Sequence[Step], why: str) -> str:
+def told(first: int, luck: Luck, steps: Sequence[Step], failure: str) -> str:
     """A failure as it is printed: the seed that was run, and what is left of its steps, under another one perhaps."""
-    listed = "\n".join(map(str, steps))
-    return (
-        f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {why}\n{listed}"
-    )
+    step_lines = "\n".join(map(str, steps))
+    return f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {failure}\n{step_lines}"

@@ -91,7 +91,7 @@ class Simulation:
         self.faults = Faults(self)
         self.rules = Rules(self)
         self.models.can_talk = self.rules.can_talk
-        self.redis.moved = lambda _before, after: self.rules.moved(after)
+        self.redis.moved = lambda _previous_raw, after: self.rules.moved(after)
         self.publishers[nights.OWN].blocked = self.rules.blocked
         self.publishers[nights.OWN].experimented = self.rules.experimented
         self.replicas = [
@@ -131,9 +131,9 @@ class Simulation:
         """Hash of all that happened: of one seed always the same."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
 
-    def tell(self, *what: Any) -> None:
+    def tell(self, *parts: Any) -> None:
         """Writes down what happens."""
-        self.lines.append(f"{self.loop.time() - START:9.4f} {' '.join(map(str, what))}")
+        self.lines.append(f"{self.loop.time() - START:9.4f} {' '.join(map(str, parts))}")
 
     # -- the process, as `substitution.Process`
 
@@ -182,21 +182,23 @@ class Simulation:
         number = nights.number_of(generation)
         pages, keys = nights.night(number).pages, Keyspace(nights.namespace_of(number))
         names = [keys.page(generation, TABLE, page) for page in range(len(pages))]
-        return all(each in self.redis.data for each in names)
+        return all(name in self.redis.data for name in names)
 
     def tasks_of(self, host: Host) -> list[asyncio.Task[Any]]:
         """Tasks that were begun in one process."""
         return [task for of, task in self._tasks if of is host]
 
-    def _rng(self, what: str) -> random.Random:
-        return random.Random(f"{self.seed} {what}")
+    def _rng(self, purpose: str) -> random.Random:
+        return random.Random(f"{self.seed} {purpose}")
 
     def _redis_time(self) -> float:
         return WALL + self.loop.time() - START
 
-    def _pause(self, what: str, name: str) -> None:
+    def _pause(self, command: str, name: str) -> None:
         """Before any command of the publisher."""
-        if what == "unlink" and name in self.redis.data:  # a restore removes once more what is gone
+        if (
+            command == "unlink" and name in self.redis.data
+        ):  # a restore removes once more what is gone
             self.rules.removing(name)
         work, rng = self.threads.current, self.threads.rng
         if work is not None and rng.random() < 0.1:
@@ -215,8 +217,8 @@ class Simulation:
     # -- what happens
 
     async def _main(self) -> None:
-        for each in self.replicas:
-            self._start(each)
+        for starting_replica in self.replicas:
+            self._start(starting_replica)
         for step in self.steps:
             await asyncio.sleep(max(0.0, START + step.at - self.loop.time()))
             self._look()
@@ -228,7 +230,7 @@ class Simulation:
             self._restore()
             await asyncio.sleep(CALM_S / 2)
         self._look()
-        if pending := [each for each in self._work if not each.done()]:
+        if pending := [task for task in self._work if not task.done()]:
             raise Broken(f"{pending[0]} never ends")
         for replica in self.replicas:
             self.rules.rest(replica)
@@ -245,17 +247,17 @@ class Simulation:
         self.rules.step()
 
     def _happen(self, step: Step) -> None:
-        what, arguments = step.what, step.arguments
-        match what:
+        kind, arguments = step.what, step.arguments
+        match kind:
             case "ask" | "burst" | "crowd":
                 for call in step.calls:
                     self._spawn(self._call(call))
             case "night" | "bad night":
-                self._publish("night", what == "night")
+                self._publish("night", kind == "night")
             case "roll_back" | "canary" | "end_canary" | "retire" | "block" | "unblock":
-                self._publish(what, *arguments)
+                self._publish(kind, *arguments)
             case "experiment" | "stop experiment" | "share":
-                self._publish(what.replace(" ", "_"), *arguments)
+                self._publish(kind.replace(" ", "_"), *arguments)
             case "arm night":
                 self._publish("night", True, namespace=arguments[0])
             case "restore":
@@ -276,13 +278,13 @@ class Simulation:
                 self.wires.cut(lambda wire: wire.host is host)
                 self.faults.happened(f"cut {arguments[0]}")
             case _:
-                self.faults.begin(what, arguments, random.Random(step.seed))
+                self.faults.begin(kind, arguments, random.Random(step.seed))
 
     def _publish(self, name: str, *arguments: Any, namespace: str = nights.OWN) -> None:
         def work() -> None:
-            said = self.publishers[namespace].run(name, *arguments)
+            outcome = self.publishers[namespace].run(name, *arguments)
             of_arm = () if namespace == nights.OWN else (namespace,)
-            self.tell(name, *of_arm, *arguments, "->", said)
+            self.tell(name, *of_arm, *arguments, "->", outcome)
 
         self.threads.begin(work, 0.0)
 
@@ -309,8 +311,8 @@ class Simulation:
 
     def _kill(self, replica: Replica, after_s: float) -> None:
         host = replica.host
-        for each in self.tasks_of(host):
-            self._work.pop(each, None)
+        for task in self.tasks_of(host):
+            self._work.pop(task, None)
         replica.kill()
         self.wires.listening.pop(replica.port, None)
         self.wires.cut(lambda wire: wire.host is host)
@@ -332,27 +334,31 @@ class Simulation:
 
     async def _call(self, call: Call) -> None:
         replica = self.replicas[call.replica]
-        for each in call.questions:
-            if each.history:
-                self.sent[each.id][each.history] = self.loop.time()
-        asked = self.rules.asked(call, replica)
+        for question in call.questions:
+            if question.history:
+                self.sent[question.id][question.history] = self.loop.time()
+        call_context = self.rules.asked(call, replica)
         asking = self.loop.create_task(self._asked(call.request(), replica, call.leaves_after_s))
         try:
             reply = await asking
         finally:
             self.rules.ended(call)
         if reply is not None:
-            told = self.rules.answered(asked, reply)
+            answer_notes = self.rules.answered(call_context, reply)
             self.rules.step()
-            self.answered.update(each[0] if isinstance(each, tuple) else str(each) for each in told)
-            self.tell("answer", call.replica, *told)
+            self.answered.update(
+                note[0] if isinstance(note, tuple) else str(note) for note in answer_notes
+            )
+            self.tell("answer", call.replica, *answer_notes)
 
     async def _asked(
         self, request: bytes, replica: Replica, leaves_after_s: float | None
     ) -> Reply | None:
         """The reply; a connection that was kept too long is replaced by another one. None: the caller left."""
-        kept = self._clients.setdefault(replica.port, [])
-        while (client := kept.pop() if kept else await self._connected(replica)) is not None:
+        idle_clients = self._clients.setdefault(replica.port, [])
+        while (
+            client := idle_clients.pop() if idle_clients else await self._connected(replica)
+        ) is not None:
             asking = self.loop.create_task(client.ask(request))
             await asyncio.wait({asking}, timeout=leaves_after_s)
             if not asking.done():
@@ -363,7 +369,7 @@ class Simulation:
             if reply.status == 0 and client.answers:
                 continue
             if not client.is_lost:
-                kept.append(client)
+                idle_clients.append(client)
             return reply
         return None
 
@@ -399,9 +405,9 @@ class ScarcePool(Pool):
         host, work = HOST.get(), getattr(fn, "args", ())
         name, threadless = "" if host is None else host.name, self._simulation.threadless
         for call in work if threadless else ():
-            holding = getattr(call, "__self__", None)
-            if isinstance(holding, Holding) and call.__name__ == "with_blocklist":
-                namespace = nights.namespace_of(nights.number_of(holding.live.generation))
+            served = getattr(call, "__self__", None)
+            if isinstance(served, Holding) and call.__name__ == "with_blocklist":
+                namespace = nights.namespace_of(nights.number_of(served.live.generation))
                 if (name, namespace) in threadless:
                     raise NoThread("can't start new thread")
         return super().submit(fn, *args, **kwargs)
@@ -426,12 +432,12 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps it for the rules."""
-        said, error = record.getMessage(), record.exc_info and record.exc_info[1]
+        message, error = record.getMessage(), record.exc_info and record.exc_info[1]
         of_world = LarderError | OSError | redis.exceptions.RedisError | NoThread
         is_of_world = isinstance(error, of_world)
-        is_news = not (is_of_world and any(each in said for each in NO_NEWS))
+        is_news = not (is_of_world and any(expected_part in message for expected_part in NO_NEWS))
         if _CURRENT and is_news and record.name != "larder.requests":
-            _CURRENT[-1].errors.append(f"{said}: {error!r}")
+            _CURRENT[-1].errors.append(f"{message}: {error!r}")
 
 
 @contextlib.contextmanager

@@ -40,24 +40,24 @@ class SimulatedStore(MemoryStore):
 
     def read(self, path: str) -> bytes | None:
         """A file's bytes, perhaps not all."""
-        found = super().read(path)
+        content = super().read(path)
         torn = self.trouble.torn
-        if found and torn and self._rng.random() < torn:
-            return found[: self._rng.randrange(len(found))]
-        return found
+        if content and torn and self._rng.random() < torn:
+            return content[: self._rng.randrange(len(content))]
+        return content
 
     def names(self, path: str) -> list[str]:
         """Children of a folder, the root among them."""
         if path:
             return super().names(path)
         self._take_time("names", path)
-        return sorted({each.split("/", 1)[0] for each in self.files})
+        return sorted({file_path.split("/", 1)[0] for file_path in self.files})
 
     def host_copies(self) -> list[str]:
         """None: there are no hosts' folders."""
         return []
 
-    def _take_time(self, _what: str, _path: str) -> None:
+    def _take_time(self, _command: str, _path: str) -> None:
         if self._threads.current is None:
             raise AssertionError("the event loop waits for the store")
         if self._rng.random() < 0.3:

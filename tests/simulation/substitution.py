@@ -73,24 +73,26 @@ def import_all() -> None:
         if name == "redis":
             continue
         package = importlib.import_module(name)
-        for each in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
-            if not each.name.startswith(LEFT_OUT) and not each.name.endswith("__main__"):
-                importlib.import_module(each.name)
+        for module_info in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
+            if not module_info.name.startswith(LEFT_OUT) and not module_info.name.endswith(
+                "__main__"
+            ):
+                importlib.import_module(module_info.name)
 
 
 @contextmanager
 def substituted(replaced: Mapping[Any, Any]) -> Iterator[None]:
     """While it lasts, each key (a module or a function) is its value, wherever the packages have it."""
     undo: list[Callable[[], None]] = []
-    by_id = {id(real): other for real, other in replaced.items()}
+    by_id = {id(real): replacement for real, replacement in replaced.items()}
     try:
         for name, module in sorted(sys.modules.items()):
             if module is not None and name.split(".")[0] in _ROOTS and _is_of(name):
                 _in_module(module, by_id, undo)
         yield
     finally:
-        for each in reversed(undo):
-            each()
+        for undo_change in reversed(undo):
+            undo_change()
 
 
 def forget() -> None:
@@ -98,25 +100,29 @@ def forget() -> None:
 
     Those without arguments are filled instead; they cost too much to fill each time.
     """
-    for each in _remembering():
-        if inspect.signature(each.__wrapped__).parameters:
-            each.cache_clear()
+    for cached_function in _remembering():
+        if inspect.signature(cached_function.__wrapped__).parameters:
+            cached_function.cache_clear()
         else:
-            each()
+            cached_function()
 
 
 @functools.cache
 def _remembering() -> tuple[Any, ...]:
     modules = [module for name, module in sorted(sys.modules.items()) if module and _is_of(name)]
-    found = (each for module in modules for each in vars(module).values())
-    return tuple(each for each in found if isinstance(each, functools._lru_cache_wrapper))
+    module_values = (module_value for module in modules for module_value in vars(module).values())
+    return tuple(
+        module_value
+        for module_value in module_values
+        if isinstance(module_value, functools._lru_cache_wrapper)
+    )
 
 
 _ROOTS = {name.split(".")[0] for name in PACKAGES}
 
 
 def _is_of(name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in PACKAGES)
+    return any(name == package or name.startswith(f"{package}.") for package in PACKAGES)
 
 
 def _in_module(
@@ -127,23 +133,28 @@ def _in_module(
             setattr(module, name, by_id[id(value)])
             undo.append(lambda name=name, value=value: setattr(module, name, value))  # type: ignore[misc]
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            for each in list(vars(value).values()):
-                _in_function(getattr(each, "__func__", each), by_id, undo)
+            for member in list(vars(value).values()):
+                _in_function(getattr(member, "__func__", member), by_id, undo)
         else:
             _in_function(value, by_id, undo)
 
 
-def _in_function(found: Any, by_id: Mapping[int, Any], undo: list[Callable[[], None]]) -> None:
-    if not isinstance(found, FunctionType):
+def _in_function(function: Any, by_id: Mapping[int, Any], undo: list[Callable[[], None]]) -> None:
+    if not isinstance(function, FunctionType):
         return
-    if any(id(each) in by_id for each in found.__defaults__ or ()):
-        before = found.__defaults__
-        found.__defaults__ = tuple(by_id.get(id(each), each) for each in before or ())
-        undo.append(lambda: setattr(found, "__defaults__", before))
-    if any(id(each) in by_id for each in (found.__kwdefaults__ or {}).values()):
-        kept = dict(found.__kwdefaults__ or {})
-        found.__kwdefaults__ = {name: by_id.get(id(each), each) for name, each in kept.items()}
-        undo.append(lambda: setattr(found, "__kwdefaults__", kept))
+    if any(id(default) in by_id for default in function.__defaults__ or ()):
+        original_defaults = function.__defaults__
+        function.__defaults__ = tuple(
+            by_id.get(id(default), default) for default in original_defaults or ()
+        )
+        undo.append(lambda: setattr(function, "__defaults__", original_defaults))
+    if any(id(default) in by_id for default in (function.__kwdefaults__ or {}).values()):
+        original_keyword_defaults = dict(function.__kwdefaults__ or {})
+        function.__kwdefaults__ = {
+            name: by_id.get(id(default), default)
+            for name, default in original_keyword_defaults.items()
+        }
+        undo.append(lambda: setattr(function, "__kwdefaults__", original_keyword_defaults))
 
 
 def replacements(process: Process) -> dict[Any, Any]:
@@ -164,7 +175,7 @@ def replacements(process: Process) -> dict[Any, Any]:
     }  # fmt: skip
     return {
         time: Stand(time, **clocks),
-        **{getattr(time, name): other for name, other in clocks.items()},
+        **{getattr(time, name): replacement for name, replacement in clocks.items()},
         random: Stand(random, random=drawn, Random=seeded),
         random.random: drawn,
         secrets: Stand(secrets, token_hex=token_hex),

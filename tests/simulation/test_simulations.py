@@ -58,13 +58,13 @@ def run_from(first: int) -> tuple[float, str]:
 
 def run(count: int, first: int) -> str:
     """Runs `count` seeds from this one on, on every core; what they saw."""
-    began, virtual_s = time.perf_counter(), 0.0
+    started_at, virtual_s = time.perf_counter(), 0.0
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for more_s, wrong in pool.imap_unordered(run_from, range(first, first + count, BLOCK)):
             if wrong:
                 pytest.fail(wrong)
             virtual_s += more_s
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     return (
         f"from seed {first}: {count:,} simulations, {virtual_s / 3600:,.1f} hours in {seconds:.0f} s, "
         f"{virtual_s / seconds:,.0f} times as fast as a clock"
@@ -72,16 +72,16 @@ def run(count: int, first: int) -> str:
 
 
 def test_no_rule_breaks(capsys: pytest.CaptureFixture[str]) -> None:
-    said = run(QUICK, 0)  # the same ones in every run; the long count looks for new ones
+    summary = run(QUICK, 0)  # the same ones in every run; the long count looks for new ones
     with capsys.disabled():
-        print(said)
+        print(summary)
 
 
 @pytest.mark.storm
 def test_no_rule_breaks_in_twenty_thousand_simulations(capsys: pytest.CaptureFixture[str]) -> None:
-    said = run(STORM, SEED * 1_000_000)
+    summary = run(STORM, SEED * 1_000_000)
     with capsys.disabled():
-        print(said)
+        print(summary)
 
 
 def digest(seed: int) -> str:
@@ -115,8 +115,8 @@ def found(name: str) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(each, marks=[pytest.mark.slow] if each in SELDOM else [])
-        for each in sorted(DEFECTS)
+        pytest.param(defect, marks=[pytest.mark.slow] if defect in SELDOM else [])
+        for defect in sorted(DEFECTS)
     ],
 )
 def test_a_planted_mistake_is_found(name: str) -> None:

@@ -45,12 +45,12 @@ class Work:
 
     def resume(self) -> None:
         """Runs until it pauses or ends."""
-        before, self._threads.current = asyncio._get_running_loop(), self
+        outer_loop, self._threads.current = asyncio._get_running_loop(), self
         asyncio._set_running_loop(None)
         try:
             self.switch_in()
         finally:
-            asyncio._set_running_loop(before)
+            asyncio._set_running_loop(outer_loop)
             self._threads.current = None
 
     def pause(self, seconds: float) -> None:
@@ -126,7 +126,7 @@ class TracedWork(Work):
         return 1 + int(self._threads.rng.expovariate(1 / LINES))
 
     def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        return self._line if any(each in frame.f_code.co_filename for each in TRACED) else None
+        return self._line if any(folder in frame.f_code.co_filename for folder in TRACED) else None
 
     def _line(self, _frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line":
@@ -191,9 +191,9 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes it. Raises AssertionError if the event loop would wait for it."""
-        began = self._threads.loop.time()
+        started_at = self._threads.loop.time()
         while self._is_held:
-            if not blocking or 0 <= timeout <= self._threads.loop.time() - began:
+            if not blocking or 0 <= timeout <= self._threads.loop.time() - started_at:
                 return False
             if self._threads.current is None:
                 raise AssertionError("the event loop waits for a lock that a thread holds")
@@ -230,40 +230,40 @@ class Pool(Executor):
         """Queues the call."""
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        done: Future[Any] = Future()
+        future: Future[Any] = Future()
         # As a real pool: nothing of the caller's context but the host it is on.
         context = Context()
         context.run(HOST.set, HOST.get())
-        self._queue.append((done, lambda: context.run(fn, *args, **kwargs)))
+        self._queue.append((future, lambda: context.run(fn, *args, **kwargs)))
         self._next()
-        return done
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more work."""
         self._is_shut = True
         if cancel_futures:
             queue, self._queue = self._queue, deque()
-            for done, _ in queue:
-                done.cancel()
+            for future, _ in queue:
+                future.cancel()
 
     def _next(self) -> None:
         if self._queue and self._busy < self._workers:
             self._busy += 1
-            done, call = self._queue.popleft()
+            future, call = self._queue.popleft()
             rng = self._threads.rng
-            self._threads.begin(lambda: self._work(done, call), rng.random() * STARTS_S)
+            self._threads.begin(lambda: self._work(future, call), rng.random() * STARTS_S)
 
-    def _work(self, done: Future[Any], call: Callable[[], Any]) -> None:
+    def _work(self, future: Future[Any], call: Callable[[], Any]) -> None:
         try:
-            if done.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 try:
-                    found = call()
+                    call_result = call()
                 except Exception as error:
                     self._take_time()
-                    done.set_exception(error)
+                    future.set_exception(error)
                 else:
                     self._take_time()
-                    done.set_result(found)
+                    future.set_result(call_result)
         finally:
             self._busy -= 1
             if not self._threads.is_over:

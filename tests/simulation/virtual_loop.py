@@ -34,7 +34,9 @@ class Network(Protocol):
         """A connection to whoever listens on that port; raises OSError where nobody does."""
         ...
 
-    def listen(self, made: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
+    def listen(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int
+    ) -> asyncio.AbstractServer:
         """Has connections made for whoever connects to that port."""
         ...
 
@@ -78,7 +80,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if len(timers) > _TIMERS and cancelled / len(timers) > _CANCELLED_SHARE:
             for _, timer in timers:
                 timer._scheduled = not timer._cancelled
-            timers[:] = [each for each in timers if each[1]._scheduled]
+            timers[:] = [timed_handle for timed_handle in timers if timed_handle[1]._scheduled]
             heapq.heapify(timers)
             self._timer_cancelled_count = 0
         else:
@@ -99,7 +101,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not handle._cancelled:
                 handle._run()
 
-    def _process_events(self, _found: tuple[()]) -> None:
+    def _process_events(self, _event_list: tuple[()]) -> None:
         """Nothing is selected."""
 
     def _write_to_self(self) -> None:

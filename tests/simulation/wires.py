@@ -94,11 +94,11 @@ class Wire(asyncio.Transport):
 
     def cut(self) -> None:
         """Ends the connection on both ends, what is under way lost."""
-        for each in (self, self.other):
-            self._wires.ends.pop(each, None)
-            if not each._is_closing:
-                each._is_closing = True
-                self._wires.loop.call_soon(each._lost, context=each._context)
+        for wire in (self, self.other):
+            self._wires.ends.pop(wire, None)
+            if not wire._is_closing:
+                wire._is_closing = True
+                self._wires.loop.call_soon(wire._lost, context=wire._context)
 
     def _send(self, hear: Callable[..., None], *arguments: Any) -> None:
         loop = self._wires.loop
@@ -200,22 +200,24 @@ class Wires:
             mended = asyncio.Event()
             link.waiting.append(mended.set)
             await mended.wait()
-        found = self.listening.get(port)
-        if found is None:
+        listener = self.listening.get(port)
+        if listener is None:
             raise ConnectionRefusedError(f"nobody listens on {port}")
-        made, context = found
-        here = Wire(self, protocol, link)
-        there = context.run(lambda: Wire(self, made(), link))
-        there._context = context
-        here.other, there.other = there, here
-        self.ends |= {here: None, there: None}
-        self.loop.call_soon(there._protocol.connection_made, there, context=context)
-        protocol.connection_made(here)
-        return here
+        protocol_factory, context = listener
+        client_wire = Wire(self, protocol, link)
+        server_wire = context.run(lambda: Wire(self, protocol_factory(), link))
+        server_wire._context = context
+        client_wire.other, server_wire.other = server_wire, client_wire
+        self.ends |= {client_wire: None, server_wire: None}
+        self.loop.call_soon(server_wire._protocol.connection_made, server_wire, context=context)
+        protocol.connection_made(client_wire)
+        return client_wire
 
-    def listen(self, made: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
+    def listen(
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int
+    ) -> asyncio.AbstractServer:
         """Listens, in the context of whoever calls."""
-        self.listening[port] = made, copy_context()
+        self.listening[port] = protocol_factory, copy_context()
         return Server(self, port)
 
     def _link_of(self, port: int) -> Link:
@@ -235,5 +237,5 @@ class Wires:
 
     def cut(self, of: Callable[[Wire], bool]) -> None:
         """Breaks connections."""
-        for each in [each for each in self.ends if of(each)]:
-            each.cut()
+        for wire in [wire for wire in self.ends if of(wire)]:
+            wire.cut()

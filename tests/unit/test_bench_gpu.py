@@ -19,53 +19,53 @@ def bench(device, name="gpu"):
     environment = {**os.environ, "LARDER_DEVICE": device}
     environment.pop("LARDER_BENCH_DATA", None)
     command = [sys.executable, "-m", f"tests.bench.{name}", "--quick", "--json"]
-    done = subprocess.run(
+    completed_process = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=300
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(completed_process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["gpu", "device.equal", "device.shard"])
 def test_without_a_device_it_says_so_and_gives_no_ratio(name):
     if name != "gpu":
         pytest.importorskip("torch", reason="make torch-env")
-    found = bench("off", name)
+    report = bench("off", name)
 
-    assert found["figures"]["device"] == "none: nothing is measured"
-    assert found["ratios"] == {}
+    assert report["figures"]["device"] == "none: nothing is measured"
+    assert report["ratios"] == {}
 
 
 @pytest.mark.slow
 def test_it_runs_to_its_end_on_torchs_processor_device():
     pytest.importorskip("torch", reason="make torch-env")
 
-    found = bench("cpu")
+    report = bench("cpu")
 
-    assert found["figures"]["million_recall"] == found["figures"]["skewed_recall"] == 1.0
-    assert {"gpu.million_vs_matrix_product", "gpu.skewed_vs_matmul_topk"} <= set(found["rows"])
+    assert report["figures"]["million_recall"] == report["figures"]["skewed_recall"] == 1.0
+    assert {"gpu.million_vs_matrix_product", "gpu.skewed_vs_matmul_topk"} <= set(report["rows"])
 
 
 @pytest.mark.slow
 def test_shards_run_to_their_end_on_torchs_processor_device():
     pytest.importorskip("torch", reason="make torch-env")
 
-    found = bench("cpu", "device.shard")
+    report = bench("cpu", "device.shard")
 
-    assert found["figures"]["limiting_stage"] == "topk"
-    assert set(found["rows"]) == {"shard.from_partition_to_pages_vs_kernel"}
+    assert report["figures"]["limiting_stage"] == "topk"
+    assert set(report["rows"]) == {"shard.from_partition_to_pages_vs_kernel"}
 
 
 @pytest.mark.slow
 def test_all_lists_of_torchs_processor_device_are_the_processors():
     pytest.importorskip("torch", reason="make torch-env")
 
-    found = bench("cpu", "device.equal")["figures"]
+    figures = bench("cpu", "device.equal")["figures"]
 
-    assert found["equal_users"] == found["users"] > 0
+    assert figures["equal_users"] == figures["users"] > 0
 
 
 def test_a_session_without_a_gpu_runs_nothing_and_has_a_code_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr(session, "devices", lambda wanted: ())
+    monkeypatch.setattr(session, "devices", lambda device_setting: ())
     monkeypatch.setattr(session, "ran", lambda *_, **__: pytest.fail("something was run"))
 
     assert session.main() == 3
@@ -76,22 +76,22 @@ def test_a_session_without_a_gpu_runs_nothing_and_has_a_code_of_its_own(monkeypa
 def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(
     monkeypatch, tmp_path, broken, code
 ):
-    monkeypatch.setattr(session, "devices", lambda wanted: ("cuda:0",))
+    monkeypatch.setattr(session, "devices", lambda device_setting: ("cuda:0",))
     monkeypatch.setattr(session, "name_of", lambda device: "h200")
     monkeypatch.setattr(session, "ROOT", tmp_path)
     monkeypatch.setattr(session, "RESULTS", tmp_path)
     monkeypatch.setattr(
         session,
         "ran",
-        lambda words, *_, **__: (int(words[0] == broken), 'a table\n{"bench": "x"}\n'),
+        lambda command, *_, **__: (int(command[0] == broken), 'a table\n{"bench": "x"}\n'),
     )
 
     assert session.main() == code
 
     # What a bench printed before it failed is kept too: time on a GPU is rare.
     names = {f"{bench}-h200.json" for bench in ("gpu", "equal", "shard", "profile")}
-    assert {each.name for each in tmp_path.iterdir()} == names
-    assert all(json.loads(each.read_text())["date"] for each in tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all(json.loads(path.read_text())["date"] for path in tmp_path.iterdir())
 
 
 def test_a_part_of_a_session_that_takes_too_long_is_ended(capsys):
@@ -115,8 +115,8 @@ def nearest(users, items, k, *, backend):
     import torch
 
     assert backend == "torch"
-    found = torch.topk(torch.cdist(users, items), k, largest=False)
-    return found.values**2, found.indices.to(torch.int32)
+    closest_items = torch.topk(torch.cdist(users, items), k, largest=False)
+    return closest_items.values**2, closest_items.indices.to(torch.int32)
 
 
 def test_flashlib_is_measured_by_a_named_path_and_its_recall_is_of_its_own_distance(monkeypatch):
@@ -124,10 +124,10 @@ def test_flashlib_is_measured_by_a_named_path_and_its_recall_is_of_its_own_dista
     install_flashlib(monkeypatch, nearest)
     report, case = Report("gpu"), gpu.made(32, 1000, 16, skewed=True)
 
-    found = gpu.flashlib(report, "skewed", case, torch.device("cpu"))
+    users_and_search = gpu.flashlib(report, "skewed", case, torch.device("cpu"))
 
-    assert found is not None and found[0] == 32
-    assert np.asarray(found[1]()).shape == (32, gpu.K)
+    assert users_and_search is not None and users_and_search[0] == 32
+    assert np.asarray(users_and_search[1]()).shape == (32, gpu.K)
     assert report.figures == {
         "skewed_flashlib": "torch, float32, squared L2",
         "skewed_flashlib_recall": 1.0,
@@ -151,8 +151,11 @@ def test_a_flashlib_that_fails_is_a_figure_and_the_others_are_measured(monkeypat
 def test_baselines_that_make_lists_get_the_first_users_with_their_histories():
     case = gpu.made(40, 1000, 4)
 
-    few = gpu.first_users(case, 10)
+    first_users_case = gpu.first_users(case, 10)
 
-    assert np.array_equal(few.users, case.users[:10]) and few.items is case.items
-    assert np.array_equal(few.histories.indptr, case.histories.indptr[:11])
+    assert (
+        np.array_equal(first_users_case.users, case.users[:10])
+        and first_users_case.items is case.items
+    )
+    assert np.array_equal(first_users_case.histories.indptr, case.histories.indptr[:11])
     assert gpu.first_users(case, 40) is case

@@ -24,9 +24,9 @@ def test_a_bench_that_left_something_out_says_so_and_fails_for_programs(capsys):
 
     report.show(Options(json=False, quick=True, rounds=5))
     assert "NOT MEASURED: real vectors" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         report.show(QUICK)
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["absent"] == ["real vectors"]
 
 
@@ -75,6 +75,6 @@ def test_memory_of_a_record_is_measured_in_a_redis_that_held_nothing():
     def write(client):
         client.mset(values)
 
-    found = [held_by(write, len(values)) for _ in range(2)]
+    record_sizes = [held_by(write, len(values)) for _ in range(2)]
 
-    assert all(616 < each < 1_000 for each in found)
+    assert all(616 < size_bytes < 1_000 for size_bytes in record_sizes)

@@ -22,7 +22,7 @@ from tests.bench.tools.topk_cases import DATA
 from tests.bench.tools.traces import gowalla, lru_hit_ratio, zipf
 
 judged = pytest.mark.skipif(not is_there(), reason=ABSENT)
-SPRITE = next(each for each in TRACES if each.name == "sprite")
+SPRITE = next(trace for trace in TRACES if trace.name == "sprite")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ten_traces_are_named_once_each_with_where_they_are_from() -> None:
-    assert len({each.name for each in TRACES}) == len({each.sha256 for each in TRACES}) == 10
+    assert len({trace.name for trace in TRACES}) == len({trace.sha256 for trace in TRACES}) == 10
     assert SPRITE.where().startswith("ben-manes/caffeine@") and len(missing()) <= 10
 
 
@@ -63,7 +63,7 @@ def test_a_trace_that_is_not_here_is_said_with_its_place(folder: Path) -> None:
 def test_keys_are_numbered_by_first_appearance(names: list[int]) -> None:
     order = list(dict.fromkeys(names))
 
-    assert numbered(np.array(names, np.int64)).tolist() == [order.index(each) for each in names]
+    assert numbered(np.array(names, np.int64)).tolist() == [order.index(name) for name in names]
 
 
 def test_a_column_of_a_text_is_its_keys() -> None:
@@ -76,13 +76,13 @@ def test_check_ins_become_requests_of_their_users_in_sessions(tmp_path: Path) ->
     with gzip.open(file, "wt") as lines:
         lines.writelines(f"{user} {' '.join(map(str, items))}\n" for user, items in rows.items())
 
-    found = gowalla(file)
+    requests = gowalla(file)
 
-    assert np.bincount(found["users"]).tolist() == [30] * 200
-    pairs = set(zip(found["users"].tolist(), found["places"].tolist(), strict=True))
+    assert np.bincount(requests["users"]).tolist() == [30] * 200
+    pairs = set(zip(requests["users"].tolist(), requests["places"].tolist(), strict=True))
     assert pairs == {(user, item) for user, items in rows.items() for item in items}
     near = np.mean(
-        [user in found["users"][at + 1 : at + 40] for at, user in enumerate(found["users"])]
+        [user in requests["users"][at + 1 : at + 40] for at, user in enumerate(requests["users"])]
     )
     assert near > 0.5  # in a drawn order it would be 0.18
 
@@ -93,14 +93,14 @@ def test_references_hit_as_often_as_libcachesim(policy: str) -> None:
     keys, capacities = zipf(2_000, 20_000), [1, 20, 200, 1_000]
     name = {"lru": "LRU", "sieve": "Sieve"}[policy]
 
-    _, found = judge(keys, capacities, (name,))
+    _, hit_ratios_by_policy = judge(keys, capacities, (name,))
 
     def ratio(kind: Callable[..., object], capacity: int) -> float:
         get = POLICIES[policy](capacity).get
         return sum(map(get, keys.tolist())) / len(keys)
 
-    assert found[name] == pytest.approx(
-        [ratio(POLICIES[policy], each) for each in capacities], abs=1e-9
+    assert hit_ratios_by_policy[name] == pytest.approx(
+        [ratio(POLICIES[policy], capacity) for capacity in capacities], abs=1e-9
     )
 
 
@@ -108,12 +108,14 @@ def test_references_hit_as_often_as_libcachesim(policy: str) -> None:
 def test_l1_finds_what_libcachesims_lru_of_as_many_records_finds() -> None:
     keys = zipf(2_000, 20_000)
 
-    found, held = l1_hit_ratio(keys, 200 * 1_200)
+    hit_ratio, held_records = l1_hit_ratio(keys, 200 * 1_200)
 
-    assert 100 < held < 250
-    _, judges = judge(keys, (held,), ("LRU",))
-    assert found == pytest.approx(judges["LRU"][0], abs=0.01)
-    assert judges["LRU"][0] == pytest.approx(lru_hit_ratio(keys.tolist(), None, held), abs=1e-9)
+    assert 100 < held_records < 250
+    _, judges = judge(keys, (held_records,), ("LRU",))
+    assert hit_ratio == pytest.approx(judges["LRU"][0], abs=0.01)
+    assert judges["LRU"][0] == pytest.approx(
+        lru_hit_ratio(keys.tolist(), None, held_records), abs=1e-9
+    )
 
 
 @judged
@@ -128,7 +130,7 @@ def test_with_every_key_sampled_the_advisor_says_what_libcachesims_lru_does(
 
     advisor.public(report, Options(json=True, quick=True, rounds=5))
 
-    assert {name: round(each.value, 6) for name, each in report.ratios.items()} == {
+    assert {name: round(ratio.value, 6) for name, ratio in report.ratios.items()} == {
         f"max_error_points_public{size}{more}": 0.0
         for size in ("", "_small")
         for more in ("", "_quarter")

@@ -14,15 +14,15 @@ def baselines(
 ) -> Baselines:
     """One list of short runs for each measurement."""
 
-    def given(runs: list[list[float]]) -> Any:
-        waiting: Iterator[float] = iter([rate for each in runs for rate in each])
+    def replay_runs(runs: list[list[float]]) -> Any:
+        waiting: Iterator[float] = iter([rate for run in runs for rate in run])
         return lambda *arguments: next(waiting)
 
-    assert {len(each) for each in flat + sets} == {REPEATS}
-    monkeypatch.setattr(load_rates, "flat_out", given(flat))
-    monkeypatch.setattr(load_rates, "set_pipeline", given(sets))
-    nothing: Any = None
-    return Baselines("", nothing, nothing, nothing, 1.0)
+    assert {len(run) for run in flat + sets} == {REPEATS}
+    monkeypatch.setattr(load_rates, "flat_out", replay_runs(flat))
+    monkeypatch.setattr(load_rates, "set_pipeline", replay_runs(sets))
+    unused_part: Any = None
+    return Baselines("", unused_part, unused_part, unused_part, 1.0)
 
 
 def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(
@@ -37,10 +37,10 @@ def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(
     for how in ("open", "closed"):
         base.measure()
         base.around(how)
-    found = base.ratios("closed", [51.0])
+    ratios = base.ratios("closed", [51.0])
 
-    assert found["flat_out"].value == 51.0 / 102.0
-    assert found["set_pipeline"].value == 51.0 / 10.0
+    assert ratios["flat_out"].value == 51.0 / 102.0
+    assert ratios["set_pipeline"].value == 51.0 / 10.0
 
 
 def test_baselines_that_move_make_their_own_ratio_void_and_no_other(
@@ -53,7 +53,7 @@ def test_baselines_that_move_make_their_own_ratio_void_and_no_other(
     base.measure()
     base.measure()
     base.around("closed")
-    found = base.ratios("closed", [50.0])
+    ratios = base.ratios("closed", [50.0])
 
-    assert found["flat_out"].void and found["flat_out"].aa == 1.06
-    assert not found["set_pipeline"].void
+    assert ratios["flat_out"].void and ratios["flat_out"].aa == 1.06
+    assert not ratios["set_pipeline"].void

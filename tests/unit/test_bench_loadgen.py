@@ -36,8 +36,8 @@ target_latency (ns): 10000000
 """
 
 
-def run_of(summary: str, bad: dict[str, int]) -> Judged:
-    return Judged(read_summary(summary), {"bad": bad}, Path("log"))
+def run_of(summary: str, count_by_status: dict[str, int]) -> Judged:
+    return Judged(read_summary(summary), {"bad": count_by_status}, Path("log"))
 
 
 def test_a_summary_says_result_rate_and_latency() -> None:
@@ -60,11 +60,11 @@ def test_the_search_ends_just_below_what_is_too_fast(limit: float, steps: int) -
         tried.append(rate)
         return rate <= limit * 1_000
 
-    found = highest_valid(is_valid, 1_000, steps=steps)
+    highest_rate = highest_valid(is_valid, 1_000, steps=steps)
 
-    assert len(tried) == steps and found in (0, *tried)
-    assert found <= limit * 1_000
-    assert found == 0 or found >= min(limit, 1.0) * 1_000 * 10 ** -(2**-steps) * 0.999
+    assert len(tried) == steps and highest_rate in (0, *tried)
+    assert highest_rate <= limit * 1_000
+    assert highest_rate == 0 or highest_rate >= min(limit, 1.0) * 1_000 * 10 ** -(2**-steps) * 0.999
 
 
 def test_a_search_in_which_nothing_was_valid_finds_nothing() -> None:
@@ -100,7 +100,10 @@ def test_the_long_run_gives_up_and_says_what_the_log_says() -> None:
 
 def test_figures_of_a_long_run_are_in_the_logs_own_words() -> None:
     report = Report("loadgen")
-    lines = {f"{each} percentile latency (ns)": "1500000" for each in ("50.00", "90.00", "99.90")}
+    lines = {
+        f"{percentile} percentile latency (ns)": "1500000"
+        for percentile in ("50.00", "90.00", "99.90")
+    }
     driven = {"bad": {}, "seconds": 60.0, "strangers": 100, "live": 99, "busy": 0.5}
 
     bench.describe(
@@ -115,8 +118,8 @@ def test_figures_of_a_long_run_are_in_the_logs_own_words() -> None:
 
 def test_answers_that_were_not_200_are_said_whatever_the_log_calls_valid(tmp_path: Path) -> None:
     it = Target("larder", "", tmp_path, tmp_path, PATH, K)
-    for bad in ({}, {"503": 2}):
-        driven = {"bad": bad, "version": "mlcommons-loadgen 6"}
+    for count_by_status in ({}, {"503": 2}):
+        driven = {"bad": count_by_status, "version": "mlcommons-loadgen 6"}
         it.runs.append(Judged({"Scenario": "Offline", "Result is": "VALID"}, driven, tmp_path))
     report = Report("loadgen")
 
@@ -132,23 +135,27 @@ def case(folder: Path) -> Case:
 
 
 def test_samples_are_users_by_zipf_and_a_twentieth_of_strangers(tmp_path: Path) -> None:
-    share = write_samples(case(tmp_path), tmp_path / "samples", 4_000)
+    stranger_share = write_samples(case(tmp_path), tmp_path / "samples", 4_000)
 
     samples = [json.loads(line) for line in (tmp_path / "samples").read_text().splitlines()]
-    known = [each["entity"][0] for each in samples if len(each["entity"]) == 1]
-    assert share == pytest.approx(1 - len(known) / len(samples)) == pytest.approx(0.05, abs=0.015)
-    most = max(known.count(each) for each in set(known)) / len(known)
-    assert most == pytest.approx(1 / sum(1 / rank for rank in range(1, 101)), abs=0.03)
+    known_users = [sample["entity"][0] for sample in samples if len(sample["entity"]) == 1]
+    assert (
+        stranger_share
+        == pytest.approx(1 - len(known_users) / len(samples))
+        == pytest.approx(0.05, abs=0.015)
+    )
+    largest_share = max(known_users.count(user) for user in set(known_users)) / len(known_users)
+    assert largest_share == pytest.approx(1 / sum(1 / rank for rank in range(1, 101)), abs=0.03)
 
 
 def test_a_strangers_number_fits_where_it_goes(tmp_path: Path) -> None:
     write_samples(case(tmp_path), tmp_path / "samples", 200)
 
     lines = (tmp_path / "samples").read_text().splitlines()
-    strangers = [each for each in map(json.loads, lines) if len(each["entity"]) > 1]
-    for each in strangers:
-        head, _, body = "000000000042".join(each["request"]).partition("\r\n\r\n")
-        entity = json.loads("000000000042".join(each["entity"]))
+    strangers = [sample for sample in map(json.loads, lines) if len(sample["entity"]) > 1]
+    for sample in strangers:
+        head, _, body = "000000000042".join(sample["request"]).partition("\r\n\r\n")
+        entity = json.loads("000000000042".join(sample["entity"]))
         assert head.startswith(f"POST {PATH} HTTP/1.1") and f"Content-Length: {len(body)}" in head
         assert json.loads(body) == {"entities": [entity], "k": K}
         assert entity["id"] == "stranger-000000000042" and len(entity["history"]) >= 5
@@ -162,8 +169,8 @@ def test_without_loadgen_the_bench_says_what_to_do_and_ends_well(
 
     bench.main()
 
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["figures"] == {"LoadGen": ABSENT} and "make judges-env" in ABSENT
+    printed_report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed_report["figures"] == {"LoadGen": ABSENT} and "make judges-env" in ABSENT
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -211,8 +218,10 @@ def test_loadgen_calls_a_slow_enough_server_run_valid_and_every_stranger_is_anot
     run = target(answering, tmp_path).run("Server", 700, 1.0)
 
     assert run.is_valid and run.lines["target_qps"] == "700", (run.lines, run.driven)
-    asked = [re.findall(r"stranger-(\d+)", body.decode()) for _, body in answering.asked if body]
-    strangers = [number for each in asked for number in each]
+    numbers_by_request = [
+        re.findall(r"stranger-(\d+)", body.decode()) for _, body in answering.asked if body
+    ]
+    strangers = [number for numbers in numbers_by_request for number in numbers]
     assert (
         len(set(strangers)) == len(strangers) == run.driven["strangers"] == run.driven["live"] > 0
     )

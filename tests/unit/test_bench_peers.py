@@ -25,7 +25,7 @@ ROWS = {
 def feast_answer(features: dict[str, list[Any]]) -> dict[str, Any]:
     return {
         "metadata": {"feature_names": ["user", *features]},
-        "results": [{"values": list(ROWS)}, *({"values": each} for each in features.values())],
+        "results": [{"values": list(ROWS)}, *({"values": values} for values in features.values())],
     }
 
 
@@ -41,8 +41,10 @@ def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         f"{form}_vector": feast_answer({f"{form}__{name}": values for name, values in of.items()})
         for form, of in (("bytes", {"record": list(records)}), ("arrays", deepcopy(arrays)))
     }
-    ours = [{"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()]
-    return forms, ours
+    larder_answers = [
+        {"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()
+    ]
+    return forms, larder_answers
 
 
 def test_without_feast_the_bench_says_what_to_do_and_ends_well(
@@ -53,21 +55,21 @@ def test_without_feast_the_bench_says_what_to_do_and_ends_well(
 
     peers.main()
 
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["figures"] == {"feast": ABSENT} and "make feast-env" in ABSENT
-    assert said["ratios"] == {}
+    printed_report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed_report["figures"] == {"feast": ABSENT} and "make feast-env" in ABSENT
+    assert printed_report["ratios"] == {}
 
 
 def test_equal_records_differ_for_nobody() -> None:
-    forms, ours = answers()
+    forms, larder_answers = answers()
 
-    assert differing(ROWS, forms, ours) == []
+    assert differing(ROWS, forms, larder_answers) == []
 
 
 @pytest.mark.parametrize("kept_as", ["", "_vector"])
 @pytest.mark.parametrize("side", ["record", "items", "scores", "ours", "ours' scores", "absent"])
 def test_a_user_whose_record_differs_anywhere_is_named(side: str, kept_as: str) -> None:
-    forms, ours = answers()
+    forms, larder_answers = answers()
     columns = columns_of(forms[f"bytes{kept_as}"]) | columns_of(forms[f"arrays{kept_as}"])
     match side:
         case "record":
@@ -77,23 +79,23 @@ def test_a_user_whose_record_differs_anywhere_is_named(side: str, kept_as: str) 
         case "scores":
             columns["scores"][1][0] += 0.5
         case "ours":
-            ours[1]["items"] = ["i-3", "i-5"]
+            larder_answers[1]["items"] = ["i-3", "i-5"]
         case "ours' scores":
-            ours[1]["scores"] = [3.0]
+            larder_answers[1]["scores"] = [3.0]
         case "absent":
             columns["record"][1] = None
 
-    assert differing(ROWS, forms, ours) == ["u-2"]
+    assert differing(ROWS, forms, larder_answers) == ["u-2"]
 
 
 def test_the_file_for_feast_holds_every_record_as_bytes_and_as_arrays(tmp_path: Path) -> None:
     write_rows(tmp_path / "users.parquet", ROWS)
 
-    held = pq.read_table(tmp_path / "users.parquet").to_pylist()
-    assert [each["user"] for each in held] == list(ROWS)
-    for each, row in zip(held, ROWS.values(), strict=True):
-        assert each["record"] == row.record and tuple(each["items"]) == row.items
-        assert each["scores"] == np.array(row.scores, np.float32).tolist()
+    stored_rows = pq.read_table(tmp_path / "users.parquet").to_pylist()
+    assert [stored_row["user"] for stored_row in stored_rows] == list(ROWS)
+    for stored_row, row in zip(stored_rows, ROWS.values(), strict=True):
+        assert stored_row["record"] == row.record and tuple(stored_row["items"]) == row.items
+        assert stored_row["scores"] == np.array(row.scores, np.float32).tolist()
 
 
 def test_a_request_asks_for_one_form_of_these_users() -> None:
@@ -109,8 +111,8 @@ def test_a_request_asks_for_one_form_of_these_users() -> None:
 def test_a_request_for_the_kept_vector_names_its_service_and_no_feature() -> None:
     body = post("bytes_vector", ["u-1"]).partition(b"\r\n\r\n")[2]
 
-    asked = {"feature_service": "bytes_vector", "full_feature_names": True}
-    assert json.loads(body) == {**asked, "entities": {"user": ["u-1"]}}
+    expected_fields = {"feature_service": "bytes_vector", "full_feature_names": True}
+    assert json.loads(body) == {**expected_fields, "entities": {"user": ["u-1"]}}
 
 
 def test_feast_is_quoted_in_the_form_that_is_faster() -> None:

@@ -35,10 +35,12 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_index_of_decisions_lists_exactly_the_files() -> None:
-    listed = re.findall(r"^- \[.+\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
+    linked_pages = re.findall(
+        r"^- \[.+\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE
+    )
 
-    assert sorted(listed) == sorted(
-        str(each.relative_to(DECISIONS)) for each in DECISIONS.glob("*/*.md")
+    assert sorted(linked_pages) == sorted(
+        str(page.relative_to(DECISIONS)) for page in DECISIONS.glob("*/*.md")
     )
 
 
@@ -68,7 +70,10 @@ def test_every_bound_that_security_names_is_a_setting_with_that_default() -> Non
     table = (
         (ROOT / "SECURITY.md").read_text().partition("| input | bound |")[2].partition("\n\n")[0]
     )
-    limits = [(name, *rest) for name, *rest in re.findall(r"`(\w+)` \(([\d,]+)( [KM]iB)?\)", table)]
+    limits = [
+        (name, *number_and_unit)
+        for name, *number_and_unit in re.findall(r"`(\w+)` \(([\d,]+)( [KM]iB)?\)", table)
+    ]
     scale = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20}
 
     assert set(re.findall(r"`(\w+)`", table)) == {name for name, *_ in limits}
@@ -78,9 +83,10 @@ def test_every_bound_that_security_names_is_a_setting_with_that_default() -> Non
 
 
 def test_the_architecture_tells_of_every_room_what_its_page_says() -> None:
-    told = (ROOT / "docs/architecture.md").read_text()
+    architecture_text = (ROOT / "docs/architecture.md").read_text()
     tops = {
-        top: told.partition(f"| room of `{top}` |")[2] for top in ("cache", "serving", "precompute")
+        top: architecture_text.partition(f"| room of `{top}` |")[2]
+        for top in ("cache", "serving", "precompute")
     }
 
     for room in ROOMS:

@@ -39,16 +39,18 @@ def _spared(node: ast.AST) -> Iterator[int]:
 
 def found(*folders: Path) -> list[str]:
     """Blocks of more than LINES_MAX lines that stand in two files: where each begins."""
-    places: dict[tuple[str, ...], tuple[Path, int]] = {}
-    told = []
-    for path in sorted(each for folder in folders for each in folder.rglob("*.py")):
+    first_location_by_block: dict[tuple[str, ...], tuple[Path, int]] = {}
+    offences = []
+    for path in sorted(file for folder in folders for file in folder.rglob("*.py")):
         lines = counted(path.read_text())
         for at in range(len(lines) - LINES_MAX):
             block = lines[at : at + LINES_MAX + 1]
-            other, number = places.setdefault(tuple(line for _, line in block), (path, block[0][0]))
-            if other != path:
-                told.append(f"{path}:{block[0][0]} stands in {other}:{number} as well")
-    return told
+            first_path, number = first_location_by_block.setdefault(
+                tuple(line for _, line in block), (path, block[0][0])
+            )
+            if first_path != path:
+                offences.append(f"{path}:{block[0][0]} stands in {first_path}:{number} as well")
+    return offences
 
 
 def test_no_block_of_the_source_stands_twice() -> None:

@@ -10,11 +10,11 @@ import pytest
 from tests.unit.test_rooms import ROOT
 
 
-def said(folder: Path, *words: str, **more: str) -> "subprocess.CompletedProcess[str]":
+def said(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     """What a program says that was started in a folder."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)} | more
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environ,
         capture_output=True,
@@ -32,19 +32,30 @@ def test_a_foreign_cache_stops_a_program_in_one_line(
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("class LRU: ...\n")
 
-    found = said(tmp_path, "-m", program, "--help")
+    completed_process = said(tmp_path, "-m", program, "--help")
 
-    assert found.returncode and found.stdout == "" and found.stderr.count("\n") == 1
-    assert f"Larder's {program} found another package named cache, {foreign}" in found.stderr
+    assert (
+        completed_process.returncode
+        and completed_process.stdout == ""
+        and completed_process.stderr.count("\n") == 1
+    )
+    assert (
+        f"Larder's {program} found another package named cache, {foreign}"
+        in completed_process.stderr
+    )
 
 
 def test_a_foreign_cache_on_the_path_stops_an_import(tmp_path: Path) -> None:
     (tmp_path / "cache.py").touch()
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
 
-    found = said(ROOT.parent, "-c", "import serving.client", PYTHONPATH=path)
+    completed_process = said(ROOT.parent, "-c", "import serving.client", PYTHONPATH=path)
 
-    assert found.stderr.rstrip().splitlines()[-1].startswith("ImportError: Larder's serving found")
+    assert (
+        completed_process.stderr.rstrip()
+        .splitlines()[-1]
+        .startswith("ImportError: Larder's serving found")
+    )
 
 
 def test_the_remedy_helps(tmp_path: Path) -> None:

@@ -96,16 +96,20 @@ def imported(source: str) -> Iterator[str]:
 
 def offences(file: str, source: str) -> set[str]:
     """Return what a file, named from the root, imports although it must not."""
-    package, found = file.partition("/")[0], set(imported(source))
-    others = found & set(PACKAGES) - ALLOWED[package]
-    foreign = found - set(PACKAGES) - NEVER - set(sys.stdlib_module_names)
+    package, imported_packages = file.partition("/")[0], set(imported(source))
+    forbidden_layers = imported_packages & set(PACKAGES) - ALLOWED[package]
+    foreign = imported_packages - set(PACKAGES) - NEVER - set(sys.stdlib_module_names)
     strange = {name for name in foreign if not file.startswith(places_of(name))}
-    return others | strange | found & NEVER
+    return forbidden_layers | strange | imported_packages & NEVER
 
 
 def places_of(name: str) -> tuple[str, ...]:
     """Where a third-party package may be imported; nowhere if it is in no table."""
-    return tuple(place for each in THIRD_PARTY.values() for place in each.get(name, ()))
+    return tuple(
+        location
+        for locations_by_package in THIRD_PARTY.values()
+        for location in locations_by_package.get(name, ())
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -149,6 +153,6 @@ def test_no_file_evaluates_text(file: Path) -> None:
 
 def test_no_dag_file_is_named_like_a_package() -> None:
     # Airflow puts the folder on sys.path: dags/cache.py would hide the package from every task.
-    taken = {*PACKAGES, "tests", "infra", "airflow", "redis", "numpy", "faiss", "onnx"}
+    reserved_names = {*PACKAGES, "tests", "infra", "airflow", "redis", "numpy", "faiss", "onnx"}
 
-    assert not {file.stem for file in (ROOT / "dags").rglob("*.py")} & taken
+    assert not {file.stem for file in (ROOT / "dags").rglob("*.py")} & reserved_names

@@ -38,21 +38,23 @@ def changes(text: str) -> list[str]:
 
 
 def test_what_a_function_does_is_changed_and_no_word_of_what_it_says() -> None:
-    made = changes(SOURCE)
+    shop_changes = changes(SOURCE)
 
-    assert "return hour >= 8  =>  return hour > 8" in made
-    assert "return hour >= 8  =>  return hour >= 9" in made
-    assert "if hour < 0:  =>  if hour <= 0:" in made
-    text = " ".join(made)
+    assert "return hour >= 8  =>  return hour > 8" in shop_changes
+    assert "return hour >= 8  =>  return hour >= 9" in shop_changes
+    assert "if hour < 0:  =>  if hour <= 0:" in shop_changes
+    text = " ".join(shop_changes)
     assert "LIMIT" not in text and "log" not in text and "XX" not in text and "def" not in text
 
 
 def test_a_smaller_count_draws_the_first_ones_of_a_greater() -> None:
     module = MutableModule("shop.py", SOURCE)
 
-    few, many = ([mutant.key for mutant in drawn([module], 7, count)] for count in (3, 5))
+    fewer_keys, more_keys = (
+        [mutant.key for mutant in drawn([module], 7, count)] for count in (3, 5)
+    )
 
-    assert len(few) == 3 and many[:3] == few and len(set(many)) == 5
+    assert len(fewer_keys) == 3 and more_keys[:3] == fewer_keys and len(set(more_keys)) == 5
 
 
 def test_a_change_is_put_into_the_live_function(

@@ -39,14 +39,14 @@ def screen() -> str:
 def test_a_guide_has_none_of_the_words_that_newcomers_stumbled_over(page: Path) -> None:
     text = " ".join(prose(page).split())
 
-    assert [found[0] for found in RIDDLES.finditer(text)] == []
+    assert [word_match[0] for word_match in RIDDLES.finditer(text)] == []
 
 
 def test_the_first_screen_says_what_larder_is_and_at_which_version() -> None:
-    shown = screen()
+    first_screen = screen()
 
-    assert "pipeline" in shown and "service" in shown
-    assert f"Version {PROJECT['version']}" in shown
+    assert "pipeline" in first_screen and "service" in first_screen
+    assert f"Version {PROJECT['version']}" in first_screen
 
 
 def test_the_first_screen_installs_this_package_and_no_other() -> None:
@@ -66,8 +66,8 @@ def test_an_example_stands_before_the_figures() -> None:
     "page", ["README.md", "docs/tutorial/from-your-data.md", "docs/how-to/install.md"]
 )
 def test_versions_of_python_are_those_of_the_package(page: str) -> None:
-    least, below = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()  # type: ignore[union-attr]
-    *first, last = [f"3.{minor}" for minor in range(int(least), int(below))]
+    minor_min, below = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()  # type: ignore[union-attr]
+    *first, last = [f"3.{minor}" for minor in range(int(minor_min), int(below))]
 
     text = " ".join((ROOT / page).read_text().split())
 
@@ -83,15 +83,15 @@ def test_the_readme_promises_no_answer_that_is_never_wrong() -> None:
 def test_the_readme_gives_the_median_of_a_figure_that_has_other_runs() -> None:
     rows = (DOCS / "reference/numbers.md").read_text().splitlines()
     (numbers,) = [row for row in rows if row.endswith("`http_floor` |")]
-    best, *others = re.search(
+    best_figure, *other_figures = re.search(
         r"\*\*([\d.]+) x\*\*.*?, ([\d.]+) and ([\d.]+) in other runs", numbers
     ).groups()  # type: ignore[union-attr]
     (row,) = [row for row in README.splitlines() if "`http_floor`" in row and "ASGI" in row]
 
-    median = statistics.median(map(float, (best, *others)))
+    median = statistics.median(map(float, (best_figure, *other_figures)))
 
     assert f"{median} x" in row
-    assert all(figure in row for figure in (best, min(others)))
+    assert all(figure in row for figure in (best_figure, min(other_figures)))
 
 
 def test_the_page_on_alternatives_says_which_gpu_larder_ran_on() -> None:
@@ -109,7 +109,7 @@ def test_the_page_on_cold_starts_says_what_each_kind_of_model_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "pattern",
     [
         pytest.param(r"= Example\(.*max_length=LENGTH", id="max_length"),
         pytest.param("item_attributes", id="filters"),
@@ -118,16 +118,16 @@ def test_the_page_on_cold_starts_says_what_each_kind_of_model_takes() -> None:
         pytest.param("the path of a Parquet or CSV file", id="tables"),
     ],
 )
-def test_the_page_on_torch_shows(shown: str) -> None:
+def test_the_page_on_torch_shows(pattern: str) -> None:
     page = (DOCS / "how-to/import/torch.md").read_text()
 
-    assert re.search(shown, page, re.DOTALL)
+    assert re.search(pattern, page, re.DOTALL)
 
 
 def test_a_page_leads_who_has_a_classifier_from_the_model_to_an_answer() -> None:
-    listed = (ROOT / "docs/how-to/import/index.md").read_text()
+    index_page = (ROOT / "docs/how-to/import/index.md").read_text()
     page = ROOT / "docs/how-to/import/classifier.md"
 
-    assert "[Serve a classifier](classifier.md)" in listed
+    assert "[Serve a classifier](classifier.md)" in index_page
     for step in ("write_bundle(", "values={", 'kind = "value"', "larder night", "/v1/lookup/risk/"):
         assert step in page.read_text(), step

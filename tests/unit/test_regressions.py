@@ -56,11 +56,11 @@ def test_no_finding_stands_in_two_rows_with_one_test() -> None:
     assert [row for row, count in rows.items() if count > 1] == []
 
 
-def outcomes(folder: Path, text: str, chosen: list[str]) -> list[tuple[str, str]]:
+def outcomes(folder: Path, text: str, test_names: list[str]) -> list[tuple[str, str]]:
     """Test and kind of each line that a run of pytest with the plugin writes."""
     (folder / "test_there.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "chosen").write_text("\n".join(f"test_there.py::{test}" for test in chosen))
+    (folder / "chosen").write_text("\n".join(f"test_there.py::{test}" for test in test_names))
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "--rootdir", folder,
         "-p", "tests.regressions.outcomes", "--chosen", folder / "chosen", "--outcomes", folder / "written",

@@ -59,7 +59,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def _imports(tree: ast.Module) -> set[str]:
-    return {name for each in _named(tree) for name in [_known(each)] if name}
+    return {name for dotted_name in _named(tree) for name in [_known(dotted_name)] if name}
 
 
 def _named(tree: ast.Module) -> Iterator[str]:
@@ -80,13 +80,17 @@ def upward(module: str, imported: frozenset[str]) -> set[str]:
     """What of it a module must not import."""
     room = room_of(module)
     allowed = set(ROOMS[: ROOMS.index(room) + 1])
-    found = {other for other in imported if room_of(other) not in allowed}
-    secret = {
-        other
-        for other in imported
-        if room_of(other) in FAST and room != room_of(other) and module != FAST[room_of(other)]
+    higher_modules = {
+        imported_module for imported_module in imported if room_of(imported_module) not in allowed
     }
-    return found | secret
+    secret = {
+        imported_module
+        for imported_module in imported
+        if room_of(imported_module) in FAST
+        and room != room_of(imported_module)
+        and module != FAST[room_of(imported_module)]
+    }
+    return higher_modules | secret
 
 
 def test_every_room_is_known() -> None:
@@ -115,16 +119,18 @@ def test_a_planted_import_is_noticed(module: str, imported: str, *, expected: bo
 
 
 def test_no_modules_import_each_other() -> None:
-    done: dict[str, bool] = {}
+    finished_by_module: dict[str, bool] = {}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
-        assert done.get(module, True), " -> ".join((*path[path.index(module) :], module))
-        if module in done:
+        assert finished_by_module.get(module, True), " -> ".join(
+            (*path[path.index(module) :], module)
+        )
+        if module in finished_by_module:
             return
-        done[module] = False
-        for other in sorted(imports(module)):
-            visit(other, (*path, module))
-        done[module] = True
+        finished_by_module[module] = False
+        for imported_module in sorted(imports(module)):
+            visit(imported_module, (*path, module))
+        finished_by_module[module] = True
 
     for module in MODULES:
         visit(module, ())

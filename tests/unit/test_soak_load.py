@@ -16,14 +16,14 @@ def load() -> MixedLoad:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    told = {
+    answer_fields = {
         "id": "u",
         "table": "user_topk",
         "generation": "g1",
         "source": "l2",
         "producer": "batch",
     }
-    return {**told, "items": ["a", "b"], **changes}  # fmt: skip
+    return {**answer_fields, "items": ["a", "b"], **changes}  # fmt: skip
 
 
 @pytest.mark.parametrize(

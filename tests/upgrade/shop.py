@@ -123,40 +123,46 @@ class Shop:
             **more,
         }
 
-    def tell(self, release: Checkout, *words: str, settings: str = "larder") -> str:
+    def tell(self, release: Checkout, *arguments: str, settings: str = "larder") -> str:
         """Output of a `precompute` command of a release, which must succeed."""
-        found = release.run("precompute", "--quiet", *words, environ=self.environ(settings))
-        assert found.returncode == 0, f"{release.name} {words}: {found.stderr}"
-        return found.stdout
+        completed_process = release.run(
+            "precompute", "--quiet", *arguments, environ=self.environ(settings)
+        )
+        assert completed_process.returncode == 0, (
+            f"{release.name} {arguments}: {completed_process.stderr}"
+        )
+        return completed_process.stdout
 
     def refusal(
-        self, release: Checkout, *words: str, settings: str = "larder", newer: str = ""
+        self, release: Checkout, *arguments: str, settings: str = "larder", newer_format: str = ""
     ) -> str:
-        """The one line by which a release refuses a command; `newer`: as a release with that format would run it."""
-        before = self.standing()
-        program = ["tests.upgrade.newer", newer] if newer else []
-        found = release.run(
-            *program, "precompute", "--quiet", *words, environ=self.environ(settings)
+        """The line by which a release refuses a command; `newer_format`: as a release with that format runs it."""
+        standing_before = self.standing()
+        program = ["tests.upgrade.newer", newer_format] if newer_format else []
+        completed_process = release.run(
+            *program, "precompute", "--quiet", *arguments, environ=self.environ(settings)
         )
-        assert found.returncode not in (0, 3), f"{release.name} {words} was not refused"
-        lines = [each for each in found.stderr.splitlines() if each.strip()]
-        assert len(lines) == 1, found.stderr
-        assert self.standing() == before, "something moved"
+        assert completed_process.returncode not in (0, 3), (
+            f"{release.name} {arguments} was not refused"
+        )
+        lines = [line for line in completed_process.stderr.splitlines() if line.strip()]
+        assert len(lines) == 1, completed_process.stderr
+        assert self.standing() == standing_before, "something moved"
         return lines[0]
 
     def standing(self) -> tuple[bytes | None, list[str]]:
         """All that a refusal must leave alone: the pointer, and the moves that were written down."""
         with self.redis() as client:
             pointer: Any = client.get(self.keys.live)
-        names = [each for each in self.store.names("releases") if each.endswith(".done")]
+        names = [name for name in self.store.names("releases") if name.endswith(".done")]
         return pointer, sorted(names)
 
-    def night(self, release: Checkout, cut: str, *, newer: str = "") -> str:
+    def night(self, release: Checkout, cut: str, *, newer_format: str = "") -> str:
         """A whole night of a release; the generation that it published."""
-        program = ["tests.upgrade.newer", newer] if newer else []
-        words = ("precompute", "--quiet", "night", "--data-until", cut)
-        found = release.run(*program, *words, environ=self.environ())
-        assert found.returncode == 0, f"{release.name}: {found.stderr}"
+        program = ["tests.upgrade.newer", newer_format] if newer_format else []
+        arguments = ("precompute", "--quiet", "night", "--data-until", cut)
+        completed_process = release.run(*program, *arguments, environ=self.environ())
+        assert completed_process.returncode == 0, f"{release.name}: {completed_process.stderr}"
         return self.live()
 
     def live(self) -> str:
@@ -179,12 +185,17 @@ class Shop:
     def serving(self, releases: Sequence[Checkout]) -> Iterator[None]:
         """A service of each release, told apart by their names."""
         with ExitStack() as stack:
-            for each in releases:
-                environ = each.environment(self.environ(LARDER_STATE=str(self.state_of(each))))
-                service = ServiceProcess(
-                    self.folder / f"{each.name}.log", environ, root=each.root, python=each.python
+            for release in releases:
+                environ = release.environment(
+                    self.environ(LARDER_STATE=str(self.state_of(release)))
                 )
-                self.services[each.name] = stack.enter_context(service)
+                service = ServiceProcess(
+                    self.folder / f"{release.name}.log",
+                    environ,
+                    root=release.root,
+                    python=release.python,
+                )
+                self.services[release.name] = stack.enter_context(service)
             try:
                 yield
             finally:
@@ -200,8 +211,8 @@ class Shop:
 
     def view(self, name: str) -> dict[str, Any]:
         """The generations that a service holds, and how it stands."""
-        found: dict[str, Any] = self.get(name, "/v1/generations")
-        return found
+        generations_view: dict[str, Any] = self.get(name, "/v1/generations")
+        return generations_view
 
     def get(self, name: str, path: str) -> Any:
         """A document of a service."""
@@ -209,16 +220,18 @@ class Shop:
 
     def ready(self, name: str) -> dict[str, Any]:
         """The answer of /readyz."""
-        found: dict[str, Any] = self.get(name, "/readyz")
-        return found
+        readiness: dict[str, Any] = self.get(name, "/readyz")
+        return readiness
 
     def follow(self, generation: str) -> None:
         """Return once every service answers from the generation, ready and in step."""
 
         def in_step(name: str) -> bool:
-            found = self.ready(name)
+            readiness = self.ready(name)
             return bool(
-                found["generation"] == generation and found["ready"] and found["stale"] is None
+                readiness["generation"] == generation
+                and readiness["ready"]
+                and readiness["stale"] is None
             )
 
         for name in self.services:
@@ -231,8 +244,8 @@ class Shop:
         url = f"{self.services[name].url}/v1/lookup/{table}"
         reply = self.http.post(url, json=body)
         assert reply.status_code == 200, reply.text
-        found: list[dict[str, Any]] = reply.json()["answers"]
-        return found
+        answers: list[dict[str, Any]] = reply.json()["answers"]
+        return answers
 
     def ask_arrow(self, name: str, table: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The same as Arrow."""
@@ -263,6 +276,6 @@ def until(condition: Callable[[], bool]) -> bool:
 
 def rule_of(refusal: str) -> str:
     """The gate's name in a refusal that may be overridden."""
-    found = re.search(r"--rule (\S+)", refusal)
-    assert found, refusal
-    return found[1]
+    rule_match = re.search(r"--rule (\S+)", refusal)
+    assert rule_match, refusal
+    return rule_match[1]

@@ -23,8 +23,8 @@ WHY = ("--reason", "a test")
 def alike(answers: list[dict[str, Any]], but: set[str] = MOMENTARY) -> list[dict[str, Any]]:
     """The answers without what may differ between two that are right."""
     return [
-        {name: value for name, value in each.items() if name not in but and value is not None}
-        for each in answers
+        {name: value for name, value in answer.items() if name not in but and value is not None}
+        for answer in answers
     ]
 
 
@@ -38,16 +38,18 @@ def publish_again(shop: Shop, release: Checkout, generation: str) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_both_give_the_same_answers_field_by_field(shop: Shop, table: str) -> None:
     ids = shop.items(20) if table.startswith("item") else shop.users(20)
-    body = {"entities": [{"id": each} for each in [*ids, "nobody-knows"]]}
+    body = {"entities": [{"id": id_} for id_ in [*ids, "nobody-knows"]]}
 
     for read in (shop.ask, shop.ask_arrow):
         old, new = (alike(read(name, table, body)) for name in BOTH)
         assert old == new
-        assert {each["generation"] for each in new} == {shop.live()}
-        assert {each["source"] for each in new[:-1]} <= {"l1", "l2"}
+        assert {answer["generation"] for answer in new} == {shop.live()}
+        assert {answer["source"] for answer in new[:-1]} <= {"l1", "l2"}
     for id_ in ids[:3]:
-        one, same = (alike([shop.get(name, f"/v1/lookup/{table}/{id_}")]) for name in BOTH)
-        assert one == same
+        old_answers, new_answers = (
+            alike([shop.get(name, f"/v1/lookup/{table}/{id_}")]) for name in BOTH
+        )
+        assert old_answers == new_answers
 
 
 def test_both_compute_the_same_for_an_unknown_user_with_a_history(shop: Shop) -> None:
@@ -56,20 +58,24 @@ def test_both_compute_the_same_for_an_unknown_user_with_a_history(shop: Shop) ->
         # Whoever is asked second may read what the first has stored: the same answer, from elsewhere.
         body = {"entities": [{"id": f"visitor-{first}", "history": history}]}
         for read in (shop.ask, shop.ask_arrow):
-            found = {name: read(name, "user_topk", body)[0] for name in (first, second)}
-            assert {each["producer"] for each in found.values()} == {"live"}
+            answer_by_release = {name: read(name, "user_topk", body)[0] for name in (first, second)}
+            assert {answer["producer"] for answer in answer_by_release.values()} == {"live"}
             elsewhere = MOMENTARY | {"source", "reason", "scores"}
-            assert alike([found["old"]], elsewhere) == alike([found["new"]], elsewhere)
+            assert alike([answer_by_release["old"]], elsewhere) == alike(
+                [answer_by_release["new"]], elsewhere
+            )
             # Their locks may have two versions of ONNX Runtime.
-            assert found["old"]["scores"] == pytest.approx(found["new"]["scores"], rel=1e-5)
+            assert answer_by_release["old"]["scores"] == pytest.approx(
+                answer_by_release["new"]["scores"], rel=1e-5
+            )
 
 
 @pytest.mark.storm
 def test_the_steps_of_one_night_are_taken_in_turns(shop: Shop) -> None:
-    before = set(shop.store.names("generations"))
+    generations_before = set(shop.store.names("generations"))
 
     shop.tell(shop.first, "begin", "--data-until", CUTS[2])
-    (generation,) = set(shop.store.names("generations")) - before
+    (generation,) = set(shop.store.names("generations")) - generations_before
     shop.tell(shop.second, "score", generation)
     shop.tell(shop.first, "index", generation)
     shop.tell(shop.second, "quantize", generation)
@@ -81,21 +87,25 @@ def test_the_steps_of_one_night_are_taken_in_turns(shop: Shop) -> None:
 
 
 def test_one_rolls_back_and_the_other_publishes_again(shop: Shop) -> None:
-    live, before = shop.live(), shop.previous()
+    live, previous_generation = shop.live(), shop.previous()
 
     shop.tell(shop.first, "roll-back", *WHY)
-    shop.follow(before)
-    newest = shop.history()[-1]
-    assert (newest.action, newest.generation, newest.done) == ("roll_back", before, True)
+    shop.follow(previous_generation)
+    newest_record = shop.history()[-1]
+    assert (newest_record.action, newest_record.generation, newest_record.done) == (
+        "roll_back",
+        previous_generation,
+        True,
+    )
 
     publish_again(shop, shop.second, live)
 
 
 @pytest.mark.storm
 def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Shop) -> None:
-    candidate, before = shop.live(), shop.previous()
+    candidate, previous_generation = shop.live(), shop.previous()
     shop.tell(shop.second, "roll-back", *WHY)
-    shop.follow(before)
+    shop.follow(previous_generation)
     shop.tell(shop.first, "verify", candidate)
 
     shop.tell(shop.first, "canary", "start", candidate, "--percent", "50")
@@ -103,11 +113,13 @@ def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Sho
         lambda: {(shop.view(n)["next"] or {}).get("generation") for n in BOTH} == {candidate}
     )
     users = shop.users(20)
-    told = {
-        name: [shop.get(name, f"/v1/lookup/user_topk/{each}")["generation"] for each in users]
+    generations_by_release = {
+        name: [shop.get(name, f"/v1/lookup/user_topk/{user}")["generation"] for user in users]
         for name in BOTH
     }
-    assert told["old"] == told["new"] and set(told["new"]) == {candidate, before}
+    assert generations_by_release["old"] == generations_by_release["new"] and set(
+        generations_by_release["new"]
+    ) == {candidate, previous_generation}
 
     shop.tell(shop.second, "canary", "abandon", *WHY)
     assert until(lambda: all(shop.view(name)["canary"] is None for name in BOTH))
@@ -116,9 +128,9 @@ def test_a_canary_of_one_is_split_alike_by_both_and_ended_by_the_other(shop: Sho
 
 @pytest.mark.storm
 def test_what_one_refused_passes_by_the_other_s_override(shop: Shop) -> None:
-    live, before = shop.live(), shop.previous()
+    live, previous_generation = shop.live(), shop.previous()
     shop.tell(shop.second, "roll-back", *WHY)
-    shop.follow(before)
+    shop.follow(previous_generation)
     refused = shop.refusal(shop.second, "verify", live, settings="strict")
 
     shop.tell(shop.first, "override", live, "--rule", rule_of(refused), *WHY)
@@ -136,10 +148,10 @@ def test_one_blocks_for_both_and_the_other_lifts_it(shop: Shop) -> None:
 
     top = lists()[0][0]
     shop.tell(shop.first, "block", "--item", top)
-    assert until(lambda: all(top not in each for each in lists()))
+    assert until(lambda: all(top not in items for items in lists()))
 
     shop.tell(shop.second, "unblock", "--item", top)
-    assert until(lambda: all(each[0] == top for each in lists()))
+    assert until(lambda: all(items[0] == top for items in lists()))
 
 
 def test_one_erases_and_the_other_knows_and_may_forget(shop: Shop) -> None:
@@ -166,13 +178,19 @@ def test_one_restores_a_redis_that_was_lost(shop: Shop) -> None:
     shop.tell(shop.first, "restore")
 
     shop.follow(live)
-    body = {"entities": [{"id": each} for each in shop.users(40)[20:]]}
+    body = {"entities": [{"id": user} for user in shop.users(40)[20:]]}
     for name in BOTH:
-        assert {each["source"] for each in shop.ask(name, "user_vector", body)} <= {"l1", "l2"}
+        assert {answer["source"] for answer in shop.ask(name, "user_vector", body)} <= {"l1", "l2"}
 
 
 def test_each_sees_both_replicas_well(shop: Shop) -> None:
     for release in (shop.first, shop.second):
-        found = release.run("precompute", "status", "--json", environ=shop.environ())
-        assert found.stdout.count('"overlay_ttl_s"') == 2 or found.stdout.count('"epoch"') >= 2
-        assert "cannot load" not in found.stdout and "answers from" not in found.stdout
+        completed_process = release.run("precompute", "status", "--json", environ=shop.environ())
+        assert (
+            completed_process.stdout.count('"overlay_ttl_s"') == 2
+            or completed_process.stdout.count('"epoch"') >= 2
+        )
+        assert (
+            "cannot load" not in completed_process.stdout
+            and "answers from" not in completed_process.stdout
+        )

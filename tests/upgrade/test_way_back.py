@@ -28,7 +28,7 @@ def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll
         shop.open()
         shop.tell(releases["old"], "train")
         first = shop.night(releases["old"], CUTS[0])
-        second = shop.night(releases["new"], CUTS[1], newer=f"manifest={UNREAD}")
+        second = shop.night(releases["new"], CUTS[1], newer_format=f"manifest={UNREAD}")
         raw = shop.store.read(generation_path(second, "manifest.json"))
         assert raw is not None and orjson.loads(raw)["format"] == UNREAD and first != second
         with pytest.raises(UnknownFormat, match=SAID):
@@ -40,11 +40,11 @@ def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll
                 assert not shop.ready(name)["ready"] and SAID in shop.log(name)
             for release in releases.values():
                 shop.refusal(release, "night", "--data-until", CUTS[2])
-            again = releases["new"].run(
+            roll_back_process = releases["new"].run(
                 "tests.upgrade.newer", f"manifest={UNREAD}", "precompute", "roll-back", "--reason", "a test",
                 environ=shop.environ(),
             )  # fmt: skip
-            assert again.returncode == 0, again.stderr
+            assert roll_back_process.returncode == 0, roll_back_process.stderr
             shop.follow(first)
             # Its files are in the way of older nights until the newer release has retired them.
             assert SAID in shop.refusal(releases["old"], "night", "--data-until", CUTS[2])

@@ -149,9 +149,9 @@ def _numbers_of(
 ) -> NDArray[np.float32]:
     """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
     width, precision = layout.width, layout.precision
-    stored = NUMBER[precision]
-    at = len(record) - width * stored.itemsize
-    numbers = np.frombuffer(record, stored, width, at)[:count].astype(np.float32)
+    number_dtype = NUMBER[precision]
+    at = len(record) - width * number_dtype.itemsize
+    numbers = np.frombuffer(record, number_dtype, width, at)[:count].astype(np.float32)
     if precision == "f2" and exponent <= SAFE_EXPONENT:
         return np.ldexp(numbers, exponent)
     if precision == "f4":
@@ -159,8 +159,10 @@ def _numbers_of(
     with np.errstate(over="ignore", invalid="ignore"):  # who asked judges what overflows
         if precision == "f2":
             return np.ldexp(numbers, exponent)
-        found: NDArray[np.float32] = numbers * np.frombuffer(record, SCALE, 1, HEADER_BYTES)[0]
-        return found
+        scaled_numbers: NDArray[np.float32] = (
+            numbers * np.frombuffer(record, SCALE, 1, HEADER_BYTES)[0]
+        )
+        return scaled_numbers
 
 
 def pack_overlay(record: bytes, digest: bytes) -> bytes:

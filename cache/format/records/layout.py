@@ -41,7 +41,7 @@ HEADER: Final = (
 )
 HEADER_BYTES: Final = 16
 """Size of the header; the payload follows at once."""
-HEADER_DTYPE: Final = np.dtype([(each.name, each.dtype) for each in HEADER])
+HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER])
 FORMAT_SHIFT: Final = 4
 FLAG_LIVE: Final = 1
 """Flag of a record that live inference wrote."""
@@ -63,13 +63,15 @@ NUMBER: Final[dict[Precision, np.dtype[Any]]] = {
 }
 ORDINAL: Final = np.dtype("<u4")
 SCALE: Final = np.dtype("<f4")
-OFFSETS: Final = {each.name: each.offset for each in HEADER} | {
+OFFSETS: Final = {header_field.name: header_field.offset for header_field in HEADER} | {
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
 """Offsets by name, in bytes, and the shift of the format in the flags: what the C sources have to agree with."""
 
-unpack_header = struct.Struct("<" + "".join(each.code for each in HEADER)).unpack_from
+unpack_header = struct.Struct(
+    "<" + "".join(header_field.code for header_field in HEADER)
+).unpack_from
 """Function from a record to the header's numbers, in their order."""
 _FLAGS_AT: Final = OFFSETS["flags"]
 _FINGERPRINT: Final = slice(OFFSETS["fingerprint"], OFFSETS["fingerprint"] + 8)
@@ -107,12 +109,12 @@ class Layout:
 @functools.cache
 def _dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]:
     header: list[Any] = HEADER_DTYPE.descr
-    before: list[Any] = []
+    leading_fields: list[Any] = []
     if kind == "topk":
-        before = [("items", ORDINAL, (width,))]
+        leading_fields = [("items", ORDINAL, (width,))]
     elif precision == "i1":
-        before = [("scale", SCALE)]
-    return np.dtype([*header, *before, ("numbers", NUMBER[precision], (width,))])
+        leading_fields = [("scale", SCALE)]
+    return np.dtype([*header, *leading_fields, ("numbers", NUMBER[precision], (width,))])
 
 
 def peek_fingerprint(record: bytes | memoryview) -> int:
@@ -132,8 +134,8 @@ def is_live(record: bytes | memoryview) -> bool:
 
 def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
-    found: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY
-    return found
+    is_nightly: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY
+    return is_nightly
 
 
 def plain_bits() -> int:

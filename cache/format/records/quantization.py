@@ -42,19 +42,19 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
 def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mask bool[n] of the rows that `quantize` refuses with UnfitValue for this layout."""
     finite = np.asarray(np.isfinite(numbers).all(axis=1))
-    bad: NDArray[np.bool_] = ~finite
+    is_unfit: NDArray[np.bool_] = ~finite
     if layout.precision == "f4":
-        return bad
-    kept = np.where(finite[:, None], numbers, 0)
-    largest = np.abs(kept).max(axis=1, initial=0)
+        return is_unfit
+    finite_numbers = np.where(finite[:, None], numbers, 0)
+    largest = np.abs(finite_numbers).max(axis=1, initial=0)
     if layout.precision == "i1":
-        bad |= (largest / _STEPS == 0) & kept.any(axis=1)
-        return bad
+        is_unfit |= (largest / _STEPS == 0) & finite_numbers.any(axis=1)
+        return is_unfit
     exponents = np.frexp(largest)[1] - _TOP_EXPONENT
     beyond = (exponents < -128) | (exponents > 127)
-    halves = _halves(kept, np.where(beyond, 0, -exponents))
-    bad |= beyond | _lost(layout, kept, halves).any(axis=1)
-    return bad
+    halves = _halves(finite_numbers, np.where(beyond, 0, -exponents))
+    is_unfit |= beyond | _lost(layout, finite_numbers, halves).any(axis=1)
+    return is_unfit
 
 
 def dequantize(
@@ -100,9 +100,9 @@ def _halves(numbers: NDArray[np.float32], powers: NDArray[np.int32]) -> NDArray[
 
 
 def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]) -> None:
-    lost = _lost(layout, numbers, halves)
-    if lost.any():
-        row = int(np.flatnonzero(lost.any(axis=1))[0])
+    is_lost = _lost(layout, numbers, halves)
+    if is_lost.any():
+        row = int(np.flatnonzero(is_lost.any(axis=1))[0])
         raise UnfitValue(
             f"row {row} spans more than float16 holds: a non-zero number would become zero (store it as f4)",
             rule="underflow",
@@ -113,7 +113,7 @@ def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np
 def _lost(
     layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
 ) -> NDArray[np.bool_]:
-    lost: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
+    is_lost: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
     if layout.kind == "vector":
-        lost &= (halves == 0).all(axis=1)[:, None]
-    return lost
+        is_lost &= (halves == 0).all(axis=1)[:, None]
+    return is_lost

@@ -33,12 +33,12 @@ class ClusterControl(ControlPlane):
     async def ask_servers(self, *command: Words) -> list[Any]:
         """The reply of every node; TierUnavailable, not raised, of one without a reply."""
         await self._nodes.ready()
-        asked = (tier.control.ask(*command) for tier in self._nodes.tiers)
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException) and not isinstance(each, TierUnavailable):
-                raise each
-        return found
+        requests = (tier.control.ask(*command) for tier in self._nodes.tiers)
+        replies = await asyncio.gather(*requests, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, TierUnavailable):
+                raise reply
+        return replies
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """Messages of a channel from one node: every node passes them on; after an error the next is listened to."""

@@ -59,12 +59,12 @@ class Slots:
         return key_slot(command.key.encode())
 
     def _table(self, generation: str, table: str) -> PageSlots:
-        found = self._pages.get((generation, table))
-        if found is None:
+        page_slots = self._pages.get((generation, table))
+        if page_slots is None:
             if len(self._pages) >= _RUNS_MAX:
                 self._pages.clear()
-            found = self._pages[generation, table] = PageSlots(self._keys, generation, table)
-        return found
+            page_slots = self._pages[generation, table] = PageSlots(self._keys, generation, table)
+        return page_slots
 
 
 class Scatter:
@@ -88,24 +88,26 @@ class Scatter:
         """Sends each node its own commands; returns the future of what `keep` makes of the answers, awaits nothing."""
         groups: dict[RemoteTier | None, list[int]] = {}
         owner = self._nodes.of_slot
-        for place, slot in enumerate(self._slots.of(self._commands)):
-            groups.setdefault(owner(slot), []).append(place)
+        for index, slot in enumerate(self._slots.of(self._commands)):
+            groups.setdefault(owner(slot), []).append(index)
         if len(groups) == 1:
             (tier,) = groups
             if tier is not None:
                 tier.submit(self._commands, self._all_landed)
                 return self.result
         self._expect(len(groups))
-        for tier, places in groups.items():
+        for tier, indexes in groups.items():
             if tier is None:
-                self._nobody(places)
+                self._nobody(indexes)
             else:
-                tier.submit(_some(self._commands, places), partial(self._landed, places, 0))
+                tier.submit(_some(self._commands, indexes), partial(self._landed, indexes, 0))
         return self.result
 
     def _expect(self, parts: int) -> None:
-        why = TierUnavailable("Redis did not answer in time", reason="timeout")
-        self._answers = [why] * len(self._commands)  # also what has not landed at the window's end
+        unavailable = TierUnavailable("Redis did not answer in time", reason="timeout")
+        self._answers = [unavailable] * len(
+            self._commands
+        )  # also what has not landed at the window's end
         self._parts = parts
 
     def _all_landed(self, answers: Sequence[Answer]) -> None:
@@ -115,73 +117,75 @@ class Scatter:
         self._expect(1)
         self._landed(range(len(answers)), 0, answers)
 
-    def _nobody(self, places: Sequence[int]) -> None:
+    def _nobody(self, indexes: Sequence[int]) -> None:
         self._nodes.refresh_soon()
-        why = TierUnavailable("no node of the Redis Cluster serves this slot", reason="connection")
-        self._landed(places, REDIRECTS_MAX, [why] * len(places))
+        unavailable = TierUnavailable(
+            "no node of the Redis Cluster serves this slot", reason="connection"
+        )
+        self._landed(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
 
-    def _landed(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+    def _landed(self, indexes: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
         try:
-            self._take(places, hop, answers)
+            self._take(indexes, hop, answers)
         except Exception as error:  # whatever a node said: who waits has no other end
             log.exception("what a node answered cannot be taken")
             strange = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
             self._part.land([strange] * len(self._commands))
 
-    def _take(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+    def _take(self, indexes: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         self._parts -= 1
         if isinstance(answers, Frames):
-            self._columns.append((places, answers))
+            self._columns.append((indexes, answers))
         else:
             moved: list[int] = []
-            for place, answer in zip(places, answers, strict=True):
-                self._answers[place] = answer
+            for index, answer in zip(indexes, answers, strict=True):
+                self._answers[index] = answer
                 if isinstance(answer, TierUnavailable):
-                    moved.append(place)
+                    moved.append(index)
             if moved:
                 self._follow(moved, hop)
         if not self._parts:
             self._end()
 
-    def _follow(self, places: Sequence[int], hop: int) -> None:
+    def _follow(self, indexes: Sequence[int], hop: int) -> None:
         """Send on what was redirected; a node that failed makes its keys misses and the map worth a look."""
         onward: dict[tuple[str, bool], list[int]] = {}
-        for place in places:
-            answer = self._answers[place]
+        for index in indexes:
+            answer = self._answers[index]
             if not isinstance(answer, Redirected):
                 self._nodes.refresh_soon()
             elif hop < REDIRECTS_MAX:
-                onward.setdefault((answer.address, answer.is_ask), []).append(place)
+                onward.setdefault((answer.address, answer.is_ask), []).append(index)
                 if not answer.is_ask:
                     self._nodes.learn(answer.slot, answer.address)
         self._parts += len(onward)
         if onward and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._window_s, self._end)
-        for (address, is_ask), each in onward.items():
-            commands = [self._commands[place] for place in each]
+        for (address, is_ask), redirected_indexes in onward.items():
+            commands = [self._commands[index] for index in redirected_indexes]
             self._nodes.at(address).submit(
                 [Asking(command) for command in commands] if is_ask else commands,
-                partial(self._landed, each, hop + 1),
+                partial(self._landed, redirected_indexes, hop + 1),
             )
 
     def _end(self) -> None:
         """Ends with what there is; a command that is still on its way was not answered in time, or only redirected."""
         if self._timer is not None:
             self._timer.cancel()
-        if sum(len(places) for places, _ in self._columns) == len(self._commands):
+        if sum(len(indexes) for indexes, _ in self._columns) == len(self._commands):
             self._part.land(Frames.merged(self._columns))  # for who reads columns
             return
-        for places, frames in self._columns:
-            for place, payload in zip(places, frames.payloads(), strict=True):
-                self._answers[place] = payload
+        for indexes, frames in self._columns:
+            for index, payload in zip(indexes, frames.payloads(), strict=True):
+                self._answers[index] = payload
         self._part.land(self._answers)
 
 
-def _some(commands: Sequence[Command], places: Sequence[int]) -> Sequence[Command]:
+def _some(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
-        pages, offsets = commands.pages.take(places), commands.offsets.take(places)
+        pages, offsets = commands.pages.take(indexes), commands.offsets.take(indexes)
         return PageReads(commands.generation, commands.table, pages, offsets, commands.length)
-    return [commands[place] for place in places]
+    return [commands[index] for index in indexes]

@@ -71,8 +71,8 @@ class Nodes:
 
     def refresh_soon(self) -> None:
         """Look at the map again in the background, unless that was done within the last second."""
-        now = asyncio.get_running_loop().time()
-        if now - self._refreshed_at >= REFRESH_PAUSE_S and not self._is_closed:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._refreshed_at >= REFRESH_PAUSE_S and not self._is_closed:
             self._refresh()
 
     async def ready(self) -> None:
@@ -133,27 +133,32 @@ class Nodes:
 
     async def _look(self) -> None:
         """Adopts the first map without a gap, else the fullest: a node that came back empty knows only itself."""
-        best: Owners = {}
+        fullest_owners: Owners = {}
         # Those that are out of order last: each may cost a time-out.
-        known = sorted(self._tiers.items(), key=lambda _: random.random())
-        for address, tier in sorted(known, key=lambda each: each[1].breaker.state != "closed"):
-            best = max(best, await self._asked(tier, address), key=len)
-            if len(best) == SLOTS:
+        shuffled_tiers = sorted(self._tiers.items(), key=lambda _: random.random())
+        for address, tier in sorted(
+            shuffled_tiers,
+            key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed",
+        ):
+            fullest_owners = max(fullest_owners, await self._asked(tier, address), key=len)
+            if len(fullest_owners) == SLOTS:
                 break
-        for url in self._seeds if len(best) < SLOTS else ():
+        for url in self._seeds if len(fullest_owners) < SLOTS else ():
             if address_of(url) in self._tiers:
                 continue
             seed = self._open(url)
             try:
-                best = max(best, await self._asked(seed, address_of(url)), key=len)
+                fullest_owners = max(
+                    fullest_owners, await self._asked(seed, address_of(url)), key=len
+                )
             finally:
                 await seed.aclose()
-            if len(best) == SLOTS:
+            if len(fullest_owners) == SLOTS:
                 break
-        if not best:
+        if not fullest_owners:
             raise TierUnavailable(_NO_MAP, reason="connection")
         self.refreshes += 1
-        self._adopt(best)
+        self._adopt(fullest_owners)
 
     async def _asked(self, tier: RemoteTier, address: str) -> Owners:
         try:

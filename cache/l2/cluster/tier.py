@@ -56,15 +56,15 @@ class ClusterTier:
         if not writes:
             return []
         answers = await self.submit([write._replace(mark=None) for write in writes], list)
-        stored = [each if isinstance(each, TierUnavailable) else None for each in answers]
-        marks = [
+        failures = [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
+        lease_marks = [
             write.mark
-            for write, failed in zip(writes, stored, strict=True)
+            for write, failed in zip(writes, failures, strict=True)
             if write.mark is not None and failed is None
         ]
-        if marks:
-            await self.submit(marks, list)  # without it the lease ends by itself
-        return stored
+        if lease_marks:
+            await self.submit(lease_marks, list)  # without it the lease ends by itself
+        return failures
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it from the node that holds it, None where there is none; at leisure."""
@@ -79,8 +79,12 @@ class ClusterTier:
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
-        found = [each for tier in self.nodes.tiers if (each := tier.p99_ms(within_s)) is not None]
-        return max(found, default=None)
+        node_p99s_ms = [
+            node_p99_ms
+            for tier in self.nodes.tiers
+            if (node_p99_ms := tier.p99_ms(within_s)) is not None
+        ]
+        return max(node_p99s_ms, default=None)
 
     async def connect_ahead(self) -> None:
         """Opens a connection to each node before the first read comes; raises nothing."""

@@ -32,9 +32,9 @@ class PrimaryConnection(redis.Connection):
 
     def _connect(self) -> Any:
         group = self._sentinels
-        asked = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
+        sentinel_settings = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
-        with Sentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
+        with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
             try:
@@ -57,8 +57,8 @@ class AsyncPrimaryConnection(Connection):
 
     async def _connect(self) -> None:
         group = self._sentinels
-        asked = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
-        async with AsyncSentinel(group.addresses, sentinel_kwargs=asked) as sentinels:  # type: ignore[no-untyped-call]
+        sentinel_settings = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
+        async with AsyncSentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
             try:
@@ -74,17 +74,19 @@ class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
 
 def pool_of(url: str, **settings: Any) -> redis.ConnectionPool:
     """A pool of connections to the primary."""
-    group, own = read_url(url)
+    group, connection_settings = read_url(url)
     kind = PrimarySSLConnection if is_tls(group) else PrimaryConnection
-    return redis.ConnectionPool(connection_class=kind, sentinels=group, **{**own, **settings})
+    return redis.ConnectionPool(
+        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
+    )
 
 
 def async_pool_of(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
     """A pool of connections to the primary, for an event loop."""
-    group, own = read_url(url)
+    group, connection_settings = read_url(url)
     kind = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
     return redis.asyncio.ConnectionPool(
-        connection_class=kind, sentinels=group, **{**own, **settings}
+        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
     )
 
 

@@ -43,8 +43,8 @@ def read_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
 
 
 def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
-    scheme, _, rest = url.partition("+sentinel://")
-    parts = urlsplit(f"{scheme}://{rest}")
+    scheme, _, location = url.partition("+sentinel://")
+    parts = urlsplit(f"{scheme}://{location}")
     user, at, hosts = parts.netloc.rpartition("@")
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
@@ -56,20 +56,22 @@ def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
             "the URL of a Redis under Sentinel has no database's number behind its service, or an @ in its name"
         )
     options = parse_qsl(parts.query)
-    plain = parts._replace(
+    redis_parts = parts._replace(
         netloc=f"{user}{at}{hosts.partition(',')[0]}",
         path=f"/{database}",
-        query=urlencode([each for each in options if each[0] not in _OWN]),
+        query=urlencode([option for option in options if option[0] not in _OWN]),
     )
-    addresses = tuple(_address(each, place) for place, each in enumerate(hosts.split(","), 1))
-    settings: dict[str, Any] = dict(parse_url(plain.geturl()))  # type: ignore[no-untyped-call]
+    addresses = tuple(_address(host, number) for number, host in enumerate(hosts.split(","), 1))
+    settings: dict[str, Any] = dict(parse_url(redis_parts.geturl()))  # type: ignore[no-untyped-call]
     shared = {name: value for name, value in settings.items() if name.startswith("ssl_")}
     if scheme == "rediss":
         shared["ssl"] = True
-    own = {name.removeprefix("sentinel_"): value for name, value in options if name in _OWN}
+    sentinel_credentials = {
+        name.removeprefix("sentinel_"): value for name, value in options if name in _OWN
+    }
     for name in ("host", "port", "connection_class"):
         settings.pop(name, None)
-    return SentinelGroup(addresses, unquote(service), {**shared, **own}), settings
+    return SentinelGroup(addresses, unquote(service), {**shared, **sentinel_credentials}), settings
 
 
 def is_tls(group: SentinelGroup) -> bool:
@@ -77,14 +79,14 @@ def is_tls(group: SentinelGroup) -> bool:
     return bool(group.settings.get("ssl"))
 
 
-def _address(text: str, place: int) -> tuple[str, int]:
+def _address(text: str, number: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"redis://{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
     if not host or port == 0:
-        raise _refused(f"address {place} in the URL of a Redis under Sentinel is not host:port")
+        raise _refused(f"address {number} in the URL of a Redis under Sentinel is not host:port")
     return host, port or PORT
 
 

@@ -27,19 +27,19 @@ class CheckLine(NamedTuple):
     told: str
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 nothing is to be done, 3 something is."""
-    sent = argument_parser(prog).parse_args(words)
+    args = argument_parser(prog).parse_args(argv)
     findings = [_looked("settings", _settings)]
     if findings[0].state == "ok":
         config = night_settings()
-        findings += [_looked(name, partial(look, config)) for name, look in LOOKS.items()]
-    if sent.json:
-        print(printable_lines(json_text([each._asdict() for each in findings])))
+        findings += [_looked(name, partial(check, config)) for name, check in LOOKS.items()]
+    if args.json:
+        print(printable_lines(json_text([finding._asdict() for finding in findings])))
     else:
-        for each in findings:
-            print(printable_lines(f"{each.state:<9} {each.what:<9} {each.told}"))
-    return NOT_WELL if any(each.state == "to do" for each in findings) else 0
+        for finding in findings:
+            print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
+    return NOT_WELL if any(finding.state == "to do" for finding in findings) else 0
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
@@ -54,13 +54,13 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _looked(what: str, look: Callable[[], Found]) -> CheckLine:
+def _looked(subject: str, check: Callable[[], Found]) -> CheckLine:
     try:
-        return CheckLine(what, *look())
+        return CheckLine(subject, *check())
     except LarderError as error:
-        return CheckLine(what, "to do", error.message)
+        return CheckLine(subject, "to do", error.message)
     except OSError as error:
-        return CheckLine(what, "to do", f"this machine refused: {error}")
+        return CheckLine(subject, "to do", f"this machine refused: {error}")
 
 
 def _settings() -> Found:

@@ -48,21 +48,23 @@ def look_at_sources(config: "NightConfig") -> Found:
             feature_schema(source_file(name, base), columns)
             if not row_count(source_file(name, base)):
                 return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
-    found = f"{len(files)} file{'s' * (len(files) > 1)}"
+    file_count_text = f"{len(files)} file{'s' * (len(files) > 1)}"
     if not sources.interactions:
         users = sources.user_vectors or sources.user_features
-        return "ok", f"{found}, none of interactions: users are those of {users}"
+        return "ok", f"{file_count_text}, none of interactions: users are those of {users}"
     assert first is not None  # noqa: S101 - it has rows
     shape = Shape.of_batch(first)
     if is_all:
         demand_least(shape.users, shape.items)
     odd = "".join(f"; {remark}" for remark in [*remarks(shape), *copies_beside(interactions)])
-    told = f"{found}; {rows:,} interactions" + ("" if is_all else " in the first rows")
+    summary = f"{file_count_text}; {rows:,} interactions" + ("" if is_all else " in the first rows")
     if left_out:
         reasons = unusable.to_json()[INTERACTIONS]["reasons"]
-        listed = ", ".join(f"{reason['rows']:,} {why}" for why, reason in reasons.items())
-        told += f", {left_out:,} rows that cannot be used: {listed}"
-    return "ok", "; ".join([told, *unusable.remarks(INTERACTIONS)]) + odd
+        reasons_text = ", ".join(
+            f"{reason['rows']:,} {reason_name}" for reason_name, reason in reasons.items()
+        )
+        summary += f", {left_out:,} rows that cannot be used: {reasons_text}"
+    return "ok", "; ".join([summary, *unusable.remarks(INTERACTIONS)]) + odd
 
 
 def look_at_bundle(config: "NightConfig") -> Found:
@@ -80,8 +82,8 @@ def look_at_bundle(config: "NightConfig") -> Found:
         bundle = Bundle.open(folder)
         demand_feature_types(config, bundle)
         return "ok", f"{folder}: {bundle.name} {bundle.version}"
-    if known := handed_over(config.store()):
-        return "ok", f"{known[-1].digest[:12]}, handed over to the store"
+    if handovers := handed_over(config.store()):
+        return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
     return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
 
 

@@ -37,10 +37,10 @@ def look_at_live(_config: "NightConfig") -> Found:
         return "not used", "live_provider is cpu: live models run on the processor"
     from cache.model.runtime import Accelerator
 
-    if (why := Accelerator(provider).missing()) is not None:
+    if (missing_reason := Accelerator(provider).missing()) is not None:
         return (
             "to do",
-            f"live models would run on the processor: {why}, or set live_provider to cpu",
+            f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
         )
     return (
         "ok",

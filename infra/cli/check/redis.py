@@ -22,8 +22,8 @@ def look_at_redis(config: "NightConfig") -> Found:
     from cache.l2.sync_clients import masters, open_client
     from cache.process.redis_server import find_server, running_server
 
-    found = running_server(config.path(config.state))
-    url = config.redis_url or (found.url if found else None)
+    running_redis = running_server(config.path(config.state))
+    url = config.redis_url or (running_redis.url if running_redis else None)
     if url is None:
         return (
             "ok",
@@ -33,8 +33,10 @@ def look_at_redis(config: "NightConfig") -> Found:
         client = open_client(url, protocol=2, socket_timeout=REDIS_S)
         try:
             servers = masters(client).values()
-            policies = {str(each.info("memory").get("maxmemory_policy", "")) for each in servers}
-            kinds = sorted({kind_of(each) for each in servers})
+            policies = {
+                str(server.info("memory").get("maxmemory_policy", "")) for server in servers
+            }
+            kinds = sorted({kind_of(server) for server in servers})
         finally:
             client.close()
     except (RedisError, ValueError, OSError) as error:
@@ -42,17 +44,17 @@ def look_at_redis(config: "NightConfig") -> Found:
             "to do",
             f"{place_of(url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
         )
-    if unfit := sorted(each for each in policies if each.startswith("allkeys")):
+    if unfit := sorted(policy for policy in policies if policy.startswith("allkeys")):
         return "to do", f"maxmemory-policy {unfit[0]} may evict published pages: set volatile-lru"
     for kind in kinds:
         if kind.missing:
             return "to do", f"{place_of(url)} is {kind}, which has no {', no '.join(kind.missing)}"
-    told = (
+    summary = (
         f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
     )
-    told += ", ".join(map(str, kinds))
-    without = sorted({each for kind in kinds for each in kind.without})
-    return "ok", told + "".join(f"; without {each}" for each in without)
+    summary += ", ".join(map(str, kinds))
+    without = sorted({lacking_command for kind in kinds for lacking_command in kind.without})
+    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in without)
 
 
 def look_at_events(config: "NightConfig") -> Found:
@@ -61,12 +63,12 @@ def look_at_events(config: "NightConfig") -> Found:
         return "not used", "[events] enabled is false: no service takes events in"
     from cache.process.redis_server import running_server
 
-    found = running_server(config.path(config.state))
-    url = config.events_redis or (found.url if found else "")
+    running_redis = running_server(config.path(config.state))
+    url = config.events_redis or (running_redis.url if running_redis else "")
     if not url:
         return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
     try:
-        kept, policy = asyncio.run(_looked_at(url, config))
+        durability, policy = asyncio.run(_looked_at(url, config))
     except LarderError as error:
         return (
             "to do",
@@ -85,11 +87,15 @@ def look_at_events(config: "NightConfig") -> Found:
             f"maxmemory-policy {policy} may evict the ids that make a repetition none: set noeviction",
         )
     demanded = config.events.durability
-    if not kept.suffices(demanded):
-        told = f"durability = {demanded!r} is demanded, and {place_of(url)} has {kept.kept!r}"
-        return "to do", f"{told}: set appendonly yes and appendfsync {demanded} there"
-    told = f"{place_of(url)}; durability {kept.kept}, maxmemory-policy {policy or 'not told'}"
-    return "ok", told + (
+    if not durability.suffices(demanded):
+        summary = (
+            f"durability = {demanded!r} is demanded, and {place_of(url)} has {durability.kept!r}"
+        )
+        return "to do", f"{summary}: set appendonly yes and appendfsync {demanded} there"
+    summary = (
+        f"{place_of(url)}; durability {durability.kept}, maxmemory-policy {policy or 'not told'}"
+    )
+    return "ok", summary + (
         ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
     )
 
@@ -99,8 +105,8 @@ async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability,
 
     redis = EventsRedis(url, config.events.durability)
     try:
-        kept = await redis.look_at_durability()
+        durability = await redis.look_at_durability()
         policy = await redis.eviction_policy()
     finally:
         await redis.aclose()
-    return kept, policy
+    return durability, policy

@@ -45,8 +45,8 @@ def kind_of(server: "redis.Redis") -> RedisKind:
 
     from cache.resp.reply_shapes import WrongReply, refuse
 
-    told: dict[str, Any] = server.info("server")
-    name, version = _named(told)
+    server_info: dict[str, Any] = server.info("server")
+    name, version = _named(server_info)
     missing = []
     try:
         server.eval(FLAGGED, 0)
@@ -59,26 +59,34 @@ def kind_of(server: "redis.Redis") -> RedisKind:
         missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
     names = (*NEEDED, *USED)
     try:
-        found: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
-        if len(found) != len(names):
-            refuse("COMMAND INFO", found, "as many commands as were asked for")
+        command_infos: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+        if len(command_infos) != len(names):
+            refuse("COMMAND INFO", command_infos, "as many commands as were asked for")
     except WrongReply:
         raise
     except ResponseError:
-        found = names
-    known = {name for name, each in zip(names, found, strict=True) if each}
-    missing += [each.upper() for each in NEEDED if each not in known]
+        command_infos = names
+    known_commands = {
+        name for name, command_info in zip(names, command_infos, strict=True) if command_info
+    }
+    missing += [command.upper() for command in NEEDED if command not in known_commands]
     # Events wait for the disk only where no setting tells how durable they are.
-    lacking = () if "config" in known else [each for each in USED if each not in known]
-    without = [f"{each.upper()} ({USED[each]})" for each in lacking]
+    lacking = (
+        ()
+        if "config" in known_commands
+        else [command for command in USED if command not in known_commands]
+    )
+    without = [f"{command.upper()} ({USED[command]})" for command in lacking]
     return RedisKind(name, version, tuple(missing), tuple(without))
 
 
-def _named(told: dict[str, Any]) -> tuple[str, str]:
-    if "dragonfly_version" in told:
-        return "Dragonfly", str(told["dragonfly_version"]).removeprefix("df-").removeprefix("v")
-    if told.get("server_name") == "valkey":
-        return "Valkey", str(told.get("valkey_version", ""))
+def _named(server_info: dict[str, Any]) -> tuple[str, str]:
+    if "dragonfly_version" in server_info:
+        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix(
+            "v"
+        )
+    if server_info.get("server_name") == "valkey":
+        return "Valkey", str(server_info.get("valkey_version", ""))
     # KeyDB calls itself Redis in all but the name of its program.
-    is_keydb = "keydb" in str(told.get("executable", ""))
-    return "KeyDB" if is_keydb else "Redis", str(told.get("redis_version", ""))
+    is_keydb = "keydb" in str(server_info.get("executable", ""))
+    return "KeyDB" if is_keydb else "Redis", str(server_info.get("redis_version", ""))

@@ -17,35 +17,36 @@ from infra.cli.settings import FILE
 _TEXTS = (".txt", ".txt.gz")
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
+def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 written, 3 written with something left to fill in; raises ConfigError where nothing was written."""
-    sent = argument_parser(prog).parse_args(words)
-    here, target = Path.cwd(), Path(sent.output).absolute()
-    folder = Path(sent.folder).absolute()
+    args = argument_parser(prog).parse_args(argv)
+    working_folder, target = Path.cwd(), Path(args.output).absolute()
+    folder = Path(args.folder).absolute()
     if folder.is_file():
         raise ConfigError(
-            f"{sent.folder} is a file: name the folder that holds it, such as {os.path.relpath(folder.parent, here)}"
+            f"{args.folder} is a file: name the folder that holds it, such as "
+            f"{os.path.relpath(folder.parent, working_folder)}"
         )
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {sent.folder}: name the one that holds your files")
-    if target.exists() and not sent.force:
+        raise ConfigError(f"there is no folder {args.folder}: name the one that holds your files")
+    if target.exists() and not args.force:
         raise ConfigError(
-            f"{sent.output} exists and is not overwritten: move it away, or give --force"
+            f"{args.output} exists and is not overwritten: move it away, or give --force"
         )
     if not target.parent.is_dir():
-        raise ConfigError(f"{sent.output}: there is no folder {target.parent}")
+        raise ConfigError(f"{args.output}: there is no folder {target.parent}")
     guesses = guess(*look(folder, target.parent))
-    found = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
-    guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in found]
+    source_notes = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
+    guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in source_notes]
     bundle = _bundle(folder, target.parent)
-    beside = target.with_name(f"{target.name}.part")
-    beside.write_text(text_of(guesses, bundle), encoding="utf-8")
-    beside.replace(target)
-    if sent.json:
-        told = {"file": str(target), "bundle": bundle, **_told(guesses)}
-        print(printable_lines(json_text(told)))
+    part_path = target.with_name(f"{target.name}.part")
+    part_path.write_text(text_of(guesses, bundle), encoding="utf-8")
+    part_path.replace(target)
+    if args.json:
+        report = {"file": str(target), "bundle": bundle, **_told(guesses)}
+        print(printable_lines(json_text(report)))
     else:
-        print(f"{os.path.relpath(target, here)}: written")
+        print(f"{os.path.relpath(target, working_folder)}: written")
         for line in _lines(guesses, bundle):
             print(printable_lines(line))
     return 0 if guesses.is_complete else NOT_WELL
@@ -105,15 +106,15 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 def _bundle(folder: Path, base: Path) -> str | None:
     """Folder with a model's bundle, at or right below the one that was looked at; relative to `base`."""
-    found = next(
+    bundle_folder = next(
         (
-            each.parent
+            manifest_path.parent
             for glob in ("bundle.json", "*/bundle.json")
-            for each in sorted(folder.glob(glob))
+            for manifest_path in sorted(folder.glob(glob))
         ),
         None,
     )
-    return None if found is None else Path(os.path.relpath(found, base)).as_posix()
+    return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base)).as_posix()
 
 
 def _told(guesses: Guesses) -> dict[str, Any]:
@@ -121,7 +122,9 @@ def _told(guesses: Guesses) -> dict[str, Any]:
     return {
         "interactions": None if table is None else list(table.pattern),
         "columns": guesses.columns,
-        "features": {entity: each.pattern[0] for entity, each in guesses.features.items()},
+        "features": {
+            entity: feature_table.pattern[0] for entity, feature_table in guesses.features.items()
+        },
         "category": guesses.category,
         "notes": guesses.notes,
         "missing": guesses.missing,
@@ -130,14 +133,16 @@ def _told(guesses: Guesses) -> dict[str, Any]:
 
 def _lines(guesses: Guesses, bundle: str | None) -> Iterator[str]:
     if (table := guesses.interactions) is not None:
-        found = ", ".join(f"{role} = {name}" for role, name in guesses.columns.items() if name)
-        yield f"  interactions   {table.title}: {found}"
+        columns_text = ", ".join(
+            f"{role} = {name}" for role, name in guesses.columns.items() if name
+        )
+        yield f"  interactions   {table.title}: {columns_text}"
     for entity, features in guesses.features.items():
         yield f"  {entity}_features  {features.title}"
     if bundle is not None:
         yield f"  bundle         {bundle}"
-    yield from (f"  note: {each}" for each in guesses.notes)
-    yield from (f"  to do: {each}" for each in guesses.missing)
+    yield from (f"  note: {note}" for note in guesses.notes)
+    yield from (f"  to do: {missing_setting}" for missing_setting in guesses.missing)
     train = "" if bundle is not None else "larder train, "
     first = "" if guesses.is_complete else "write what is to do into larder.toml; "
     yield f"Next: {first}larder check, then {train}larder night and larder serve."

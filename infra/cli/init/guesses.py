@@ -43,83 +43,100 @@ class Guesses:
 
 def guess(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
     """Guesses from tables, the largest first."""
-    found = Guesses(notes=list(remarks))
-    known = {each.title: roles_of(each.columns) for each in tables}
-    both = [each for each in tables if {"user", "item"} <= known[each.title].columns.keys()]
-    # A column that was only left over counts where no other table has both by name.
-    both = [each for each in both if not {"user", "item"} & {*known[each.title].guessed}] or both[
-        :1
+    guesses = Guesses(notes=list(remarks))
+    roles_by_title = {
+        candidate_table.title: roles_of(candidate_table.columns) for candidate_table in tables
+    }
+    interaction_tables = [
+        candidate_table
+        for candidate_table in tables
+        if {"user", "item"} <= roles_by_title[candidate_table.title].columns.keys()
     ]
-    if both:
-        _interactions(found, both, known)
+    # A column that was only left over counts where no other table has both by name.
+    interaction_tables = [
+        candidate_table
+        for candidate_table in interaction_tables
+        if not {"user", "item"} & {*roles_by_title[candidate_table.title].guessed}
+    ] or interaction_tables[:1]
+    if interaction_tables:
+        _interactions(guesses, interaction_tables, roles_by_title)
     elif tables:
-        table = max(tables, key=lambda each: _recognised(known[each.title]))
-        _half(found, table, known[table.title])
+        table = max(
+            tables, key=lambda candidate_table: _recognised(roles_by_title[candidate_table.title])
+        )
+        _half(guesses, table, roles_by_title[table.title])
     else:
-        seen = (
+        no_table_reason = (
             "none of the files found can be read (see the notes)"
             if remarks
             else "no Parquet or CSV file was found"
         )
-        found.missing.append(
-            f'[sources] interactions: {seen}; write e.g. ["clicks/*.parquet"], or mend that and run '
+        guesses.missing.append(
+            f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or mend that and run '
             "`larder init --force`"
         )
     for table in tables:
-        if table in both or table is found.interactions:
+        if table in interaction_tables or table is guesses.interactions:
             continue
         try:
-            _features(found, table, known[table.title])
+            _features(guesses, table, roles_by_title[table.title])
         except ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            found.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
-    found.items = _few_items(found)
-    return found
+            guesses.notes.append(f"{table.title} is not used: it cannot be read: {reason}")
+    guesses.items = _few_items(guesses)
+    return guesses
 
 
-def _interactions(found: Guesses, both: list[FoundTable], known: dict[str, Roles]) -> None:
-    table, *others = both
-    roles = known[table.title]
-    found.interactions = table
-    found.columns = {
+def _interactions(
+    guesses: Guesses, interaction_tables: list[FoundTable], roles_by_title: dict[str, Roles]
+) -> None:
+    table, *other_tables = interaction_tables
+    roles = roles_by_title[table.title]
+    guesses.interactions = table
+    guesses.columns = {
         name: roles.columns.get(name) for name in ("user", "item", "timestamp", "weight")
     }
-    found.notes += roles.remarks
+    guesses.notes += roles.remarks
     for role in roles.guessed:
-        why = "it alone holds times" if role == "timestamp" else "no other is left"
-        found.notes.append(
-            f"column {roles.columns[role]!r} is taken for the {role} because {why}; if it is not, change {role}_column"
+        guess_reason = "it alone holds times" if role == "timestamp" else "no other is left"
+        guesses.notes.append(
+            f"column {roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is not, change "
+            f"{role}_column"
         )
-    if (name := found.columns["item"]) is not None and hold_lists(table.sample[name]):
-        found.notes.append(
+    if (name := guesses.columns["item"]) is not None and hold_lists(table.sample[name]):
+        guesses.notes.append(
             f"column {name!r} seems to hold a whole history in each field: hardly one comes twice, and most hold "
             "several words. A row is one item of one user: write a row for each"
         )
-    if (name := found.columns["timestamp"]) is not None and (
+    if (name := guesses.columns["timestamp"]) is not None and (
         remark := _no_times(table.sample[name])
     ):
-        found.columns["timestamp"] = None
-        found.notes.append(f"column {name!r} {remark}")
+        guesses.columns["timestamp"] = None
+        guesses.notes.append(f"column {name!r} {remark}")
     elif name is None:
-        left = [each for each in table.columns if each not in found.columns.values()]
-        if left:
-            found.notes.append(
-                f"no column of times was recognised among {', '.join(left)}: if one holds them, write it into "
+        unassigned_columns = [
+            column for column in table.columns if column not in guesses.columns.values()
+        ]
+        if unassigned_columns:
+            guesses.notes.append(
+                f"no column of times was recognised among {', '.join(unassigned_columns)}: if one holds them, write it "
+                "into "
                 "timestamp_column; without times the order of rows counts"
             )
-    if (name := found.columns["weight"]) is not None:
-        found.notes += _about_weight(table, name)
-    for other in others:
-        found.notes.append(
-            f"{other.title} holds users and items, too, and is not used; if it counts, write it into interactions "
+    if (name := guesses.columns["weight"]) is not None:
+        guesses.notes += _about_weight(table, name)
+    for other_table in other_tables:
+        guesses.notes.append(
+            f"{other_table.title} holds users and items, too, and is not used; if it counts, write it into "
+            "interactions "
             "(its columns must have the same names)"
         )
 
 
-def _few_items(found: Guesses) -> int | None:
+def _few_items(guesses: Guesses) -> int | None:
     """Number of items as far as features or the first rows tell, if it is below FEW_ITEMS."""
-    table, name = found.interactions, found.columns.get("item")
-    if (features := found.features.get("item")) is not None and features.rows is not None:
+    table, name = guesses.interactions, guesses.columns.get("item")
+    if (features := guesses.features.get("item")) is not None and features.rows is not None:
         count = features.rows
     elif (
         table is not None and name is not None and _has_ids(table.sample[name], table.columns[name])
@@ -139,26 +156,26 @@ def _has_ids(column: Any, kind: Kind) -> bool:
     return bool(len(column) > column.null_count and kind in FITS["item"])
 
 
-def _half(found: Guesses, table: FoundTable, roles: Roles) -> None:
+def _half(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
     """The table of the most columns of ids is taken for the interactions; what is not recognised is to be written."""
-    found.interactions = table
-    found.columns = {
+    guesses.interactions = table
+    guesses.columns = {
         name: roles.columns.get(name, roles.unfit.get(name))
         for name in ("user", "item", "timestamp", "weight")
     }
     unfit = {
         role: unfit_in_words(role, name, table.columns[name]) for role, name in roles.unfit.items()
     }
-    found.notes += [remark for remark in roles.remarks if remark not in unfit.values()]
-    found.missing += [f"{table.title}: {remark}" for remark in unfit.values()]
+    guesses.notes += [remark for remark in roles.remarks if remark not in unfit.values()]
+    guesses.missing += [f"{table.title}: {remark}" for remark in unfit.values()]
     if lists := [name for name in table.columns if _holds_lists(table, name)]:
-        found.notes.append(
+        guesses.notes.append(
             f"column {lists[0]!r} of {table.title} holds lists: a row is one item of one user, so write a row for each "
             "of a list's values (in pandas explode, in SQL unnest)"
         )
     for role in ("user", "item"):
         if role not in roles.columns and role not in roles.unfit:
-            found.missing.append(
+            guesses.missing.append(
                 f"[sources] {role}_column: none of the columns of {table.title} ({', '.join(table.columns)}) is called "
                 f"like one; write the name of the column of {role} ids"
             )
@@ -169,39 +186,51 @@ def _holds_lists(table: FoundTable, name: str) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _features(found: Guesses, table: FoundTable, roles: Roles) -> None:
+def _features(guesses: Guesses, table: FoundTable, roles: Roles) -> None:
     """Takes a table with one row for each item, or user, if a night can read it."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
         if (name := roles.columns.get(role)) is None or role in roles.guessed:
             continue
         if len(table.columns) == 2 and "vector" in table.columns.values():
-            found.notes.append(
+            guesses.notes.append(
                 f"{table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` makes a "
                 "folder of vectors"
             )
             return
-        title, wanted = f"{table.title} looks like features of {entity}s", found.columns.get(role)
+        title, interactions_column = (
+            f"{table.title} looks like features of {entity}s",
+            guesses.columns.get(role),
+        )
         if table.format != "parquet":
             remark = (
                 "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
             )
-        elif wanted is not None and name != wanted and wanted not in table.columns:
-            remark = f"its ids are in {name!r}, those of the interactions in {wanted!r}: give both the same name"
-        elif not are_unique(table, name if wanted is None else wanted):
+        elif (
+            interactions_column is not None
+            and name != interactions_column
+            and interactions_column not in table.columns
+        ):
+            remark = (
+                f"its ids are in {name!r}, those of the interactions in {interactions_column!r}: "
+                "give both the same name"
+            )
+        elif not are_unique(table, name if interactions_column is None else interactions_column):
             remark = "some ids come twice: only one row of each would count"
         elif len(table.files) > 1:
             remark = f"it is {len(table.files)} files: make it one"
-        elif entity in found.features:
-            remark = f"{found.features[entity].title} is used: join the two"
+        elif entity in guesses.features:
+            remark = f"{guesses.features[entity].title} is used: join the two"
         else:
-            found.features[entity] = table
+            guesses.features[entity] = table
             if role == "item":
-                found.category = roles.columns.get("category")
+                guesses.category = roles.columns.get("category")
             return
-        found.notes.append(f"{title}, and is not used: {remark}")
+        guesses.notes.append(f"{title}, and is not used: {remark}")
         return
-    found.notes.append(f"{table.title} is not used: neither users nor items were recognised in it")
+    guesses.notes.append(
+        f"{table.title} is not used: neither users nor items were recognised in it"
+    )
 
 
 def _no_times(column: Any) -> str | None:
@@ -226,14 +255,17 @@ def _no_times(column: Any) -> str | None:
 
 def _about_weight(table: FoundTable, name: str) -> list[str]:
     values = table.sample[name]
-    told = f"rows with {name!r} above 0 are interactions, all alike: 5 is no more than 1"
+    remark = f"rows with {name!r} above 0 are interactions, all alike: 5 is no more than 1"
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) or not len(
         values
     ):
-        return [told]
-    left = pc.sum(pc.less_equal(values, 0)).as_py() or 0
-    share = f" ({left / len(values):.0%} of the first rows are not)" if left else ""
+        return [remark]
+    nonpositive_count = pc.sum(pc.less_equal(values, 0)).as_py() or 0
+    nonpositive_share_text = (
+        f" ({nonpositive_count / len(values):.0%} of the first rows are not)"
+        if nonpositive_count
+        else ""
+    )
     low = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
-    return [
-        f"{told}{share}{low if plain(name) in ('rating', 'ratings', 'score', 'stars', 'overall') else ''}"
-    ]
+    is_rating = plain(name) in ("rating", "ratings", "score", "stars", "overall")
+    return [f"{remark}{nonpositive_share_text}{low if is_rating else ''}"]

@@ -70,13 +70,13 @@ def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     paths = list(walk)
     files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
     for path in files:
-        seen = _one_remark(path, base, remarks, partial(_look_at, path))
-        if seen is None:
+        file_look = _one_remark(path, base, remarks, partial(_look_at, path))
+        if file_look is None:
             continue
-        if seen.remark:
-            remarks.append(f"{_relative(path, base)} {seen.remark}")
-        if seen.is_table:
-            groups[seen.format, seen.separator, seen.columns].append(seen)
+        if file_look.remark:
+            remarks.append(f"{_relative(path, base)} {file_look.remark}")
+        if file_look.is_table:
+            groups[file_look.format, file_look.separator, file_look.columns].append(file_look)
     tables = [_table_of(group, base) for group in groups.values()]
     remarks += _about_others(paths, base, is_all=not tables)
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
@@ -119,35 +119,36 @@ class _Walk:
 
     def __iter__(self) -> Iterator[Path]:
         root = len(self._folder.parts)
-        for place, folders, names in os.walk(self._folder):
-            here = Path(place)
+        for dirpath, folders, names in os.walk(self._folder):
+            folder = Path(dirpath)
             entries = [Entry(name, is_folder=True) for name in folders]
-            entries += _metadata_of(here) if "metadata" in folders else []
+            entries += _metadata_of(folder) if "metadata" in folders else []
             for kind in tables_among(entries).values():
                 self.remarks.append(
-                    f"{_relative(here, self._base)} is {kind}, and is not read: its log says which of its files count; "
+                    f"{_relative(folder, self._base)} is {kind}, and is not read: its log says which of its files "
+                    "count; "
                     "write its rows as Parquet files into a folder of their own"
                 )
                 folders[:], names[:] = [], []
-            kept = sorted(
+            subfolders = sorted(
                 name
                 for name in folders
                 if is_data(name, is_folder=True)
                 and name not in _LEFT_OUT
-                and not (here / name / "bundle.json").exists()
+                and not (folder / name / "bundle.json").exists()
             )
-            if kept and len(here.parts) - root >= DEPTH_MAX:
+            if subfolders and len(folder.parts) - root >= DEPTH_MAX:
                 self.remarks.append(
-                    f"{_relative(here, self._base)} has folders that were not looked into: they lie too deep"
+                    f"{_relative(folder, self._base)} has folders that were not looked into: they lie too deep"
                 )
-                kept = []
-            folders[:] = kept
-            yield from (here / name for name in sorted(names) if is_data(name))
+                subfolders = []
+            folders[:] = subfolders
+            yield from (folder / name for name in sorted(names) if is_data(name))
 
 
 def _metadata_of(folder: Path) -> list[Entry]:
-    found = LocalStorage().children(str(folder / "metadata"))
-    return [Entry(f"metadata/{entry.path}", entry.is_folder) for entry in found]
+    entries = LocalStorage().children(str(folder / "metadata"))
+    return [Entry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
 
 
 def _one_remark(
@@ -173,11 +174,11 @@ def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterato
 
     Unless `is_all`, only on those that hold data by their names, since there are other tables.
     """
-    found: dict[str, list[Path]] = defaultdict(list)
+    paths_by_reason: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         if not _ending(path) and (is_all or unread.holds_data_unread(path.name)):
-            found[_why_not_taken(path)].append(path)
-    for reason, files in found.items():
+            paths_by_reason[_why_not_taken(path)].append(path)
+    for reason, files in paths_by_reason.items():
         names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
         more = f" (and {len(files) - _NAMED_MOST} more)" if len(files) > _NAMED_MOST else ""
         yield f"{names}{more} {reason}"
@@ -223,24 +224,26 @@ def _look_at(path: Path) -> _FileLook:
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as file:
         names = tuple(file.schema_arrow.names)
-        found = _FileLook(path, "parquet", columns=names, rows=file.metadata.num_rows)
+        file_look = _FileLook(path, "parquet", columns=names, rows=file.metadata.num_rows)
         if twice := _twice(names):
-            return found._replace(remark=twice, is_table=False)
-        batch = next(file.iter_batches(SAMPLE_ROWS), None) if found.rows else None
+            return file_look._replace(remark=twice, is_table=False)
+        batch = next(file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
         rows = [] if batch is None else [batch]
-        return found._replace(sample=_plain_table(pa.Table.from_batches(rows, file.schema_arrow)))
+        return file_look._replace(
+            sample=_plain_table(pa.Table.from_batches(rows, file.schema_arrow))
+        )
 
 
 def _look_at_csv(path: Path) -> _FileLook:
-    found, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
+    file_look, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
     if is_packed and not unread.is_gzip(path):
-        return found._replace(remark=unread.NOT_GZIP, is_table=False)
+        return file_look._replace(remark=unread.NOT_GZIP, is_table=False)
     # A part of its bytes, read to its end: no reader is left running behind the look.
     with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
         head: bytes = raw.read(_CSV_BYTES)
         is_cut = len(head) == _CSV_BYTES
     if reason := unread.of_text(head):
-        return found._replace(remark=reason, is_table=False)
+        return file_look._replace(remark=reason, is_table=False)
     while head.startswith(unread.UTF_8_MARK):
         head = head.removeprefix(unread.UTF_8_MARK)
     # Without a line break the reader takes the names for no rows of no columns.
@@ -248,14 +251,14 @@ def _look_at_csv(path: Path) -> _FileLook:
     header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
     header = header_line.decode()
     if not header.strip():
-        return found._replace(
+        return file_look._replace(
             remark="cannot be read: it is empty, or its first line is", is_table=False
         )
     separator = max(_SEPARATORS, key=header.count)
     other_widths: list[Any] = []
 
     if header.count('"') % 2 and b'"' not in head[len(header_line) :]:
-        return found._replace(
+        return file_look._replace(
             remark="has a quote in its line of column names that is not closed: close it, or leave it out",
             is_table=False,
         )
@@ -284,24 +287,28 @@ def _look_at_csv(path: Path) -> _FileLook:
                 sample = sample.set_column(sample.column_names.index(name), name, texts[name])
     sample = sample.rename_columns([name.strip(BLANKS) for name in sample.column_names])
     names = tuple(sample.column_names)
-    found = found._replace(separator=separator, columns=names)
+    file_look = file_look._replace(separator=separator, columns=names)
     if twice := _twice(names):
-        return found._replace(remark=twice, is_table=False)
+        return file_look._replace(remark=twice, is_table=False)
     if not len(sample) and other_widths:
         row = other_widths[0]
-        return found._replace(
+        return file_look._replace(
             remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there a "
             f"{separator!r} behind the last one, one within a value that has no quotes around it, or a line above the "
             "column names? Write as many fields as names",
             is_table=False,
         )
     if remark := _no_table(names):
-        return found._replace(remark=remark, is_table=False)
-    sample, again = _without_header(sample.slice(0, SAMPLE_ROWS))
-    remark = f"has its header again in {again:,} of its first rows" if again else None
+        return file_look._replace(remark=remark, is_table=False)
+    sample, header_repeat_count = _without_header(sample.slice(0, SAMPLE_ROWS))
+    remark = (
+        f"has its header again in {header_repeat_count:,} of its first rows"
+        if header_repeat_count
+        else None
+    )
     if not len(sample):
         remark = "has a header and no rows"
-    return found._replace(sample=sample, remark=remark)
+    return file_look._replace(sample=sample, remark=remark)
 
 
 def _twice(names: Sequence[str]) -> str | None:
@@ -319,8 +326,8 @@ def _without_header(sample: Any) -> tuple[Any, int]:
         return sample, 0
     is_header = None
     for name in sample.column_names:
-        same = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[name]), name), False)
-        is_header = same if is_header is None else pc.and_(is_header, same)
+        is_column_name = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[name]), name), False)
+        is_header = is_column_name if is_header is None else pc.and_(is_header, is_column_name)
     count = pc.sum(is_header).as_py() or 0
     return (sample.filter(pc.invert(is_header)) if count else sample), count
 
@@ -407,8 +414,8 @@ def _names(pattern: str, base: Path) -> set[str]:
 
 
 def _relative(path: Path, base: Path) -> str:
-    shown = Path(os.path.relpath(path, base)).as_posix()
-    return shown.encode("utf-8", "backslashreplace").decode()
+    relative_path = Path(os.path.relpath(path, base)).as_posix()
+    return relative_path.encode("utf-8", "backslashreplace").decode()
 
 
 def _kind(kind: Any, values: Any, file_format: str) -> Kind:

@@ -83,60 +83,71 @@ def plain(name: str) -> str:
 
 def roles_of(columns: Mapping[str, Kind]) -> Roles:
     """Roles of a table's columns: by exact name first, then by its end, and at last by what is left over."""
-    found: dict[Role, str] = {}
+    column_by_role: dict[Role, str] = {}
     remarks: list[str] = []
     unfit: dict[Role, str] = {}
     for role, names in _NAMES.items():
-        for name in _by_name(role, names, [each for each in columns if each not in found.values()]):
+        for name in _by_name(
+            role, names, [column for column in columns if column not in column_by_role.values()]
+        ):
             if columns[name] in FITS[role]:
-                found[role] = name
+                column_by_role[role] = name
                 break
             if role in ("user", "item"):
                 unfit.setdefault(role, name)
             remarks.append(unfit_in_words(role, name, columns[name]))
     guessed: list[Role] = []
     for role in ("user", "item"):
-        other: Role = "item" if role == "user" else "user"
-        left = [
-            each
-            for each in columns
-            if each not in found.values() and _like_an_id(each, columns[each])
+        other_role: Role = "item" if role == "user" else "user"
+        id_like_columns = [
+            column
+            for column in columns
+            if column not in column_by_role.values() and _like_an_id(column, columns[column])
         ]
-        if role in found:
+        if role in column_by_role:
             unfit.pop(role, None)
-        elif role not in unfit and other in found and len(left) == 1 and len(columns) > 1:
-            found[role], guessed = left[0], [*guessed, role]
+        elif (
+            role not in unfit
+            and other_role in column_by_role
+            and len(id_like_columns) == 1
+            and len(columns) > 1
+        ):
+            column_by_role[role], guessed = id_like_columns[0], [*guessed, role]
     times = [
-        each for each, kind in columns.items() if kind == "time" and each not in found.values()
+        column
+        for column, kind in columns.items()
+        if kind == "time" and column not in column_by_role.values()
     ]
-    if "timestamp" not in found and len(times) == 1:
-        found["timestamp"] = times[0]
+    if "timestamp" not in column_by_role and len(times) == 1:
+        column_by_role["timestamp"] = times[0]
         guessed.append("timestamp")
-    return Roles(found, tuple(guessed), unfit, tuple(remarks))
+    return Roles(column_by_role, tuple(guessed), unfit, tuple(remarks))
 
 
 def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
     """Columns that may have a role, the surest first."""
-    exact = [each for name in names for each in columns if plain(each) == name]
+    exact = [column for name in names for column in columns if plain(column) == name]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
         exact += [
-            each
-            for each in columns
-            if each not in exact and _NUMBERED.sub("", plain(each)) in names
+            column
+            for column in columns
+            if column not in exact and _NUMBERED.sub("", plain(column)) in names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
-        ends = tuple(each for each in names if len(each) > 3)
-        exact += [each for each in columns if each not in exact and plain(each).endswith(ends)]
+        ends = tuple(role_name for role_name in names if len(role_name) > 3)
+        exact += [
+            column for column in columns if column not in exact and plain(column).endswith(ends)
+        ]
     if role == "timestamp":
-        exact += [each for each in columns if each not in exact and _MOMENT.search(each)]
+        exact += [column for column in columns if column not in exact and _MOMENT.search(column)]
     return exact
 
 
 def _like_an_id(name: str, kind: Kind) -> bool:
-    told = plain(name)
-    is_other = any(told in _NAMES[role] for role in ("timestamp", "weight", "category"))
-    return kind in FITS["user"] and not is_other and told not in _NO_ID
+    normalised_name = plain(name)
+    is_other = any(normalised_name in _NAMES[role] for role in ("timestamp", "weight", "category"))
+    return kind in FITS["user"] and not is_other and normalised_name not in _NO_ID
 
 
 def unfit_in_words(role: Role, name: str, kind: Kind) -> str:

@@ -105,8 +105,12 @@ def _line(name: str, value: str, about: str) -> str:
 
 
 def _comment(text: str) -> Sequence[str]:
-    plain = printable(" ".join(text.split()))  # a name with a line break must not end the comment
+    one_line_text = printable(
+        " ".join(text.split())
+    )  # a name with a line break must not end the comment
     return [
-        f"# {each}"
-        for each in textwrap.wrap(plain, 108, break_long_words=False, break_on_hyphens=False)
+        f"# {comment_line}"
+        for comment_line in textwrap.wrap(
+            one_line_text, 108, break_long_words=False, break_on_hyphens=False
+        )
     ]

@@ -37,7 +37,7 @@ def ask_cold(
     new_user, new_item = profiles.new_user, profiles.new_item
     known_user = next(iter(histories))
     quiet_user = next(user for user in profiles.users if user not in histories)
-    asked = {
+    entity_by_kind_and_table = {
         ("known user", "user_topk"): Entity(known_user),
         ("known user", "user_affinity"): Entity(known_user),
         ("quiet user", "user_topk"): Entity(quiet_user, features=profiles.users[quiet_user]),
@@ -47,20 +47,21 @@ def ask_cold(
         ("new user", "user_affinity"): Entity("new-user", features=new_user),
     }
     entities = [
-        Entity(each.id, features=each.features, table=table) for (_, table), each in asked.items()
+        Entity(entity.id, features=entity.features, table=table)
+        for (_, table), entity in entity_by_kind_and_table.items()
     ]
     # Sent once, so that what the service counted is what was asked.
     with Client(url, policy=Policy(attempts=1)) as larder:
         options = Options(k=SHOWN, deadline_ms=DEADLINE_MS)
         answers = larder.lookup_tables(entities, options)
-    questions = [Question(str(each.table), str(each.id), SHOWN) for each in entities]
-    judge.request(questions, [told(each) for each in answers])
-    for (who, table), answer in zip(asked, answers, strict=True):
-        if who in NEW and answer.source != Source.LIVE:
-            raise ValueError(f"{who}, {table}: {answer.source} ({answer.reason}), not live")
+    questions = [Question(str(entity.table), str(entity.id), SHOWN) for entity in entities]
+    judge.request(questions, [told(lookup_answer) for lookup_answer in answers])
+    for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True):
+        if entity_kind in NEW and answer.source != Source.LIVE:
+            raise ValueError(f"{entity_kind}, {table}: {answer.source} ({answer.reason}), not live")
     return [
-        ColdStart(who, table, answer.source, str(answer.producer), _shown(answer, profiles))
-        for (who, table), answer in zip(asked, answers, strict=True)
+        ColdStart(entity_kind, table, answer.source, str(answer.producer), _shown(answer, profiles))
+        for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True)
     ]
 
 
@@ -76,5 +77,5 @@ def _shown(answer: Answer, profiles: Profiles) -> str:
     values, labels = answer.values, answer.labels
     if values is None or labels is None:
         return "nothing"
-    best = max(range(len(labels)), key=lambda place: float(values[place]))
-    return f"{labels[best]} {values[best]:.2f}"
+    top_position = max(range(len(labels)), key=lambda position: float(values[position]))
+    return f"{labels[top_position]} {values[top_position]:.2f}"

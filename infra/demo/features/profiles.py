@@ -46,7 +46,7 @@ def profiles_of(clicks: Clicks, seed: int = 0) -> Profiles:
     A category is bought most in one country and at one age. Prices are log-normal around their category's.
     """
     rng = np.random.default_rng([seed, 1])
-    kinds = np.array([CATEGORIES.index(each) for each in clicks.categories])
+    kinds = np.array([CATEGORIES.index(category) for category in clicks.categories])
     count, new = len(kinds), max(2, round(UNSEEN_SHARE * len(kinds)))
     kinds = np.concatenate([kinds, np.arange(new) % (kinds.max() + 1)])
     usual = np.exp(rng.normal(3.2, 0.8, len(CATEGORIES)))
@@ -64,8 +64,10 @@ def profiles_of(clicks: Clicks, seed: int = 0) -> Profiles:
     lives = np.where(rng.random(len(favourite)) < AT_HOME, homes[favourite], anywhere)
     old = rng.normal(ages[favourite], 9.0).round().clip(16, 90)
     users: dict[str, Features] = {
-        name: {"country": COUNTRIES[place], "age": age}
-        for name, place, age in zip(clicks.user_ids, lives.tolist(), old.tolist(), strict=True)
+        name: {"country": COUNTRIES[country_index], "age": age}
+        for name, country_index, age in zip(
+            clicks.user_ids, lives.tolist(), old.tolist(), strict=True
+        )
     }
     likes = int(np.bincount(favourite).argmax())
     return Profiles(
@@ -86,4 +88,4 @@ def _favourites(clicks: Clicks, kinds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _columns(of: Mapping[str, Features], names: tuple[str, ...]) -> dict[str, list[str | float]]:
-    return {name: [each[name] for each in of.values()] for name in names}
+    return {name: [features[name] for features in of.values()] for name in names}

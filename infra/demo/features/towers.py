@@ -41,9 +41,9 @@ class Fit:
 
     def nodes(self, label: str, number: str) -> list[NodeProto]:
         """Nodes from two inputs to `featured` [rows, dims]; `constants` go with them."""
-        places = {"keys_strings": self.labels, "values_int64s": range(len(self.labels))}
+        label_encoding = {"keys_strings": self.labels, "values_int64s": range(len(self.labels))}
         return [
-            _look_up(label, "place", **places, default_int64=len(self.labels)),
+            _look_up(label, "place", **label_encoding, default_int64=len(self.labels)),
             helper.make_node("Gather", ["base", "place"], ["start"]),
             helper.make_node("Gather", ["slope", "place"], ["steep"]),
             helper.make_node("Clip", [number, "low", "high"], ["within"]),
@@ -70,15 +70,15 @@ class Fit:
 
 def fit(labels: Sequence[str], numbers: NDArray[np.float64], vectors: NDArray[np.float32]) -> Fit:
     """Ridge regression of vectors [n, dims] on a label and a positive number each."""
-    names, places = np.unique(np.array(labels), return_inverse=True)
+    names, label_indices = np.unique(np.array(labels), return_inverse=True)
     logged = np.log(numbers)
     mean, deviation = float(logged.mean()), max(float(logged.std()), 1e-6)
-    chosen = np.eye(len(names))[places]
-    design = np.hstack([chosen, chosen * ((logged - mean) / deviation)[:, None]])
+    one_hot = np.eye(len(names))[label_indices]
+    design = np.hstack([one_hot, one_hot * ((logged - mean) / deviation)[:, None]])
     average = vectors.mean(axis=0)
     square = design.T @ design + RIDGE * np.eye(design.shape[1])
-    found = np.linalg.solve(square, design.T @ (vectors - average))
-    base, slope = np.split(found, 2)
+    coefficients = np.linalg.solve(square, design.T @ (vectors - average))
+    base, slope = np.split(coefficients, 2)
     return Fit(
         tuple(map(str, names)),
         np.vstack([average + base, average]).astype(np.float32),
@@ -102,12 +102,12 @@ def add_features(
     )
     vectors = _constant(reference.item_tower.path, "table")
     ids = [raw.decode() for raw in reference.item_ids]
-    prices = np.array([float(profiles.items[each]["price"]) for each in ids])
-    of_items = fit([str(profiles.items[each]["category"]) for each in ids], prices, vectors)
+    prices = np.array([float(profiles.items[item_id]["price"]) for item_id in ids])
+    of_items = fit([str(profiles.items[item_id]["category"]) for item_id in ids], prices, vectors)
     of_users = _fit_users(table, ids, histories, profiles.users)
-    beside = folder.with_name(f"{folder.name}-with-features")
+    staging_folder = folder.with_name(f"{folder.name}-with-features")
     write_bundle(
-        beside,
+        staging_folder,
         name="reference-with-features",
         version=reference.version,
         dims=reference.dims,
@@ -117,7 +117,7 @@ def add_features(
         values={"user_affinity": _user_model(reference, of_users, table, centroids)},
         training={**reference.training, "features": "ridge regression", "ridge": RIDGE},
     )
-    put_in_place(beside, folder)
+    put_in_place(staging_folder, folder)
     return Bundle.read(folder)
 
 
@@ -128,13 +128,15 @@ def _fit_users(
     users: Mapping[str, Features],
 ) -> Fit:
     row = {item: number for number, item in enumerate(ids)}
-    some = list(histories)[:: max(1, len(histories) // FITTED_USERS)]
-    sums = np.stack([table[[row[item] for item in histories[user]]].sum(axis=0) for user in some])
+    sampled_users = list(histories)[:: max(1, len(histories) // FITTED_USERS)]
+    sums = np.stack(
+        [table[[row[item] for item in histories[user]]].sum(axis=0) for user in sampled_users]
+    )
     # Directions alone: a long history must not count for more.
     directions = unit(sums) * np.float32(np.linalg.norm(sums, axis=1).mean())
     return fit(
-        [str(users[each]["country"]) for each in some],
-        np.array([float(users[each]["age"]) for each in some]),
+        [str(users[user_id]["country"]) for user_id in sampled_users],
+        np.array([float(users[user_id]["age"]) for user_id in sampled_users]),
         directions,
     )
 
@@ -202,8 +204,10 @@ def _user_model(
     return ModelFile(_model(nodes, spec, constants), spec, labels=labels)
 
 
-def _look_up(name: str, out: str, **attributes: object) -> NodeProto:
-    return helper.make_node("LabelEncoder", [name], [out], domain="ai.onnx.ml", **attributes)
+def _look_up(name: str, output_name: str, **attributes: object) -> NodeProto:
+    return helper.make_node(
+        "LabelEncoder", [name], [output_name], domain="ai.onnx.ml", **attributes
+    )
 
 
 def _model(
@@ -215,7 +219,7 @@ def _model(
     graph = helper.make_graph(
         nodes,
         "tower",
-        [_input(each) for each in spec.inputs],
+        [_input(input_spec) for input_spec in spec.inputs],
         [output],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", 2)]
@@ -233,4 +237,8 @@ def _input(spec: InputSpec) -> ValueInfoProto:
 
 def _constant(model: Path, name: str) -> NDArray[np.float32]:
     initializers = read_model(model).graph.initializer
-    return np.array(numpy_helper.to_array(next(each for each in initializers if each.name == name)))
+    return np.array(
+        numpy_helper.to_array(
+            next(initializer for initializer in initializers if initializer.name == name)
+        )
+    )

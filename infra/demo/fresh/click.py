@@ -43,21 +43,21 @@ class Click:
     def send(self, step: Step) -> None:
         """Send the click, and notes what it changed."""
         with self._client() as larder:
-            before = self._ask(larder)
-            if not before.items:
+            answer_before = self._ask(larder)
+            if not answer_before.items:
                 raise ValueError(f"{self.user} has no list")
-            self.item = before.items[min(1, len(before.items) - 1)]
+            self.item = answer_before.items[min(1, len(answer_before.items) - 1)]
             click = NewEvent("demo-click", user=self.user, item=self.item, type="click")
             receipt = larder.send_events([click])
             if receipt.accepted != 1:
                 raise ValueError(f"the click was not accepted: {receipt}")
             after = self._live = self._until_counted(larder)
-            stored = self._ask(larder, max_events=0)
-        if stored.items != before.items or stored.events:
-            raise ValueError(f"max_events=0 is not the stored list: {stored}")
+            stored_answer = self._ask(larder, max_events=0)
+        if stored_answer.items != answer_before.items or stored_answer.events:
+            raise ValueError(f"max_events=0 is not the stored list: {stored_answer}")
         self.judged()
         step.note(f"{self.user} clicks on {self.item}: 202, {receipt.durability} kept")
-        step.note(f"before  {_shown(before)}")
+        step.note(f"before  {_shown(answer_before)}")
         step.note(f"after   {_shown(after)}")
         step.note(
             f"events {after.events}, as of {after.as_of}, {self.counted_ms:.0f} ms after the 202"
@@ -68,18 +68,20 @@ class Click:
     def taken_over(self, step: Step) -> None:
         """Hold the list of a night that took the click over against the one that was answered live."""
         with self._client() as larder:
-            now = self._ask(larder)
-        if now.events or now.producer != "batch":
-            raise ValueError(f"the night did not take the click of {self.user} over: {now}")
-        if self._is_to_be(now):
+            night_answer = self._ask(larder)
+        if night_answer.events or night_answer.producer != "batch":
+            raise ValueError(
+                f"the night did not take the click of {self.user} over: {night_answer}"
+            )
+        if self._is_to_be(night_answer):
             step.note(f"it has the click: the list of {self.user} is the one answered live")
 
     def counted_again(self, step: Step) -> None:
         """Hold the list after a roll back to a generation without the click against the one that was answered live."""
         with self._client() as larder:
-            now = self._until_counted(larder)
-        if self._is_to_be(now):
-            step.note(f"which lacks the click: events {now.events}, and the same list")
+            rollback_answer = self._until_counted(larder)
+        if self._is_to_be(rollback_answer):
+            step.note(f"which lacks the click: events {rollback_answer.events}, and the same list")
 
     def judged(self) -> None:
         """Has the judge hear of the answers since the last time."""
@@ -87,13 +89,15 @@ class Click:
             self._judge.request([question], [answer])
         self._seen.clear()
 
-    def _is_to_be(self, now: Answer) -> bool:
+    def _is_to_be(self, later_answer: Answer) -> bool:
         """True if the list could be compared; raises ValueError where it is another one than before."""
         live = self._live
-        if live is None or not self._is_alone or live.approximate or now.approximate:
+        if live is None or not self._is_alone or live.approximate or later_answer.approximate:
             return False
-        if now.items != live.items:
-            raise ValueError(f"{self.user} was answered {live.items}, and now is {now.items}")
+        if later_answer.items != live.items:
+            raise ValueError(
+                f"{self.user} was answered {live.items}, and now is {later_answer.items}"
+            )
         return True
 
     def _client(self) -> Client:
@@ -108,17 +112,17 @@ class Click:
         return answer
 
     def _until_counted(self, larder: Client) -> Answer:
-        began = time.perf_counter()
-        while time.perf_counter() < began + COUNTED_S:
+        started_at = time.perf_counter()
+        while time.perf_counter() < started_at + COUNTED_S:
             answer = self._ask(larder)
             if answer.events:
-                self.counted_ms = (time.perf_counter() - began) * 1000
+                self.counted_ms = (time.perf_counter() - started_at) * 1000
                 return answer
             time.sleep(0.005)
         raise ValueError(f"the click of {self.user} is not counted after {COUNTED_S:.0f} s")
 
     def _dashboard(self, receipt: EventReceipt) -> str:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         while True:
             # For somebody who has it open the document was made already, and may be a moment old.
             status, raw = asyncio.run(get(self._url, "/dashboard/data"))
@@ -126,7 +130,7 @@ class Click:
             accepted = events["results"].get("accepted") if events else None
             if events and accepted and events["counted_until"] == receipt.position:
                 return f"dashboard: {accepted} accepted, {events['lag_s'] or 0:.1f} s behind"
-            if time.perf_counter() > began + SHOWN_S:
+            if time.perf_counter() > started_at + SHOWN_S:
                 raise ValueError(f"the dashboard does not show event {receipt.position}: {events}")
             time.sleep(0.1)
 

@@ -25,86 +25,100 @@ def above(
     rows = tl.program_id(0) * height + tl.arange(0, height)
     split = tl.program_id(1)
     k = tl.arange(0, depth)
-    own = rows < count
+    user_mask = rows < count
     rows = rows.to(tl.int64)
-    inside = own[:, None] & (k < width)[None, :]
+    inside = user_mask[:, None] & (k < width)[None, :]
     u = tl.load(users + rows[:, None] * width + k[None, :], mask=inside, other=0.0)
     if near:  # what a product gives is in registers, and stays there
         u = tl.dot(u, (k[:, None] == k[None, :]).to(u.dtype)).to(u.dtype)
-    far = tl.load(reach + rows, mask=own, other=0.0)
-    limit = tl.load(limits + rows, mask=own, other=float("inf"))
+    far = tl.load(reach + rows, mask=user_mask, other=0.0)
+    limit = tl.load(limits + rows, mask=user_mask, other=float("inf"))
     groups: tl.constexpr = tile // size
-    turns: tl.constexpr = lanes // groups
-    lane = tl.arange(0, 4)
-    segment = (rows[:, None] * splits + split) * 4 + lane[None, :]
+    tiles_per_block: tl.constexpr = lanes // groups
+    group_offset = tl.arange(0, 4)
+    segment = (rows[:, None] * splits + split) * 4 + group_offset[None, :]
     free = entries + segment * (room * 4)
-    taken = tl.zeros([height, 4], tl.int32)
-    steps = (blocks - split + splits - 1) // splits * turns
+    entry_count = tl.zeros([height, 4], tl.int32)
+    steps = (blocks - split + splits - 1) // splits * tiles_per_block
     heavy = tl.load(weight + _block(split, stride, offset, skip, hole), mask=steps > 0, other=0.0)
     for step in tl.range(0, steps, num_stages=stages):
-        at = split + step // turns * splits
-        group = _block(at, stride, offset, skip, hole) * lanes + step % turns * groups
+        at = split + step // tiles_per_block * splits
+        group = _block(at, stride, offset, skip, hole) * lanes + step % tiles_per_block * groups
         product = tl.dot(u, tl.trans(items.load([group * size, 0])))
         margin = far * heavy + slack
         # What the next step needs is on its way during this one.
-        at = tl.minimum(split + (step + 1) // turns * splits, blocks - 1)
+        at = tl.minimum(split + (step + 1) // tiles_per_block * splits, blocks - 1)
         heavy = tl.load(weight + _block(at, stride, offset, skip, hole))
         scores = _members(tl.reshape(product, [height, groups // 4, 2, 4, 2]), groups // 4)
-        low, over, number = (limit - margin)[:, None], margin[:, None], (group + lane)[None, :]
+        low, over, number = (
+            (limit - margin)[:, None],
+            margin[:, None],
+            (group + group_offset)[None, :],
+        )
         if writing is not None:
-            rest = (low, over, taken, free.to(tl.int64), number, real, room)
-            taken = tl.inline_asm_elementwise(
-                writing, constraints, scores + rest, dtype=tl.int32, is_pure=False, pack=2
+            asm_operands = (low, over, entry_count, free.to(tl.int64), number, real, room)
+            entry_count = tl.inline_asm_elementwise(
+                writing, constraints, scores + asm_operands, dtype=tl.int32, is_pure=False, pack=2
             )
         else:
-            taken = _reaching(scores, low, over, free, taken, number, real, groups // 4, room)
-    tl.store(counts + segment, taken, mask=own[:, None])
+            entry_count = _reaching(
+                scores, low, over, free, entry_count, number, real, groups // 4, room
+            )
+    tl.store(counts + segment, entry_count, mask=user_mask[:, None])
 
 
 @triton.jit
 def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
     """The block that a `BlockStage` looks at as the `at`-th."""
     if skip:
-        rest = at % skip
-        at = at // skip * (skip + 1) + rest + (rest >= hole).to(tl.int32)
+        remainder = at % skip
+        at = at // skip * (skip + 1) + remainder + (remainder >= hole).to(tl.int32)
     return at * stride + offset
 
 
 @triton.jit
-def _members(scores, many: tl.constexpr):
-    """The four scores [n, 4] of each first, second and so on of `many` groups, of scores [n, many, 2, 4, 2]."""
-    if many > 1:
-        halves = tl.reshape(scores, [scores.shape[0], 2, many // 2, 2, 4, 2])
+def _members(scores, group_count: tl.constexpr):
+    """The four scores [n, 4] of each first, second and so on of `group_count` groups, of scores [n, many, 2, 4, 2]."""
+    if group_count > 1:
+        halves = tl.reshape(scores, [scores.shape[0], 2, group_count // 2, 2, 4, 2])
         first, second = tl.split(tl.permute(halves, (0, 2, 3, 4, 5, 1)))
-        return _members(first, many // 2) + _members(second, many // 2)
+        return _members(first, group_count // 2) + _members(second, group_count // 2)
     else:  # noqa: RET505 - Triton compiles what stands behind a return
         even, odd = tl.split(tl.reshape(scores, [scores.shape[0], 2, 4, 2]))
         zero, two = tl.split(tl.permute(even, (0, 2, 1)))
-        one, three = tl.split(tl.permute(odd, (0, 2, 1)))
-        return zero, one, two, three
+        score_one, three = tl.split(tl.permute(odd, (0, 2, 1)))
+        return zero, score_one, two, three
 
 
 @triton.jit
 def _reaching(
-    members, limit, margin, entries, taken, number, real, many: tl.constexpr, room: tl.constexpr
+    members,
+    limit,
+    margin,
+    entries,
+    entry_count,
+    number,
+    real,
+    group_count: tl.constexpr,
+    room: tl.constexpr,
 ):
     """Number taken int32 [n, 4], after the groups, of `members` (`_members`), that reach the limit are written.
 
     As `hits.writing`, for the interpreter.
     """
-    for group in tl.static_range(many):
-        zero, one = members[4 * group], members[4 * group + 1]
+    for group in tl.static_range(group_count):
+        zero, score_one = members[4 * group], members[4 * group + 1]
         two, three = members[4 * group + 2], members[4 * group + 3]
-        highest = tl.maximum(tl.maximum(zero, one), tl.maximum(two, three))
+        highest = tl.maximum(tl.maximum(zero, score_one), tl.maximum(two, three))
         hit = (highest >= limit) & (number + 4 * group < real)
-        written = hit & (taken < room)
-        to = entries + taken * 4
+        written = hit & (entry_count < room)
+        to = entries + entry_count * 4
         tl.store(to, (highest + margin).to(tl.int32, bitcast=True), mask=written)
         tl.store(to + 1, number + 4 * group, mask=written)
-        tl.store(to + 2, _halves(zero, one), mask=written)
+        tl.store(to + 2, _halves(zero, score_one), mask=written)
         tl.store(to + 3, _halves(two, three), mask=written)
-        taken += hit.to(tl.int32)
-    return taken
+        entry_count += hit.to(tl.int32)
+    return entry_count
 
 
 @triton.jit

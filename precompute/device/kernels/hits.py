@@ -17,25 +17,28 @@ def writing(groups: int) -> tuple[str, str]:
     next group of the same rows is four further on. An entry is a bound, the group's number, and its scores in halves.
     """
     after = ROWS + 4 * ROWS * groups
-    limit, margin, taken, address, number, real, room = (
-        [f"${after + ROWS * each + row}" for row in range(ROWS)] for each in range(7)
+    limit, margin, entry_counts, address, number, real, room = (
+        [f"${after + ROWS * operand_index + row}" for row in range(ROWS)]
+        for operand_index in range(7)
     )
-    lines = [f"mov.b32 ${row}, {taken[row]};" for row in range(ROWS)]
+    lines = [f"mov.b32 ${row}, {entry_counts[row]};" for row in range(ROWS)]
     for group, row in product(range(groups), range(ROWS)):
-        zero, one, two, three = (f"${ROWS + 8 * group + 2 * member + row}" for member in range(4))
+        zero, score_one, two, three = (
+            f"${ROWS + 8 * group + 2 * member + row}" for member in range(4)
+        )
         if row == 0:
             lines += [
                 f"add.s32 group, {number[row]}, {4 * group};",
                 f"setp.lt.s32 known, group, {real[row]};",
             ]
         lines += [
-            f"max.f32 highest, {zero}, {one};",
+            f"max.f32 highest, {zero}, {score_one};",
             f"max.f32 other, {two}, {three};",
             "max.f32 highest, highest, other;",
             f"setp.ge.and.f32 hit, highest, {limit[row]}, known;",
             f"setp.lt.and.s32 written, ${row}, {room[row]}, hit;",
             f"add.f32 highest, highest, {margin[row]};",
-            f"cvt.rn.f16x2.f32 low, {one}, {zero};",
+            f"cvt.rn.f16x2.f32 low, {score_one}, {zero};",
             f"cvt.rn.f16x2.f32 high, {three}, {two};",
             "mov.b32 bound, highest;",
             f"mad.wide.s32 to, ${row}, 16, {address[row]};",

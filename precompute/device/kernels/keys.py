@@ -10,7 +10,7 @@ _NONE = tl.constexpr(-1)
 
 @triton.jit(do_not_specialize=("count", "items"))
 def exact(
-    users, own, vectors, lengths, kept, left_out, ordinals, starts, gone, keys,
+    users, user_lengths, vectors, lengths, kept_entries, left_out, ordinals, starts, excluded_ordinals, keys,
     count, items,
     steps: tl.constexpr, unroll: tl.constexpr, size: tl.constexpr, capacity: tl.constexpr, part: tl.constexpr,
     cosine: tl.constexpr,
@@ -18,66 +18,72 @@ def exact(
     """Keys of the items of kept groups that may be better than what was left out, as by `precompute.device.exact`.
 
     Its sums, in its order, so to be compiled without fused multiply-adds. int64 [n, size, capacity]: first of each
-    group its first such item. What stands in the user's `gone` (ascending from `starts` on) and what is no item gets
-    the key of no pair. A program has `part` of `count` entries, on a GPU of one user.
+    group its first such item. What stands in the user's `excluded_ordinals` (ascending from `starts` on) and what is no
+    item gets the key of no pair. A program has `part` of `count` entries, on a GPU of one user.
     """
     at = tl.program_id(0).to(tl.int64) * part + tl.arange(0, part)
     user = tl.minimum(at, count - 1) // capacity
-    here = at < count
-    group = tl.load(kept + at * 4 + 1, mask=here, other=_NONE)
-    bound = tl.load(kept + at * 4, mask=here, other=_NONE).to(tl.float32, bitcast=True)
-    zero, one = _both(tl.load(kept + at * 4 + 2, mask=here, other=0))
-    two, three = _both(tl.load(kept + at * 4 + 3, mask=here, other=0))
+    entry_mask = at < count
+    group = tl.load(kept_entries + at * 4 + 1, mask=entry_mask, other=_NONE)
+    bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(
+        tl.float32, bitcast=True
+    )
+    zero, score_one = _both(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
+    two, three = _both(tl.load(kept_entries + at * 4 + 3, mask=entry_mask, other=0))
     # An item's bound is as much below its group's as its product is below the highest, but for the rounding of halves.
-    highest = tl.maximum(tl.maximum(zero, one), tl.maximum(two, three))
+    highest = tl.maximum(tl.maximum(zero, score_one), tl.maximum(two, three))
     limit = tl.load(left_out + user) - bound + highest - tl.abs(highest) * 2.0**-9 - 2.0**-20
-    marks = _may_reach(zero, limit) + _may_reach(one, limit) * 2
-    marks += _may_reach(two, limit) * 4 + _may_reach(three, limit) * 8
-    marks = tl.where(group == _NONE, 0, marks)
+    candidate_bits = _may_reach(zero, limit) + _may_reach(score_one, limit) * 2
+    candidate_bits += _may_reach(two, limit) * 4 + _may_reach(three, limit) * 8
+    candidate_bits = tl.where(group == _NONE, 0, candidate_bits)
     group = tl.where(group == _NONE, 0, group)
-    out = keys + user * (size * capacity) + at % capacity
+    key_pointer = keys + user * (size * capacity) + at % capacity
     start = tl.load(starts + user)
     end = tl.load(starts + user + 1)
     longest = tl.max(end - start, 0)
-    lane = tl.arange(0, 4)[None, :]
-    ours = users + user[:, None] * (steps * 4) + lane
-    for turn in range(size):
-        found = tl.full([part], _WORST, tl.int64)
-        known = marks != 0
-        if tl.max(marks, 0) != 0:
-            mark = marks & -marks
-            marks -= mark
-            member = (mark >> 1) - (mark >> 3)  # 0 to 3 for 1, 2, 4, 8
+    step_offset = tl.arange(0, 4)[None, :]
+    user_pointers = users + user[:, None] * (steps * 4) + step_offset
+    for item_slot in range(size):
+        exact_keys = tl.full([part], _WORST, tl.int64)
+        item_mask = candidate_bits != 0
+        if tl.max(candidate_bits, 0) != 0:
+            lowest_bit = candidate_bits & -candidate_bits
+            candidate_bits -= lowest_bit
+            member = (lowest_bit >> 1) - (lowest_bit >> 3)  # 0 to 3 for 1, 2, 4, 8
             column = group // 4 * (4 * size) + member // 2 * 8 + group % 4 * 2 + member % 2
-            ordinal = tl.load(ordinals + column, mask=known, other=items)
-            known = known & (ordinal < items)
-            row = tl.where(known, ordinal, 0)
-            theirs = vectors + row[:, None] * (steps * 4) + lane
+            ordinal = tl.load(ordinals + column, mask=item_mask, other=items)
+            item_mask = item_mask & (ordinal < items)
+            row = tl.where(item_mask, ordinal, 0)
+            theirs = vectors + row[:, None] * (steps * 4) + step_offset
             sums = tl.zeros([part, 4], tl.float32)
             for first in range(0, steps, unroll):
                 for step in tl.static_range(unroll):
-                    number = tl.load(theirs + (first + step) * 4, mask=known[:, None], other=0.0)
-                    sums += number * tl.load(ours + (first + step) * 4)
+                    number = tl.load(
+                        theirs + (first + step) * 4, mask=item_mask[:, None], other=0.0
+                    )
+                    sums += number * tl.load(user_pointers + (first + step) * 4)
             even, odd = tl.split(tl.reshape(sums, [part, 2, 2]))
             low_sum, high_sum = tl.split(even + odd)
             score = low_sum + high_sum
             if cosine:
-                length = tl.load(lengths + row) * tl.load(own + user)
+                length = tl.load(lengths + row) * tl.load(user_lengths + user)
                 divisible = length > 0
                 score = tl.where(divisible, tl.div_rn(score, tl.where(divisible, length, 1.0)), 0.0)
             low, high, between = start, end, longest
             while between > 0:
                 middle = (low + high) // 2
                 open_ = low < high
-                less = tl.load(gone + middle, mask=open_, other=0) < ordinal
+                less = tl.load(excluded_ordinals + middle, mask=open_, other=0) < ordinal
                 low = tl.where(open_ & less, middle + 1, low)
                 high = tl.where(open_ & (less == 0), middle, high)
                 between = between >> 1
-            known = known & (tl.load(gone + low, mask=low < end, other=-1) != ordinal)
+            item_mask = item_mask & (
+                tl.load(excluded_ordinals + low, mask=low < end, other=-1) != ordinal
+            )
             bits = (score + 0.0).to(tl.int32, bitcast=True)
             ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-            found = tl.where(known, (ordered << 32) | (0xFFFFFFFF - ordinal), _WORST)
-        tl.store(out + turn * capacity, found, mask=at < count)
+            exact_keys = tl.where(item_mask, (ordered << 32) | (0xFFFFFFFF - ordinal), _WORST)
+        tl.store(key_pointer + item_slot * capacity, exact_keys, mask=at < count)
 
 
 @triton.jit
@@ -96,22 +102,22 @@ def _may_reach(score, limit):
 
 @triton.jit(do_not_specialize=("count", "k"))
 def leading(
-    keys, best, count, k,
-    height: tl.constexpr, size: tl.constexpr, wide: tl.constexpr, most: tl.constexpr,
+    keys, best_keys, count, k,
+    height: tl.constexpr, size: tl.constexpr, wide: tl.constexpr, padded_k: tl.constexpr,
 ):  # fmt: skip
-    """The best `k` of each user's keys int64 [n, size, wide], descending; `most` is the power of two no smaller than k.
+    """The best `k` of each user's keys int64 [n, size, wide], descending; `padded_k` is k or the next power of two.
 
     Behind the first `wide` there mostly are none.
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
-    own = (users < count)[:, None]
+    user_mask = (users < count)[:, None]
     rows = users[:, None].to(tl.int64)
     at = keys + rows * (size * wide) + tl.arange(0, wide)[None, :]
-    found = tl.topk(tl.load(at, mask=own, other=_WORST), most)
-    for turn in range(1, size):
-        more = tl.load(at + turn * wide, mask=own, other=_WORST)
+    top_keys = tl.topk(tl.load(at, mask=user_mask, other=_WORST), padded_k)
+    for item_slot in range(1, size):
+        more = tl.load(at + item_slot * wide, mask=user_mask, other=_WORST)
         if tl.max(tl.max(more, 1), 0) != _WORST:
-            both = tl.permute(tl.join(found, tl.topk(more, most)), (0, 2, 1))
-            found = tl.topk(tl.reshape(both, [height, 2 * most]), most)
-    slot = tl.arange(0, most)[None, :]
-    tl.store(best + rows * k + slot, found, mask=own & (slot < k))
+            merged_keys = tl.permute(tl.join(top_keys, tl.topk(more, padded_k)), (0, 2, 1))
+            top_keys = tl.topk(tl.reshape(merged_keys, [height, 2 * padded_k]), padded_k)
+    slot = tl.arange(0, padded_k)[None, :]
+    tl.store(best_keys + rows * k + slot, top_keys, mask=user_mask & (slot < k))

@@ -45,10 +45,10 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if self.given is None:
-            found = Evidence(
+            evidence = Evidence(
                 self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
             )
-            object.__setattr__(self, "given", found)
+            object.__setattr__(self, "given", evidence)
 
     @property
     def evidence(self) -> Evidence:

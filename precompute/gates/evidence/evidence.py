@@ -77,12 +77,12 @@ class Evidence:
     def allowed(self) -> Mapping[str, NDArray[np.bool_]]:
         """Items bool [items] that the lists of tables made under filters are of, by the tables' own names."""
         filtering = Filtering.open(self.root, self.manifest, self.items)
-        found: dict[str, NDArray[np.bool_]] = {}
+        mask_by_table: dict[str, NDArray[np.bool_]] = {}
         if filtering is not None:
-            for name, each in self.manifest.filters.items():
+            for name, named_filter in self.manifest.filters.items():
                 mask = filtering.passing(name).among(np.arange(self.items.count))
-                found |= {table.name: mask for table in each.tables.values()}
-        return found
+                mask_by_table |= {table.name: mask for table in named_filter.tables.values()}
+        return mask_by_table
 
     @cached_property
     def directories(self) -> Mapping[str, Directory]:
@@ -147,8 +147,8 @@ class Evidence:
         """int64[live items]: the live generation's items as ordinals of this one; a negative one of its own if gone."""
         if self.live_items is None:
             return np.empty(0, np.int64)
-        found = ordinals_of_texts(self.items, item_texts(self.live_items))
-        return np.where(found >= 0, found, -1 - np.arange(len(found)))
+        ordinals = ordinals_of_texts(self.items, item_texts(self.live_items))
+        return np.where(ordinals >= 0, ordinals, -1 - np.arange(len(ordinals)))
 
     @cached_property
     def users_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -156,8 +156,8 @@ class Evidence:
         if self.live_users is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         hashes = text_hashes(self.users.users.ids, self.live_users.seed)
-        before = self.live_users.find_many(hashes)
-        return self.users.positions[before >= 0], before[before >= 0]
+        live_positions = self.live_users.find_many(hashes)
+        return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
 
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
@@ -229,11 +229,11 @@ class Evidence:
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """(vectors float32 [n, dims], their rows of the sample): those that the night was given, else the tower's."""
         inputs, rows = self.user_inputs(self.bundle.user_tower)
-        made = self.run(self.bundle.user_tower, inputs)
+        tower_vectors = self.run(self.bundle.user_tower, inputs)
         vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
-        vectors[rows] = made
-        if (given := self.users.users.vectors) is not None:
-            vectors = np.where(np.isnan(given), vectors, given)
+        vectors[rows] = tower_vectors
+        if (source_vectors := self.users.users.vectors) is not None:
+            vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
         finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
         return vectors[finite], np.flatnonzero(finite)
 

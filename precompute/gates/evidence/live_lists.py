@@ -26,10 +26,11 @@ class LiveLists:
 
 def matching_table(candidate: Candidate, table: Table) -> Table | None:
     """The live generation's table of the same name and kind, None when it has none."""
-    before = None if candidate.live is None else candidate.live.tables.get(table.name)
+    live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
     return (
-        before
-        if before is not None and (before.kind, before.entity) == (table.kind, table.entity)
+        live_table
+        if live_table is not None
+        and (live_table.kind, live_table.entity) == (table.kind, table.entity)
         else None
     )
 
@@ -48,7 +49,7 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
             name = candidate.control.keys.page(candidate.live.generation, table.name, page)
             pipeline.getrange(name, offset, offset + size - 1)
         raw += pipeline.execute()
-    if any(len(each) != size for each in raw):
+    if any(len(record) != size for record in raw):
         raise NotJudged(
             f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
             "`larder restore`, then verify again"

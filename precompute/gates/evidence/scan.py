@@ -25,10 +25,10 @@ class FingerprintFile:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long-lived as the scan
         self.count = 0
 
-    def append(self, marks: NDArray[np.uint64]) -> None:
+    def append(self, fingerprints: NDArray[np.uint64]) -> None:
         """Add the fingerprints of the next records."""
-        self._file.write(np.ascontiguousarray(marks, np.uint64).data)
-        self.count += len(marks)
+        self._file.write(np.ascontiguousarray(fingerprints, np.uint64).data)
+        self.count += len(fingerprints)
 
     def read(self, start: int, count: int) -> NDArray[np.uint64]:
         """uint64[count] from a record on."""
@@ -41,13 +41,13 @@ class FingerprintFile:
         return sum(self._repeated_in(number, ranges) for number in range(ranges))
 
     def _repeated_in(self, number: int, ranges: int) -> int:
-        first, last = (np.uint64(each) for each in _bounds(number, ranges))
-        kept = [np.empty(0, np.uint64)]
+        first, last = (np.uint64(bound) for bound in _bounds(number, ranges))
+        parts_in_range = [np.empty(0, np.uint64)]
         for start in range(0, self.count, MARKS_AT_ONCE):
-            marks = self.read(start, min(MARKS_AT_ONCE, self.count - start))
-            kept.append(marks[(marks >= first) & (marks <= last)])
-        marks = np.sort(np.concatenate(kept))
-        return int((marks[1:] == marks[:-1]).sum())
+            fingerprints = self.read(start, min(MARKS_AT_ONCE, self.count - start))
+            parts_in_range.append(fingerprints[(fingerprints >= first) & (fingerprints <= last)])
+        fingerprints = np.sort(np.concatenate(parts_in_range))
+        return int((fingerprints[1:] == fingerprints[:-1]).sum())
 
 
 def _bounds(number: int, ranges: int) -> tuple[int, int]:
@@ -74,13 +74,13 @@ class Scan:
     seen: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
-    def note(self, kind: str, bad: Any, where: str) -> None:
+    def note(self, kind: str, faults: Any, where: str) -> None:
         """Count what is bad: bool[n] of a chunk's records, or a number of cases."""
-        count = int(np.count_nonzero(bad)) if isinstance(bad, np.ndarray) else int(bad)
+        count = int(np.count_nonzero(faults)) if isinstance(faults, np.ndarray) else int(faults)
         if count:
             first = (
-                f", record {int(np.argmax(bad))} of the chunk"
-                if isinstance(bad, np.ndarray)
+                f", record {int(np.argmax(faults))} of the chunk"
+                if isinstance(faults, np.ndarray)
                 else ""
             )
             self.faults[kind] += count
@@ -107,15 +107,15 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
 
 
 def read_records(
-    root: Path, table: Table, parts: NDArray[np.int64], places: NDArray[np.int64]
+    root: Path, table: Table, parts: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Records at `places` within `parts`, from the page files."""
-    found = np.zeros(len(parts), table.layout.dtype)
+    """Records at `positions` within `parts`, from the page files."""
+    records = np.zeros(len(parts), table.layout.dtype)
     for part in np.unique(parts).tolist():
         rows = np.flatnonzero(parts == part)
         file = np.memmap(root / table.parts[part].file.path, table.layout.dtype, "r")
-        found[rows] = file[places[rows]]
-    return found
+        records[rows] = file[positions[rows]]
+    return records
 
 
 def _part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
@@ -179,5 +179,5 @@ def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) 
     scan.note("order", rising.any(axis=1), where)
     scan.empty += int((counts == 0).sum())
     scan.counts += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
-    known = items[used]
-    scan.slots += np.bincount(known[known < len(scan.slots)], minlength=len(scan.slots))
+    used_items = items[used]
+    scan.slots += np.bincount(used_items[used_items < len(scan.slots)], minlength=len(scan.slots))

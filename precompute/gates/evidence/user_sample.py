@@ -56,9 +56,12 @@ class UserSample:
 
 def sampled_shards(entities: EntitySet) -> list[int]:
     """The shards whose partition files gates read."""
-    found = len(entities.parts)
+    shard_count = len(entities.parts)
     return sorted(
-        {shard * found // min(found, SHARDS_MAX) for shard in range(min(found, SHARDS_MAX))}
+        {
+            shard * shard_count // min(shard_count, SHARDS_MAX)
+            for shard in range(min(shard_count, SHARDS_MAX))
+        }
     )
 
 
@@ -75,20 +78,27 @@ def _naming_paths(folder: Path, shard: int) -> list[Path]:
 
 def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
     """(user, ordinal) of all that these users chose before the cut."""
-    wanted = pa.array(users, pa.string())
+    user_ids = pa.array(users, pa.string())
     user_of: dict[int, str] = {}
     for path in _naming_paths(folder, shard):
         for batch in read_batches(path, fields=[0, 1]):
-            found = batch.filter(pc.is_in(batch.column("user"), value_set=wanted))
+            matching_rows = batch.filter(pc.is_in(batch.column("user"), value_set=user_ids))
             user_of |= dict(
-                zip(*(each.to_pylist() for each in reversed(found.columns)), strict=True)
+                zip(
+                    *(column.to_pylist() for column in reversed(matching_rows.columns)), strict=True
+                )
             )
     hashes = pa.array(list(user_of), pa.uint64())
     pairs: set[tuple[str, int]] = set()
     for batch in read_batches(folder / f"{shard:04d}.rows"):
-        found = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
-        whose, chosen = (found.column(name).to_pylist() for name in (HASH, "ordinal"))
-        pairs |= {(user_of[user], ordinal) for user, ordinal in zip(whose, chosen, strict=True)}
+        matching_rows = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
+        user_hashes, chosen_ordinals = (
+            matching_rows.column(name).to_pylist() for name in (HASH, "ordinal")
+        )
+        pairs |= {
+            (user_of[user], ordinal)
+            for user, ordinal in zip(user_hashes, chosen_ordinals, strict=True)
+        }
     return pairs
 
 
@@ -96,7 +106,7 @@ def _users(folder: Path, shard: int) -> Any:
     """Every distinct user that a slice names, with the hash."""
     named = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
-        pa.concat_tables([each.select(["user", HASH]) for each in named])
+        pa.concat_tables([table.select(["user", HASH]) for table in named])
         .group_by(["user", HASH], use_threads=False)
         .aggregate([])
     )
@@ -167,63 +177,72 @@ def _slice(
     counts_featured: bool,
 ) -> UserSample:
     kinds = kinds_in(folder, shard)
-    rows, ids, features, *others = map(read_stream, shard_paths(folder, shard, kinds))
+    rows, ids, features, *other_tables = map(read_stream, shard_paths(folder, shard, kinds))
     users = _users(folder, shard).combine_chunks()
     grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
     if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
         raise CorruptArtefact(
             f"shard {shard} of the partition has rows of users that it does not name"
         )
-    place = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
+    grouped_index = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
     counts, first, last = (
-        np.asarray(pc.fill_null(grouped.column(f"time_{what}").combine_chunks().take(place), 0))
-        for what in ("count", "min", "max")
+        np.asarray(
+            pc.fill_null(
+                grouped.column(f"time_{statistic}").combine_chunks().take(grouped_index), 0
+            )
+        )
+        for statistic in ("count", "min", "max")
     )
     hashes = text_hashes(users.column("user"), directory.seed)
     is_counted = np.ones(len(hashes), np.bool_)
     if set_by_events is not None or not counts_featured:
-        named = np.concatenate([np.asarray(each.column(HASH)) for each in (ids, *others)])
+        named = np.concatenate([np.asarray(table.column(HASH)) for table in (ids, *other_tables)])
         is_counted = np.isin(np.asarray(users.column(HASH)), named)
         if counts_featured and set_by_events is not None:
-            marks = text_hashes(users.column("user"), FINGERPRINT_SEED)
-            is_counted |= ~are_marked(set_by_events, marks)
+            user_fingerprints = text_hashes(users.column("user"), FINGERPRINT_SEED)
+            is_counted |= ~are_marked(set_by_events, user_fingerprints)
     positions = directory.find_many(hashes)
-    known = np.flatnonzero(positions >= 0)
-    known = known[np.argsort(positions[known], kind="stable")]
-    spread = np.linspace(0, max(0, len(known) - 1), min(per_stratum, len(known)))
+    recorded_rows = np.flatnonzero(positions >= 0)
+    recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
+    spread = np.linspace(0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows)))
     orders = {
-        "head": np.argsort(-counts[known], kind="stable"),
-        "tail": np.argsort(counts[known], kind="stable"),
-        "new": np.argsort(-first[known], kind="stable"),
-        "recent": np.argsort(-last[known], kind="stable"),
+        "head": np.argsort(-counts[recorded_rows], kind="stable"),
+        "tail": np.argsort(counts[recorded_rows], kind="stable"),
+        "new": np.argsort(-first[recorded_rows], kind="stable"),
+        "recent": np.argsort(-last[recorded_rows], kind="stable"),
         "spread": np.unique(spread.astype(np.int64)),
     }
-    chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
-    picked = np.unique(np.concatenate(list(chosen.values())))
+    rows_by_stratum = {name: recorded_rows[order[:per_stratum]] for name, order in orders.items()}
+    picked = np.unique(np.concatenate(list(rows_by_stratum.values())))
     named_users = users
     users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
     if USER_VECTORS in kinds:
-        users = replace(users, vectors=_vectors(users, others[0]))
-    strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
+        users = replace(users, vectors=_vectors(users, other_tables[0]))
+    strata = {
+        name: np.searchsorted(picked, np.sort(stratum_rows))
+        for name, stratum_rows in rows_by_stratum.items()
+    }
     missing = np.flatnonzero((positions < 0) & is_counted)
     lacking = _lacking(named_users.take(pa.array(missing)), counts[missing], features)
     in_source = int(is_counted.sum())
-    return UserSample(users, positions[picked], chose, strata, in_source, len(known), lacking)
+    return UserSample(
+        users, positions[picked], chose, strata, in_source, len(recorded_rows), lacking
+    )
 
 
 def _lacking(users: Any, counts: NDArray[np.int64], features: Any) -> dict[str, int]:
     """Users by what they lack: a history, or the first feature that has no value."""
     rows = pc.index_in(users.column(HASH), features.column(HASH)).combine_chunks()
     lacks_any = np.zeros(len(counts), np.bool_)
-    found: dict[str, int] = {}
+    lacking_counts: dict[str, int] = {}
     if is_without := int((counts == 0).sum()):
-        found["a history"] = is_without
+        lacking_counts["a history"] = is_without
     for name in features.column_names[2:]:
         is_null = np.asarray(pc.is_null(features.column(name).combine_chunks().take(rows)))
         if count := int((is_null & ~lacks_any).sum()):
-            found[f"a value of {name!r}"] = count
+            lacking_counts[f"a value of {name!r}"] = count
         lacks_any |= is_null
-    return found
+    return lacking_counts
 
 
 def _inputs(
@@ -239,31 +258,31 @@ def _inputs(
     Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
     users = users.take(pa.array(picked)).combine_chunks()
-    wanted = users.column(HASH).combine_chunks()
-    found = rows.filter(pc.is_in(rows.column(HASH), value_set=wanted))
-    whose = np.asarray(pc.index_in(found.column(HASH), wanted))
-    ordinals = np.asarray(found.column("ordinal"))
-    times = np.asarray(found.column("time"))
+    picked_hashes = users.column(HASH).combine_chunks()
+    picked_rows = rows.filter(pc.is_in(rows.column(HASH), value_set=picked_hashes))
+    user_indices = np.asarray(pc.index_in(picked_rows.column(HASH), picked_hashes))
+    ordinals = np.asarray(picked_rows.column("ordinal"))
+    times = np.asarray(picked_rows.column("time"))
     order = np.argsort(times, kind="stable")
     chose = np.zeros(len(picked), np.int64)
-    seen: list[dict[int, None]] = [{} for _ in range(len(picked))]
+    histories: list[dict[int, None]] = [{} for _ in range(len(picked))]
     for user, ordinal, time in zip(
-        whose[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
+        user_indices[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
     ):
         if ordinal < 0:
             continue
-        if ordinal in seen[user]:
-            del seen[user][ordinal]
+        if ordinal in histories[user]:
+            del histories[user][ordinal]
         else:
             chose[user] = time
-        seen[user][ordinal] = None
-    kept = [list(each) for each in seen]
-    at = pc.index_in(wanted, features.column(HASH))
+        histories[user][ordinal] = None
+    history_lists = [list(history) for history in histories]
+    at = pc.index_in(picked_hashes, features.column(HASH))
     inputs = ShardInput(
         ids=users.column("user").combine_chunks(),
         hashes=hashes[picked],
-        indptr=np.cumsum([0, *(len(each) for each in kept)]),
-        ordinals=np.array([ordinal for each in kept for ordinal in each], np.int64),
+        indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
+        ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={
             name: features.column(name).combine_chunks().take(at)
             for name in features.column_names[2:]
@@ -273,13 +292,13 @@ def _inputs(
     return inputs, chose
 
 
-def _vectors(users: ShardInput, given: Any) -> NDArray[np.float32]:
+def _vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Vectors of these users as the partition has them, found another way: one user at a time."""
-    dims = given.schema.field(VECTOR).type.list_size
-    found = np.full((len(users.ids), dims), np.nan, np.float32)
-    names = given.column("user").combine_chunks()
+    dims = vector_table.schema.field(VECTOR).type.list_size
+    vectors = np.full((len(users.ids), dims), np.nan, np.float32)
+    names = vector_table.column("user").combine_chunks()
     for row, name in enumerate(users.ids):
         at = pc.index(names, name).as_py()
         if at >= 0:
-            found[row] = given.column(VECTOR)[at].as_py()
-    return found
+            vectors[row] = vector_table.column(VECTOR)[at].as_py()
+    return vectors

@@ -38,7 +38,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form for the manifest; what does not apply is left out."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "rule": self.rule,
             "passed": self.passed,
             "value": self.value,
@@ -46,10 +46,10 @@ class Verdict:
             "note": self.note,
         }
         if self.baseline is not None:
-            found["baseline"] = self.baseline
+            fields["baseline"] = self.baseline
         if self.overridden is not None:
-            found["overridden"] = self.overridden
-        return found
+            fields["overridden"] = self.overridden
+        return fields
 
 
 def at_least(
@@ -71,11 +71,14 @@ def none_of(count: int, note: str, baseline: str | None = None) -> Measured:
     return Measured(not count, count, 0, note if count else "", baseline)
 
 
-def not_measured(threshold: float | None, why: str) -> Measured:
+def not_measured(threshold: float | None, reason: str) -> Measured:
     """A case in which a gate has nothing to measure, by definition and not by failure."""
-    return Measured(True, None, threshold, why)
+    return Measured(True, None, threshold, reason)
 
 
 def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
     """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
-    return min(figures.items(), key=lambda each: -math.inf if math.isnan(each[1]) else each[1])
+    return min(
+        figures.items(),
+        key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
+    )

@@ -35,13 +35,15 @@ def coverage_of_source(candidate: Candidate) -> Measured:
         if scan.table.entity == "user"
     }
     worst = min(answers, key=lambda name: answers[name], default="")
-    counted = answers.get(worst, count) / named
+    counted_coverage = answers.get(worst, count) / named
     measured = users.with_record / max(1, users.in_source)
     note = f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}"
     if lacking := users.without_record:
-        told = ", ".join(f"{count:,} {what}" for what, count in lacking.items())
-        note += f"; of {users.in_source:,} that were looked at these lack something: {told}"
-    return at_least(min(counted, measured), candidate.thresholds.coverage_of_source, note)
+        lacking_text = ", ".join(
+            f"{count:,} {missing_input}" for missing_input, count in lacking.items()
+        )
+        note += f"; of {users.in_source:,} that were looked at these lack something: {lacking_text}"
+    return at_least(min(counted_coverage, measured), candidate.thresholds.coverage_of_source, note)
 
 
 @judgement("coverage_of_live")
@@ -54,25 +56,29 @@ def coverage_of_live(candidate: Candidate) -> Measured:
 def items_of_live(candidate: Candidate) -> Measured:
     """Items of this generation against the live one's: neither far fewer nor far more."""
     thresholds = candidate.thresholds
-    found = _against_live(candidate, "item", thresholds.items_of_live)
+    measured = _against_live(candidate, "item", thresholds.items_of_live)
     if (
-        found.passed
-        and isinstance(found.value, float)
-        and found.value > thresholds.items_of_live_most
+        measured.passed
+        and isinstance(measured.value, float)
+        and measured.value > thresholds.items_of_live_most
     ):
-        return at_most(found.value, thresholds.items_of_live_most, found.note, found.baseline)
-    return found
+        return at_most(
+            measured.value, thresholds.items_of_live_most, measured.note, measured.baseline
+        )
+    return measured
 
 
 def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measured:
     if candidate.live is None:
         return candidate.uncompared(threshold)
-    before, now = (each.entity_sets[entity].count for each in (candidate.live, candidate.manifest))
-    before -= _erased_of_live(candidate, entity)
+    live_count, candidate_count = (
+        manifest.entity_sets[entity].count for manifest in (candidate.live, candidate.manifest)
+    )
+    live_count -= _erased_of_live(candidate, entity)
     return at_least(
-        now / max(1, before),
+        candidate_count / max(1, live_count),
         threshold,
-        f"{now:,} {entity}s, {before:,} before",
+        f"{candidate_count:,} {entity}s, {live_count:,} before",
         candidate.baseline,
     )
 
@@ -91,7 +97,7 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
 @integrity("directories_sorted")
 def directories_sorted(candidate: Candidate) -> Measured:
     """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
-    wanted = "strictly ascending"
+    expected_order = "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
@@ -99,15 +105,15 @@ def directories_sorted(candidate: Candidate) -> Measured:
         filled = [part for part in directory.parts if len(part)]
         pairs = zip(filled[1:], filled, strict=False)
         ascending = all(_ascends(part) for part in filled) and all(
-            later[0] > before[-1] for later, before in pairs
+            later[0] > earlier[-1] for later, earlier in pairs
         )
         starts_well = all(
             not len(part) or part[0] >= np.uint64(entry.first_hash)
             for part, entry in zip(directory.parts, entities.parts, strict=True)
         )
         if not (ascending and starts_well):
-            return Measured(False, "out of order", wanted, entities.name)
-    return Measured(True, wanted, wanted)
+            return Measured(False, "out of order", expected_order, entities.name)
+    return Measured(True, expected_order, expected_order)
 
 
 def _ascends(hashes: NDArray[np.uint64]) -> bool:
@@ -128,8 +134,8 @@ def known_ids(candidate: Candidate) -> Measured:
     for shard in sampled_shards(entities):
         part = directories["user"].parts[shard]
         named = np.zeros(len(part), np.bool_)
-        for _, places in named_entities(candidate, shard):
-            named[places] = True
+        for _, positions in named_entities(candidate, shard):
+            named[positions] = True
         unknown += int((~named).sum())
     return none_of(unknown, "users with a record whom the sources do not name")
 
@@ -140,9 +146,9 @@ def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDAr
     part = candidate.evidence.directories["user"].parts[shard]
     for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
         hashes = text_hashes(texts, entities.seed)
-        places = np.minimum(part.searchsorted(hashes), len(part) - 1)
-        known = part[places] == hashes
-        yield texts.filter(pa.array(known)), places[known]
+        positions = np.minimum(part.searchsorted(hashes), len(part) - 1)
+        is_known = part[positions] == hashes
+        yield texts.filter(pa.array(is_known)), positions[is_known]
 
 
 @integrity("record_ids")
@@ -151,24 +157,26 @@ def record_ids(candidate: Candidate) -> Measured:
 
     All items, and all users whose partition gates read.
     """
-    wrong, noted = 0, ""
+    wrong, note = 0, ""
     tables = list(candidate.manifest.stored.values())
     faults = {table.name: _out_of_place(candidate, table) for table in tables}
-    whole = [table for table in tables if not faults[table.name]]
-    for table in whole:
+    complete_tables = [table for table in tables if not faults[table.name]]
+    for table in complete_tables:
         faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
     for entity, start, expected in _expected(candidate):
-        for table in whole:
+        for table in complete_tables:
             if table.entity == entity:
-                marks = candidate.evidence.scans[table.name].fingerprints.read(start, len(expected))
-                misplaced = (marks != expected) & (expected != 0)
+                fingerprints = candidate.evidence.scans[table.name].fingerprints.read(
+                    start, len(expected)
+                )
+                misplaced = (fingerprints != expected) & (expected != 0)
                 faults[table.name] += int(np.count_nonzero(misplaced))
-    for name, found in faults.items():
-        noted = noted or (
-            f"records of {name} that belong to another entity, or twice" if found else ""
+    for name, fault_count in faults.items():
+        note = note or (
+            f"records of {name} that belong to another entity, or twice" if fault_count else ""
         )
-        wrong += found
-    return none_of(wrong, noted)
+        wrong += fault_count
+    return none_of(wrong, note)
 
 
 def _out_of_place(candidate: Candidate, table: Table) -> int:
@@ -190,8 +198,8 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
         expected = np.zeros(len(parts[shard]), np.uint64)
-        for texts, places in named_entities(candidate, shard):
-            expected[places] = text_hashes(texts, FINGERPRINT_SEED)
+        for texts, positions in named_entities(candidate, shard):
+            expected[positions] = text_hashes(texts, FINGERPRINT_SEED)
         yield "user", starts[shard], expected
 
 
@@ -202,17 +210,29 @@ def unusable_rows(candidate: Candidate) -> Measured:
     Unless the threshold is 0. Values that events set are told, not judged: whoever sends some would refuse every night.
     """
     threshold = candidate.thresholds.unusable_rows
-    told: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
-    sources = {name: each for name, each in told.items() if not name.startswith(f"{EVENTS}.")}
+    unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
+    sources = {
+        name: source
+        for name, source in unusable_by_source.items()
+        if not name.startswith(f"{EVENTS}.")
+    }
     if not sources:  # an older Larder began the night
         return not_measured(threshold, "nothing was counted")
-    shares = {name: _left_out(each, threshold) for name, each in sources.items()}
-    worst = max(shares, key=lambda name: shares[name])
-    found = sources[worst]
-    note = f"{found['left_out']:,} of {found['rows']:,} of {worst}"
-    why = "; ".join(f"{reason}: {each['rows']:,}" for reason, each in found["reasons"].items())
-    passed = shares[worst] <= threshold
-    return Measured(passed, round(shares[worst], 6), threshold, f"{note}: {why}" if why else note)
+    unusable_shares = {name: _left_out(source, threshold) for name, source in sources.items()}
+    worst = max(unusable_shares, key=lambda name: unusable_shares[name])
+    worst_source = sources[worst]
+    note = f"{worst_source['left_out']:,} of {worst_source['rows']:,} of {worst}"
+    reasons_text = "; ".join(
+        f"{reason}: {reason_counts['rows']:,}"
+        for reason, reason_counts in worst_source["reasons"].items()
+    )
+    passed = unusable_shares[worst] <= threshold
+    return Measured(
+        passed,
+        round(unusable_shares[worst], 6),
+        threshold,
+        f"{note}: {reasons_text}" if reasons_text else note,
+    )
 
 
 def _left_out(source: dict[str, Any], threshold: float) -> float:

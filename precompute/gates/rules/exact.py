@@ -51,20 +51,20 @@ def item_vectors(candidate: Candidate) -> Measured:
 @integrity("exact_lists")
 def exact_lists(candidate: Candidate) -> Measured:
     """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
-    shares: dict[str, float] = {}
+    right_shares: dict[str, float] = {}
     for table in candidate.manifest.stored.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
-            shares[table.name] = _share(_right_lists(candidate, table))
-    return _worst(candidate, shares)
+            right_shares[table.name] = _share(_right_lists(candidate, table))
+    return _worst(candidate, right_shares)
 
 
 @integrity("exact_numbers")
 def exact_numbers(candidate: Candidate) -> Measured:
     """Stored vectors and values of sampled entities are what the bundle's models give for them."""
-    shares: dict[str, float] = {}
+    right_shares: dict[str, float] = {}
     evidence, models = (
         candidate.evidence,
-        {each.name: each for each in candidate.evidence.bundle.models},
+        {bundle_model.name: bundle_model for bundle_model in candidate.evidence.bundle.models},
     )
     for table in candidate.manifest.tables.values():
         if table.kind == "topk" or table.producer.model not in models:
@@ -72,17 +72,20 @@ def exact_numbers(candidate: Candidate) -> Measured:
         model = models[str(table.producer.model)]
         expected, positions = _outputs(candidate, model)
         records = evidence.records_of(table, positions)
-        there = records["flags"] != ABSENT  # how many are not, coverage judges
-        expected, stored = expected[there], dequantize(table.layout, records[there], np.float64)
+        is_present = records["flags"] != ABSENT  # how many are not, coverage judges
+        expected, stored_numbers = (
+            expected[is_present],
+            dequantize(table.layout, records[is_present], np.float64),
+        )
         tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
-        shares[table.name] = _share(_rows_equal(expected, stored, tolerance))
-    return _worst(candidate, shares)
+        right_shares[table.name] = _share(_rows_equal(expected, stored_numbers, tolerance))
+    return _worst(candidate, right_shares)
 
 
 @integrity("history_in_lists")
 def history_in_lists(candidate: Candidate) -> Measured:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
-    evidence, leaks, noted = candidate.evidence, 0, ""
+    evidence, leaks, note = candidate.evidence, 0, ""
     for table in candidate.manifest.stored.values():
         if table.kind != "topk" or table.is_facet:
             continue
@@ -93,18 +96,18 @@ def history_in_lists(candidate: Candidate) -> Measured:
             excluded = Histories.of([[row] for row in positions.tolist()])
         records = evidence.records_of(table, positions)
         for row, record in enumerate(records):
-            gone = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
-            if np.isin(record["items"][: record["count"]], gone).any():
+            excluded_items = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
+            if np.isin(record["items"][: record["count"]], excluded_items).any():
                 leaks += 1
-                noted = noted or f"lists of {table.name} with an item that must not be in them"
-    return none_of(leaks, noted)
+                note = note or f"lists of {table.name} with an item that must not be in them"
+    return none_of(leaks, note)
 
 
-def _worst(candidate: Candidate, shares: dict[str, float]) -> Measured:
+def _worst(candidate: Candidate, right_shares: dict[str, float]) -> Measured:
     threshold = candidate.thresholds.exact
-    if not shares:
+    if not right_shares:
         return not_measured(threshold, "no table to recompute")
-    named, worst = worst_of(shares)
+    named, worst = worst_of(right_shares)
     return at_least(worst, threshold, f"sampled records of {named}")
 
 
@@ -129,9 +132,9 @@ def _outputs(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[
 
 
 def _rows_equal(
-    expected: NDArray[np.floating], found: NDArray[np.floating], tolerance: float
+    expected: NDArray[np.floating], actual: NDArray[np.floating], tolerance: float
 ) -> NDArray[np.bool_]:
-    errors = np.abs(expected.astype(np.float64) - found.astype(np.float64)).max(axis=1, initial=0)
+    errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64)).max(axis=1, initial=0)
     largest = np.abs(expected.astype(np.float64)).max(axis=1, initial=0)
     equal: NDArray[np.bool_] = errors <= tolerance * largest
     return equal
@@ -147,15 +150,19 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         vectors = candidate.items.vectors[positions]
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
-    there = np.flatnonzero(records["flags"] != ABSENT)
-    vectors, excluded, records = vectors[there], excluded.take(there), records[there]
-    right = np.zeros(len(there), np.bool_)
-    for start in range(0, len(there), ROWS_AT_ONCE):
-        some = np.arange(start, min(start + ROWS_AT_ONCE, len(there)))
-        right[some] = _compare(
-            vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
-            records["items"][some], records["count"][some].astype(np.int64),
-            dequantize(table.layout, records[some], np.float64), table.layout, str(table.producer.index),
+    present_rows = np.flatnonzero(records["flags"] != ABSENT)
+    vectors, excluded, records = (
+        vectors[present_rows],
+        excluded.take(present_rows),
+        records[present_rows],
+    )
+    right = np.zeros(len(present_rows), np.bool_)
+    for start in range(0, len(present_rows), ROWS_AT_ONCE):
+        chunk_rows = np.arange(start, min(start + ROWS_AT_ONCE, len(present_rows)))
+        right[chunk_rows] = _compare(
+            vectors[chunk_rows].astype(np.float64), candidate.items.vectors, excluded.take(chunk_rows),
+            records["items"][chunk_rows], records["count"][chunk_rows].astype(np.int64),
+            dequantize(table.layout, records[chunk_rows], np.float64), table.layout, str(table.producer.index),
             evidence.allowed.get(table.name),
         )  # fmt: skip
     return right
@@ -177,8 +184,8 @@ def _compare(
     Of the items `allowed` bool [items] alone, where that is given.
     """
     width, total = layout.width, len(vectors)
-    best = np.full((len(queries), width), -np.inf)
-    stored = np.full((len(queries), width), -np.inf)
+    best_scores = np.full((len(queries), width), -np.inf)
+    listed_scores = np.full((len(queries), width), -np.inf)
     longest = 0.0
     if metric == "cosine":
         queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-300)
@@ -195,19 +202,21 @@ def _compare(
             scores[:, ~allowed[start : start + len(part)]] = -np.inf
         inside = used & (items >= start) & (items < start + len(part))
         rows, slots = np.nonzero(inside)
-        stored[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]
-        gone = (excluded.indices >= start) & (excluded.indices < start + len(part))
-        scores[row_of[gone], excluded.indices[gone] - start] = -np.inf
+        listed_scores[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]
+        is_excluded = (excluded.indices >= start) & (excluded.indices < start + len(part))
+        scores[row_of[is_excluded], excluded.indices[is_excluded] - start] = -np.inf
         if scores.shape[1] > width:
             scores.partition(scores.shape[1] - width, axis=1)
-        both = np.concatenate([best, scores[:, -width:]], axis=1)
-        best = np.partition(both, both.shape[1] - width, axis=1)[:, -width:]
-    best = -np.sort(-best, axis=1)
-    possible = (best > -np.inf).sum(axis=1)
+        merged_scores = np.concatenate([best_scores, scores[:, -width:]], axis=1)
+        best_scores = np.partition(merged_scores, merged_scores.shape[1] - width, axis=1)[
+            :, -width:
+        ]
+    best_scores = -np.sort(-best_scores, axis=1)
+    possible = (best_scores > -np.inf).sum(axis=1)
     tolerance = ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * longest
     step = STEP[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
     with np.errstate(invalid="ignore"):
-        as_good = ~used | (np.abs(stored - best) <= tolerance)
-        as_said = ~used | (np.abs(stored - numbers) <= tolerance + step)
+        as_good = ~used | (np.abs(listed_scores - best_scores) <= tolerance)
+        as_said = ~used | (np.abs(listed_scores - numbers) <= tolerance + step)
     right: NDArray[np.bool_] = (counts == possible) & as_good.all(axis=1) & as_said.all(axis=1)
     return right

@@ -22,11 +22,11 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
     def check(artefact: Artefact) -> None:
         path = store.local(generation_path(generation, artefact.path))
-        before = stamp(path, artefact)
-        if before is not None and before in checked:
+        stamp_before = stamp(path, artefact)
+        if stamp_before is not None and stamp_before in checked:
             return
         fetch_checked(store, generation, artefact)
-        if (after := stamp(path, artefact)) is not None and before in (None, after):
+        if (after := stamp(path, artefact)) is not None and stamp_before in (None, after):
             checked.add(after)
 
     in_threads(check, artefacts, AT_ONCE)
@@ -37,11 +37,16 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 def stamp(path: Path, artefact: Artefact) -> str | None:
     """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except FileNotFoundError:
         return None
-    told = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return " ".join((artefact.path, artefact.sha256, *map(str, told)))
+    stat_values = (
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
 class Checked:
@@ -87,9 +92,9 @@ def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> N
                 errors.append(error)
 
     started = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
     if errors:
         raise errors[0]

@@ -29,14 +29,14 @@ def memory_headroom(candidate: Candidate) -> Measured:
     """Room in the memory available to each replica for what readers map of a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generations = generations_at_peak(candidate.keep)
-    beside_bytes = mapped_beside(candidate.arms, generations)
+    arms_bytes = mapped_beside(candidate.arms, generations)
 
     def judge(replica: Replica) -> Measured | None:
-        left = replica.memory_available_bytes
-        if left is None:
+        available_bytes = replica.memory_available_bytes
+        if available_bytes is None:
             return None
         return memory_room(
-            left, size_bytes, threshold, generations=generations, beside_bytes=beside_bytes
+            available_bytes, size_bytes, threshold, generations=generations, arms_bytes=arms_bytes
         )
 
     return _tightest(candidate, threshold, judge)
@@ -46,14 +46,16 @@ def _tightest(
     candidate: Candidate, threshold: float, judge: Callable[[Replica], Measured | None]
 ) -> Measured:
     """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
-    found = [
-        (each.name, verdict)
-        for each in candidate.control.replicas()
-        if (verdict := judge(each)) is not None
+    replica_verdicts = [
+        (replica.name, verdict)
+        for replica in candidate.control.replicas()
+        if (verdict := judge(replica)) is not None
     ]
-    if not found:
+    if not replica_verdicts:
         return Measured(True, None, threshold, "no live replica says what its host has left")
-    name, verdict = min(found, key=lambda each: float(each[1].value or 0))
+    name, verdict = min(
+        replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
+    )
     return replace(verdict, note=f"{verdict.note} on {name}")
 
 
@@ -61,11 +63,11 @@ def disk_room(
     free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
 ) -> Measured:
     """Measured on a file system: has it room for so many generations of this size?"""
-    what = "a generation" if generations == 1 else f"{generations} generations"
+    generations_text = "a generation" if generations == 1 else f"{generations} generations"
     return at_least(
         free_bytes / max(1, generations * size_bytes),
         threshold,
-        f"{free_bytes:,} bytes free for {what} of {size_bytes:,}",
+        f"{free_bytes:,} bytes free for {generations_text} of {size_bytes:,}",
     )
 
 
@@ -75,18 +77,18 @@ def memory_room(
     threshold: float,
     *,
     generations: int,
-    beside_bytes: int = 0,
+    arms_bytes: int = 0,
 ) -> Measured:
     """Measured on a host's memory: does it hold what readers map of so many generations of this size?
 
-    `beside_bytes` they map of the arms of experiments.
+    `arms_bytes` they map of the arms of experiments.
     """
     size_bytes = generations * mapped_bytes
-    beside = f", arms of experiments {beside_bytes:,}" if beside_bytes else ""
+    arms_text = f", arms of experiments {arms_bytes:,}" if arms_bytes else ""
     return at_least(
-        available_bytes / max(1, size_bytes + beside_bytes),
+        available_bytes / max(1, size_bytes + arms_bytes),
         threshold,
-        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}{beside}",
+        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}{arms_text}",
     )
 
 

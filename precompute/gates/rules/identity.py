@@ -37,7 +37,7 @@ def identity(candidate: Candidate) -> Measured:
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
     scorers = Scorers(build.config.device, build.config.device_tasks)
-    wrong, looked_at, noted, elsewhere = 0, 0, "", []
+    wrong, looked_at, note, elsewhere = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
         if build.need(shard_report(shard))["computed_by"] != computed_by(scorers.at(shard).device):
@@ -45,62 +45,70 @@ def identity(candidate: Candidate) -> Measured:
             continue
         users = ShardWork.of(build, bundle, shard, scorers)
         items = ItemWork.of(build, bundle, shard, scorers)
-        both = (
+        comparisons = (
             *_users(candidate, users, -(-USERS // len(shards))),
             *_items(candidate, items, shard, -(-ITEMS // len(shards))),
         )
-        for table, who, is_same in both:
+        for table, entity, is_same in comparisons:
             looked_at += 1
             wrong += not is_same
-            if not (is_same or noted):
-                noted = f"the record of {who} in {table} is not what computing it gives"
-    said = f"{looked_at:,} records computed again"
+            if not (is_same or note):
+                note = f"the record of {entity} in {table} is not what computing it gives"
+    summary = f"{looked_at:,} records computed again"
     if elsewhere:
-        said += f"; not those of shards {elsewhere}, which other instructions or devices computed"
-    return Measured(not wrong, wrong, 0, noted or said)
+        summary += (
+            f"; not those of shards {elsewhere}, which other instructions or devices computed"
+        )
+    return Measured(not wrong, wrong, 0, note or summary)
 
 
-def _few(candidate: Candidate, shard: int, count: int, most: int) -> np.random.Generator:
-    seed = crc32(f"{candidate.manifest.generation} {shard} {count} {most}".encode())
+def _few(candidate: Candidate, shard: int, count: int, sample_size: int) -> np.random.Generator:
+    seed = crc32(f"{candidate.manifest.generation} {shard} {count} {sample_size}".encode())
     return np.random.default_rng(seed)
 
 
-def _users(candidate: Candidate, work: ShardWork, most: int) -> Iterator[tuple[str, str, bool]]:
+def _users(
+    candidate: Candidate, work: ShardWork, sample_size: int
+) -> Iterator[tuple[str, str, bool]]:
     """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
     build: Build = work.build
     if build.need(shard_report(work.number))["users"]["reasons"] is None:
         return
     rows = np.flatnonzero(map_file(build.fetch(reasons_file(work.number)), "u1") != INPUTS)
-    rng = _few(candidate, work.number, len(rows), most)
-    rows = np.sort(rng.choice(rows, min(most, len(rows)), replace=False))
+    rng = _few(candidate, work.number, len(rows), sample_size)
+    rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
     directory = candidate.evidence.directories["user"]
     first = sum(map(len, directory.parts[: work.number]))
     hashes = np.asarray(directory.parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
-        again = users_again(work, hashes, scratch)
+        recomputed_by_hash = users_again(work, hashes, scratch)
     alike = build.need("embed_items")["regrouped"]  # outputs of other models are not copied
     for name, table in work.tables.items():
         if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
-        stored = candidate.evidence.records_of(candidate.manifest.stored[name], first + rows)
-        for hash_, record in zip(hashes.tolist(), stored, strict=True):
-            found = again.get(hash_, {}).get(name)
-            yield name, f"the user with hash {hash_:016x}", record.tobytes() == found
+        stored_records = candidate.evidence.records_of(
+            candidate.manifest.stored[name], first + rows
+        )
+        for hash_, record in zip(hashes.tolist(), stored_records, strict=True):
+            recomputed_bytes = recomputed_by_hash.get(hash_, {}).get(name)
+            yield name, f"the user with hash {hash_:016x}", record.tobytes() == recomputed_bytes
 
 
 def _items(
-    candidate: Candidate, work: ItemWork, shard: int, most: int
+    candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
     """(table, item, whether the bytes are the same) for some of the shard's items."""
     bounds = work.build.need("begin")["bounds"]
     rows = np.arange(bounds[shard], bounds[shard + 1])
-    rng = _few(candidate, shard, len(rows), most)
-    rows = np.sort(rng.choice(rows, min(most, len(rows)), replace=False))
+    rng = _few(candidate, shard, len(rows), sample_size)
+    rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
     alike = work.build.need("embed_items")["regrouped"]
     for name, table in work.tables.items():
         if table.kind == "value" and not alike.get(str(table.value)):
             continue
-        stored = candidate.evidence.records_of(candidate.manifest.stored[name], rows)
-        again = work.records(name, rows)
-        for row, ours, theirs in zip(rows.tolist(), again, stored, strict=True):
-            yield name, work.items.id_of(row), ours.tobytes() == theirs.tobytes()
+        stored_records = candidate.evidence.records_of(candidate.manifest.stored[name], rows)
+        recomputed_records = work.records(name, rows)
+        for row, recomputed_record, theirs in zip(
+            rows.tolist(), recomputed_records, stored_records, strict=True
+        ):
+            yield name, work.items.id_of(row), recomputed_record.tobytes() == theirs.tobytes()

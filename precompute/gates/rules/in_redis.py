@@ -32,13 +32,13 @@ def maxmemory_policy(candidate: Candidate) -> Measured:
 def redis_headroom(candidate: Candidate) -> Measured:
     """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
     servers = masters(candidate.control.client)
-    found = [_headroom(candidate, name, server) for name, server in servers.items()]
-    failed = [each for each in found if not each.passed]
-    return (failed or sorted(found, key=_share_used))[-1]
+    measurements = [_headroom(candidate, name, server) for name, server in servers.items()]
+    failed = [measurement for measurement in measurements if not measurement.passed]
+    return (failed or sorted(measurements, key=_share_used))[-1]
 
 
-def _share_used(found: Measured) -> float:
-    return found.value if isinstance(found.value, float) else 0.0
+def _share_used(measurement: Measured) -> float:
+    return measurement.value if isinstance(measurement.value, float) else 0.0
 
 
 def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measured:
@@ -48,7 +48,9 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measure
             candidate.control,
             server,
             pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
-            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.stored.values()),
+            record_bytes=max(
+                table.layout.size_bytes for table in candidate.manifest.stored.values()
+            ),
         )
     room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
     if not candidate.arms:
@@ -65,8 +67,10 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
     return info_number(info, "total_system_memory", 0), "its host's memory (maxmemory is not set)"
 
 
-def redis_room(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Measured:
-    """Measured on the room left to a server, named as `cache.l2.sync_clients.masters` does; `what` sets the limit."""
+def redis_room(
+    name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
+) -> Measured:
+    """Measured on a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
     if not limit:
         return Measured(
             False,
@@ -78,7 +82,7 @@ def redis_room(name: str, used_bytes: int, limit: int, what: str, threshold: flo
     return at_most(
         used_bytes / limit,
         threshold,
-        f"{used_bytes:,} bytes of {limit:,}, {what}{where}",
+        f"{used_bytes:,} bytes of {limit:,}, {limit_source}{where}",
     )
 
 
@@ -90,38 +94,42 @@ def pages_in_redis(candidate: Candidate) -> Measured:
     has started since are worth nothing, and whoever writes a part drops its note.
     """
     control, manifest = candidate.control, candidate.manifest
-    noted, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
     started = _run_ids(control.client)
-    notes: Any = control.client.hgetall(noted)
-    again = 0
+    notes: Any = control.client.hgetall(notes_key)
+    reload_count = 0
     pacing = candidate.governor and open_governor(candidate.governor, control)
     with pacing or nullcontext() as governor:
         for part in parts:
             note = b" ".join((part.mark, started))
             if notes.get(part.read.encode()) == note:
                 continue
-            again += _read_back(candidate, part, governor)
+            reload_count += _read_back(candidate, part, governor)
             with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
-                control.client.hset(noted, part.read, note.decode())
+                control.client.hset(notes_key, part.read, note.decode())
     pages = total_pages(manifest)
-    control.client.hdel(noted, *(part.read for part in parts))
-    told = f"pages whose checksum matched, {again} parts of them loaded once more" if again else ""
-    return Measured(True, pages, pages, told or "pages whose checksum matched")
+    control.client.hdel(notes_key, *(part.read for part in parts))
+    reload_text = (
+        f"pages whose checksum matched, {reload_count} parts of them loaded once more"
+        if reload_count
+        else ""
+    )
+    return Measured(True, pages, pages, reload_text or "pages whose checksum matched")
 
 
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
     """Returns whether the part had to be loaded once more; raises NotJudged when not even that helped."""
-    given = (
+    part_arguments = (
         candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
     )  # fmt: skip
     try:
-        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+        verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
         return False
     except BadPage:
         # The generation is not to blame: its files are as they should be, Redis lost or changed what it was sent.
-        load_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+        load_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
     try:
-        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+        verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
     except BadPage as error:
         raise NotJudged(
             f"Redis does not hold what it is sent: loaded again, {error.message}",
@@ -132,6 +140,8 @@ def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> b
 
 def _run_ids(client: "redis.Redis") -> bytes:
     """Run ids of all masters: another one, or one that has started since, may not have what was read."""
-    found: list[Any] = [server.info("server") for server in masters(client).values()]
+    server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
-    return ",".join(sorted(str(each.get("run_id") or token_hex()) for each in found)).encode()
+    return ",".join(
+        sorted(str(each.get("run_id") or token_hex()) for each in server_infos)
+    ).encode()

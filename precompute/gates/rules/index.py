@@ -44,9 +44,9 @@ def index_recall(candidate: Candidate) -> Measured:
             candidate.root / index.file.path, index.metric, count=candidate.items.count
         )
         widths = {
-            entity: max(found)
+            entity: max(table_widths)
             for entity in ("user", "item")
-            if (found := [
+            if (table_widths := [
                 table.layout.width for table in manifest.tables.values()
                 if table.kind == "topk" and table.producer.index == name and table.entity == entity
             ])
@@ -86,62 +86,67 @@ def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]
             for name, rows in evidence.item_strata.items()
         }
     vectors, rows = evidence.user_vectors
-    found = {}
+    queries_by_stratum = {}
     for name, members in evidence.users.rows.items():
-        chosen = np.flatnonzero(np.isin(rows, members))
-        if len(chosen):
-            found[name] = vectors[few(chosen, QUERIES)]
-    return found
+        member_rows = np.flatnonzero(np.isin(rows, members))
+        if len(member_rows):
+            queries_by_stratum[name] = vectors[few(member_rows, QUERIES)]
+    return queries_by_stratum
 
 
 def _recall(
     candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int
 ) -> float:
-    stored = np.asarray(candidate.items.vectors)
+    item_vectors = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
         queries = unit(queries)
-    wanted = min(width, len(stored))
-    count = int(searcher.fetch(wanted, np.zeros(1, np.int64))[0])
-    exact = _nearest(stored, queries, wanted, searcher.metric)
-    shares: list[float] = []
+    neighbour_count = min(width, len(item_vectors))
+    count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
+    exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
+    query_recalls: list[float] = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         rows = slice(start, start + QUERIES_AT_ONCE)
-        shares += recalls(exact[rows], searcher.search(queries[rows], count)).tolist()
-    return float(np.mean(shares))
+        query_recalls += recalls(exact[rows], searcher.search(queries[rows], count)).tolist()
+    return float(np.mean(query_recalls))
 
 
 def _nearest(
-    stored: NDArray[np.float32], queries: NDArray[np.float32], wanted: int, metric: Metric
+    item_vectors: NDArray[np.float32],
+    queries: NDArray[np.float32],
+    neighbour_count: int,
+    metric: Metric,
 ) -> NDArray[np.int64]:
     """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
     scores = np.empty((len(queries), 0), np.float32)
-    found = np.empty((len(queries), 0), np.int64)
-    for start, part in tiles(stored, metric):
+    nearest_ordinals = np.empty((len(queries), 0), np.int64)
+    for start, part in tiles(item_vectors, metric):
         named = np.broadcast_to(np.arange(start, start + len(part)), (len(queries), len(part)))
         scores = np.concatenate([scores, queries @ part.T], axis=1)
-        found = np.concatenate([found, named], axis=1)
-        best = np.argpartition(-scores, min(wanted, scores.shape[1]) - 1, axis=1)[:, :wanted]
-        scores = np.take_along_axis(scores, best, axis=1)
-        found = np.take_along_axis(found, best, axis=1)
-    return found
+        nearest_ordinals = np.concatenate([nearest_ordinals, named], axis=1)
+        best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[
+            :, :neighbour_count
+        ]
+        scores = np.take_along_axis(scores, best_columns, axis=1)
+        nearest_ordinals = np.take_along_axis(nearest_ordinals, best_columns, axis=1)
+    return nearest_ordinals
 
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
     """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
     rows = few(candidate.evidence.item_rows, QUERIES)
     # One answer each: an index that stores vectors returns the product with what it stores.
-    stored = candidate.items.vectors
-    queries = np.ascontiguousarray(stored[rows], np.float32)
+    item_vectors = candidate.items.vectors
+    queries = np.ascontiguousarray(item_vectors[rows], np.float32)
     if index.metric == "cosine":
         queries = unit(queries)
     file = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
-    if file.d != queries.shape[1] or file.ntotal != len(stored):
+    if file.d != queries.shape[1] or file.ntotal != len(item_vectors):
         return float("nan")
-    distances, found = file.search(queries, min(10, len(stored)))
-    used = found >= 0
+    distances, answered_ordinals = file.search(queries, min(10, len(item_vectors)))
+    used = answered_ordinals >= 0
     if not used.any():
         return float("nan")
-    vectors = stored[np.where(used, found, 0)].astype(np.float64)
+    vectors = item_vectors[np.where(used, answered_ordinals, 0)].astype(np.float64)
     if index.metric == "cosine":
         lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
         vectors = vectors / np.where(lengths > 0, lengths, 1)

@@ -37,18 +37,20 @@ def lists_of(manifest: Manifest) -> list[Table]:
 @judgement("top_items")
 def top_items(candidate: Candidate) -> Measured:
     """Share of list slots that the top 1 % of items hold, in the worst table."""
-    shares = {table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)}
-    return _highest(shares, candidate.thresholds.top_items)
+    top_shares = {
+        table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)
+    }
+    return _highest(top_shares, candidate.thresholds.top_items)
 
 
 @judgement("single_item")
 def single_item(candidate: Candidate) -> Measured:
     """Share of list slots that any one item holds, in the worst table."""
-    shares = {}
+    largest_shares = {}
     for table in lists_of(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
-        shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
-    return _highest(shares, candidate.thresholds.single_item)
+        largest_shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
+    return _highest(largest_shares, candidate.thresholds.single_item)
 
 
 @judgement("distinct_lists")
@@ -59,20 +61,20 @@ def distinct_lists(candidate: Candidate) -> Measured:
         return candidate.uncompared(thresholds.distinct_lists)
     for table in lists_of(candidate.manifest):
         positions = _spread(candidate)
-        ours = _distinct(candidate.evidence.records_of(table, positions))
+        distinct_share = _distinct(candidate.evidence.records_of(table, positions))
         # There cannot be more single favourites than items.
         possible = min(1.0, candidate.items.count / max(1, len(positions)))
         floor, note = thresholds.distinct_lists * possible, table.name
-        before = matching_table(candidate, table)
-        if before is not None and len(candidate.evidence.users_in_live[1]):
+        live_table = matching_table(candidate, table)
+        if live_table is not None and len(candidate.evidence.users_in_live[1]):
             theirs = _distinct(
-                read_live(candidate, before, candidate.evidence.users_in_live[1]).records
+                read_live(candidate, live_table, candidate.evidence.users_in_live[1]).records
             )
             floor = max(floor, thresholds.distinct_lists_of_live * theirs)
             note = f"{table.name}; {theirs:.3f} of the live generation's"
-        found = at_least(ours, round(floor, 6), note, candidate.baseline)
-        if worst is None or (worst.passed and not found.passed):
-            worst = found
+        measured = at_least(distinct_share, round(floor, 6), note, candidate.baseline)
+        if worst is None or (worst.passed and not measured.passed):
+            worst = measured
     return worst or not_measured(thresholds.distinct_lists, "no table of lists")
 
 
@@ -80,14 +82,16 @@ def distinct_lists(candidate: Candidate) -> Measured:
 def top_items_of_live(candidate: Candidate) -> Measured:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     ratios = {}
-    for table, before in _pairs(candidate):
-        depth = depth_of(min(table.layout.width, before.layout.width), candidate.items.count)
-        ours = candidate.evidence.records_of(table, candidate.evidence.users_in_live[0])
-        live = read_live(candidate, before, candidate.evidence.users_in_live[1])
-        theirs = _share_of_top(_slots(live.records, depth), len(live.ids))
-        ratios[table.name] = _share_of_top(_slots(ours, depth), candidate.items.count) / max(
-            theirs, 1e-9
+    for table, live_table in _pairs(candidate):
+        depth = depth_of(min(table.layout.width, live_table.layout.width), candidate.items.count)
+        candidate_records = candidate.evidence.records_of(
+            table, candidate.evidence.users_in_live[0]
         )
+        live = read_live(candidate, live_table, candidate.evidence.users_in_live[1])
+        theirs = _share_of_top(_slots(live.records, depth), len(live.ids))
+        ratios[table.name] = _share_of_top(
+            _slots(candidate_records, depth), candidate.items.count
+        ) / max(theirs, 1e-9)
     return _against(candidate, ratios, candidate.thresholds.top_items_of_live)
 
 
@@ -99,10 +103,14 @@ def score_psi(candidate: Candidate) -> Measured:
     bundle may score on another scale, so it has a threshold of its own.
     """
     shifts = {}
-    for table, before in _pairs(candidate):
-        ours = candidate.evidence.records_of(table, candidate.evidence.users_in_live[0])
-        live = read_live(candidate, before, candidate.evidence.users_in_live[1])
-        shifts[table.name] = psi(_scores(table, ours), _scores(before, live.records))
+    for table, live_table in _pairs(candidate):
+        candidate_records = candidate.evidence.records_of(
+            table, candidate.evidence.users_in_live[0]
+        )
+        live = read_live(candidate, live_table, candidate.evidence.users_in_live[1])
+        shifts[table.name] = psi(
+            _scores(table, candidate_records), _scores(live_table, live.records)
+        )
     if candidate.is_retrained:
         return _against(candidate, shifts, candidate.thresholds.score_psi_retrained)
     return _against(candidate, shifts, candidate.thresholds.score_psi)
@@ -115,19 +123,19 @@ def list_jaccard(candidate: Candidate) -> Measured:
     threshold = (
         thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
     )
-    found = {
-        table.name: float(np.mean(_jaccards(candidate, table, before)))
-        for table, before in _pairs(candidate)
+    mean_jaccards = {
+        table.name: float(np.mean(_jaccards(candidate, table, live_table)))
+        for table, live_table in _pairs(candidate)
     }
     if candidate.live is None:
         return candidate.uncompared(threshold)
     if not len(candidate.evidence.users_in_live[0]):
         note = "the live generation knows none of the sampled users: have ids changed their form?"
         return Measured(False, 0.0, threshold, note, candidate.baseline)
-    if not found:
+    if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
-    worst = min(found, key=lambda name: found[name])
-    return at_least(found[worst], threshold, _noted(candidate, worst), candidate.baseline)
+    worst = min(mean_jaccards, key=lambda name: mean_jaccards[name])
+    return at_least(mean_jaccards[worst], threshold, _noted(candidate, worst), candidate.baseline)
 
 
 @judgement("stale_lists", wants_interactions=True)
@@ -137,44 +145,44 @@ def stale_lists(candidate: Candidate) -> Measured:
     if candidate.live is None:
         return candidate.uncompared(threshold)
     users = candidate.evidence.users
-    since = users.last >= candidate.live.data_until * 1_000_000
-    shares = {}
-    for table, before in _pairs(candidate):
-        now, _ = candidate.evidence.users_in_live
-        fresh = since[np.isin(users.positions, now)]
+    is_active_since_cut = users.last >= candidate.live.data_until * 1_000_000
+    stale_shares = {}
+    for table, live_table in _pairs(candidate):
+        candidate_positions, _ = candidate.evidence.users_in_live
+        fresh = is_active_since_cut[np.isin(users.positions, candidate_positions)]
         if fresh.sum() < MIN_FRESH:
             continue
-        same = _jaccards(candidate, table, before, deep=True)[fresh] == 1.0
-        shares[table.name] = float(same.mean())
-    if not shares:
+        is_unchanged = _jaccards(candidate, table, live_table, deep=True)[fresh] == 1.0
+        stale_shares[table.name] = float(is_unchanged.mean())
+    if not stale_shares:
         return not_measured(
             threshold, "too few users have interactions since the live generation's cut"
         )
-    worst = max(shares, key=lambda name: shares[name])
+    worst = max(stale_shares, key=lambda name: stale_shares[name])
     note = f"{worst}: of users with new interactions; were these read, and does the model use them?"
-    return at_most(shares[worst], threshold, note, candidate.baseline)
+    return at_most(stale_shares[worst], threshold, note, candidate.baseline)
 
 
-def psi(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
+def psi(candidate_scores: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
     """Sum of (p - q) ln(p / q) over tenths of `theirs`; an empty bin counts as half an observation."""
-    if not len(ours) or not len(theirs):
+    if not len(candidate_scores) or not len(theirs):
         return float("nan")
     edges = np.unique(np.quantile(theirs, np.linspace(0, 1, BINS + 1)[1:-1]))
     p, q = (
-        np.maximum(np.bincount(np.searchsorted(edges, each), minlength=len(edges) + 1), 0.5)
-        for each in (ours, theirs)
+        np.maximum(np.bincount(np.searchsorted(edges, scores), minlength=len(edges) + 1), 0.5)
+        for scores in (candidate_scores, theirs)
     )
     p, q = p / p.sum(), q / q.sum()
     return float(((p - q) * np.log(p / q)).sum())
 
 
 def _pairs(candidate: Candidate) -> list[tuple[Table, Table]]:
-    found = []
+    table_pairs = []
     for table in lists_of(candidate.manifest):
-        before = matching_table(candidate, table)
-        if before is not None and len(candidate.evidence.users_in_live[0]):
-            found.append((table, before))
-    return found
+        live_table = matching_table(candidate, table)
+        if live_table is not None and len(candidate.evidence.users_in_live[0]):
+            table_pairs.append((table, live_table))
+    return table_pairs
 
 
 def _against(candidate: Candidate, values: dict[str, float], threshold: float) -> Measured:
@@ -190,11 +198,11 @@ def _noted(candidate: Candidate, table: str) -> str:
     return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
 
 
-def _highest(shares: dict[str, float], threshold: float) -> Measured:
-    if not shares:
+def _highest(slot_shares: dict[str, float], threshold: float) -> Measured:
+    if not slot_shares:
         return not_measured(threshold, "no table of lists")
-    worst = max(shares, key=lambda name: shares[name])
-    return at_most(shares[worst], threshold, worst)
+    worst = max(slot_shares, key=lambda name: slot_shares[name])
+    return at_most(slot_shares[worst], threshold, worst)
 
 
 def _top_share(candidate: Candidate, table: Table) -> float:
@@ -212,8 +220,8 @@ def _slots(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
 
 
 def _spread(candidate: Candidate) -> NDArray[np.int64]:
-    both = candidate.evidence.users_in_live[0]
-    return both if len(both) else candidate.evidence.users.positions
+    common_positions = candidate.evidence.users_in_live[0]
+    return common_positions if len(common_positions) else candidate.evidence.users.positions
 
 
 def _distinct(records: NDArray[Any]) -> float:
@@ -226,19 +234,19 @@ def _scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _jaccards(
-    candidate: Candidate, table: Table, before: Table, *, deep: bool = False
+    candidate: Candidate, table: Table, live_table: Table, *, deep: bool = False
 ) -> NDArray[np.float64]:
-    now, then = candidate.evidence.users_in_live
-    ours = candidate.evidence.records_of(table, now)
-    live: LiveLists = read_live(candidate, before, then)
-    width = min(table.layout.width, before.layout.width)
+    candidate_positions, then = candidate.evidence.users_in_live
+    candidate_records = candidate.evidence.records_of(table, candidate_positions)
+    live: LiveLists = read_live(candidate, live_table, then)
+    width = min(table.layout.width, live_table.layout.width)
     depth = width if deep else depth_of(width, candidate.items.count)
-    found = np.empty(len(ours))
-    for row, (record, other) in enumerate(zip(ours, live.records, strict=True)):
+    jaccards = np.empty(len(candidate_records))
+    for row, (record, live_record) in enumerate(zip(candidate_records, live.records, strict=True)):
         mine = record["items"][: min(depth, record["count"])]
-        theirs = live.ids[other["items"][: min(depth, other["count"])].astype(np.int64)]
-        found[row] = jaccard(mine, theirs)
-    return found
+        theirs = live.ids[live_record["items"][: min(depth, live_record["count"])].astype(np.int64)]
+        jaccards[row] = jaccard(mine, theirs)
+    return jaccards
 
 
 @judgement("tables_of_live")
@@ -249,17 +257,17 @@ def tables_of_live(candidate: Candidate) -> Measured:
     """
     if candidate.live is None:
         return candidate.uncompared(0)
-    before, now = candidate.live.tables, candidate.manifest.tables
+    live_tables, tables = candidate.live.tables, candidate.manifest.tables
     notes = [
-        f"{name} is {'gone' if name not in now else 'of another kind or entity'}"
-        for name, table in before.items()
-        if name not in now or _sort_of(now[name]) != _sort_of(table)
+        f"{name} is {'gone' if name not in tables else 'of another kind or entity'}"
+        for name, table in live_tables.items()
+        if name not in tables or _sort_of(tables[name]) != _sort_of(table)
     ]
-    if any(table.kind == "topk" for table in before.values()):
+    if any(table.kind == "topk" for table in live_tables.values()):
         notes += [
             f"{name} has no lists to be compared with"
-            for name, table in now.items()
-            if table.kind == "topk" and not table.is_facet and name not in before
+            for name, table in tables.items()
+            if table.kind == "topk" and not table.is_facet and name not in live_tables
         ]
     return none_of(len(notes), "; ".join(notes), candidate.baseline)
 

@@ -30,20 +30,20 @@ _ERROR_CHARS: Final = 400
 @integrity("bundle")
 def bundle(candidate: Candidate) -> Measured:
     """The models are those of the pinned bundle, and the pinned bundle is the one that the manifest names."""
-    manifest, found = candidate.manifest, candidate.evidence.bundle
-    if found.digest != manifest.bundle_digest:
-        return Measured(False, found.digest, manifest.bundle_digest, "the bundle's digest")
-    for model in found.models:
+    manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
+    if pinned_bundle.digest != manifest.bundle_digest:
+        return Measured(False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest")
+    for model in pinned_bundle.models:
         entry = manifest.models.get(model.name)
         if entry is None:
             return Measured(False, "missing", model.name, "a model of the bundle")
-        listed = " ".join(each.sha256 for each in entry.fp32_files)
+        manifest_sha256s = " ".join(artefact.sha256 for artefact in entry.fp32_files)
         pinned = " ".join(sha256 for _, _, sha256 in model.files)
-        if listed != pinned or entry.digest != model.digest:
-            return Measured(False, listed, pinned, f"the file of {model.name}")
+        if manifest_sha256s != pinned or entry.digest != model.digest:
+            return Measured(False, manifest_sha256s, pinned, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
             return Measured(False, "another", "the bundle's", f"the specification of {model.name}")
-    return Measured(True, found.digest, manifest.bundle_digest)
+    return Measured(True, pinned_bundle.digest, manifest.bundle_digest)
 
 
 @integrity("vocabulary")
@@ -52,22 +52,25 @@ def vocabulary(candidate: Candidate) -> Measured:
 
     A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away.
     """
-    found, items = candidate.evidence.bundle, candidate.items
-    expected = found.vocabulary.places(item_texts(items))
-    if needs_index(found) and (expected < 0).any():
+    pinned_bundle, items = candidate.evidence.bundle, candidate.items
+    expected = pinned_bundle.vocabulary.places(item_texts(items))
+    if needs_index(pinned_bundle) and (expected < 0).any():
         return none_of(int((expected < 0).sum()), "items that the model does not know")
     mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong := int((mapped != expected).sum()):
         return none_of(wrong, "items with another model index than the bundle gives them")
-    digest, live = found.vocabulary_digest, candidate.live
+    digest, live = pinned_bundle.vocabulary_digest, candidate.live
     if candidate.manifest.facts.get("vocabulary_digest", digest) != digest:
         return Measured(False, digest, "the digest in the manifest", "the vocabulary")
-    if live is not None and (before := live.facts.get("vocabulary_digest")) is not None:
-        same = {name: each.digest for name, each in live.models.items()} == {
-            name: each.digest for name, each in candidate.manifest.models.items()
+    if (
+        live is not None
+        and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
+    ):
+        has_same_models = {name: model.digest for name, model in live.models.items()} == {
+            name: model.digest for name, model in candidate.manifest.models.items()
         }
-        if same and before != digest:
-            return Measured(False, digest, str(before),
+        if has_same_models and live_vocabulary_digest != digest:
+            return Measured(False, digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
     return Measured(True, digest, digest, baseline=candidate.baseline)
@@ -83,16 +86,16 @@ def live_models(candidate: Candidate) -> Measured:
         except (OSError, MemoryError):
             raise  # this host's trouble says nothing of the models
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
-            told = " ".join(str(error).split())[:_ERROR_CHARS]
+            error_text = " ".join(str(error).split())[:_ERROR_CHARS]
             note = f"in {precision}, with 0, empty texts and a history of one item: it must answer them"
-            return Measured(False, told, "opens and answers", note)
+            return Measured(False, error_text, "opens and answers", note)
     return Measured(True, "opens and answers", "opens and answers")
 
 
 @integrity("dimension")
 def dimension(candidate: Candidate) -> Measured:
     """Bundle, item vectors, vector tables and value tables agree on how many numbers there are."""
-    manifest, found = candidate.manifest, candidate.evidence.bundle
+    manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     files = manifest.items
     sizes = {
         "the item table": files.dims,
@@ -100,19 +103,19 @@ def dimension(candidate: Candidate) -> Measured:
         "the items' model index": files.model_index.size_bytes
         / 8
         / max(1, files.count)
-        * found.dims,
+        * pinned_bundle.dims,
     }
     for name, table in manifest.tables.items():
         if table.kind == "vector":
             sizes[name] = table.layout.width
         if table.kind == "value":
-            model = found.values[str(table.producer.model)]
+            model = pinned_bundle.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
                 return Measured(False, table.layout.width, model.spec.output_dims, name)
-    wrong = next((name for name, dims in sizes.items() if dims != found.dims), None)
+    wrong = next((name for name, dims in sizes.items() if dims != pinned_bundle.dims), None)
     if wrong is not None:
-        return Measured(False, sizes[wrong], found.dims, wrong)
-    return Measured(True, found.dims, found.dims)
+        return Measured(False, sizes[wrong], pinned_bundle.dims, wrong)
+    return Measured(True, pinned_bundle.dims, pinned_bundle.dims)
 
 
 @integrity("defaults")
@@ -125,11 +128,11 @@ def defaults(candidate: Candidate) -> Measured:
         if name not in data:
             return Measured(False, "none", "as the item table has them", name)
         ids, scores = data[name]["items"], np.asarray(data[name]["scores"], np.float64)
-        known = candidate.items.ordinals_of([str(each).encode() for each in ids])
-        wanted = min(table.layout.width, candidate.items.count)
+        ordinals = candidate.items.ordinals_of([str(item_id).encode() for item_id in ids])
+        expected_count = min(table.layout.width, candidate.items.count)
         problem = (
-            "too few or too many" if len(ids) != wanted or len(scores) != wanted
-            else "unknown items" if (np.asarray(known) < 0).any()
+            "too few or too many" if len(ids) != expected_count or len(scores) != expected_count
+            else "unknown items" if (np.asarray(ordinals) < 0).any()
             else "an item twice" if len(set(ids)) != len(ids)
             else "scores that rise or are no numbers"
             if not np.isfinite(scores).all() or (np.diff(scores) > 0).any()
@@ -158,8 +161,8 @@ def int8_agreement(candidate: Candidate) -> Measured:
         if manifest.models[name].agreement.get("precision") != "fp32"
     }
     if not overlaps:
-        why = manifest.models["user_tower"].agreement.get("why", "")
-        return not_measured(threshold, f"no model is quantized: {why}")
+        reason = manifest.models["user_tower"].agreement.get("why", "")
+        return not_measured(threshold, f"no model is quantized: {reason}")
     named, worst = worst_of(overlaps)
     note = f"{figures[named]} of {named} with fp32, the worst of {', '.join(overlaps)}"
     note += _of_what(candidate, named)
@@ -175,8 +178,10 @@ def int8_overlap(candidate: Candidate) -> Measured:
             overlaps[model.name] = _lists(candidate, model, entry)
         elif model.labels:
             exact, approximate, _ = _outputs(candidate, model, entry)
-            same = exact.argmax(axis=1) == approximate.argmax(axis=1)
-            overlaps[model.name] = float(same.mean()) if len(same) else float("nan")
+            is_same_label = exact.argmax(axis=1) == approximate.argmax(axis=1)
+            overlaps[model.name] = (
+                float(is_same_label.mean()) if len(is_same_label) else float("nan")
+            )
     threshold = candidate.thresholds.int8_overlap
     if not overlaps:
         return not_measured(threshold, "no model of lists or labels is quantized")
@@ -236,10 +241,14 @@ def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared(model)
-    seen = Histories(users.indptr, users.ordinals).take(rows)
-    some = few(np.arange(len(exact)), LISTS)
-    exact, approximate, seen = exact[some], approximate[some], seen.take(some)
-    found = list_overlaps(
-        exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, seen
+    exclusions = Histories(users.indptr, users.ordinals).take(rows)
+    sample_rows = few(np.arange(len(exact)), LISTS)
+    exact, approximate, exclusions = (
+        exact[sample_rows],
+        approximate[sample_rows],
+        exclusions.take(sample_rows),
     )
-    return float(found.mean())
+    overlaps = list_overlaps(
+        exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions
+    )
+    return float(overlaps.mean())

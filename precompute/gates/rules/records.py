@@ -36,9 +36,11 @@ def finite(candidate: Candidate) -> Measured:
     """Numbers of every record, and every item vector, are neither NaN nor infinite."""
     vectors = candidate.items.vectors
     for start in range(0, len(vectors), VECTORS_AT_ONCE):
-        bad = int((~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum())
-        if bad:
-            return none_of(bad, "item vectors with a number that is not finite")
+        nonfinite_count = int(
+            (~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum()
+        )
+        if nonfinite_count:
+            return none_of(nonfinite_count, "item vectors with a number that is not finite")
     return _counted(candidate, {"finite": "records with a number that is not finite"})
 
 
@@ -51,13 +53,15 @@ def lists_whole(candidate: Candidate) -> Measured:
 @judgement("empty_lists")
 def empty_lists(candidate: Candidate) -> Measured:
     """Share of users with no item at all, in the worst table."""
-    shares = {
+    empty_share_by_table = {
         name: scan.empty / max(1, scan.records - scan.absent)
         for name, scan in candidate.evidence.asked_scans.items()
         if scan.table.kind == "topk"
     }
-    worst = max(shares, key=lambda name: shares[name], default="")
-    return at_most(shares.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}")
+    worst = max(empty_share_by_table, key=lambda name: empty_share_by_table[name], default="")
+    return at_most(
+        empty_share_by_table.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
+    )
 
 
 @judgement("short_lists")
@@ -67,29 +71,36 @@ def short_lists(candidate: Candidate) -> Measured:
     As the night counted them over all users, and as a sample of users and all items have them.
     """
     facts, evidence = candidate.manifest.facts, candidate.evidence
-    shares = {"the night's own count": facts["short_lists"] / max(1, facts["users_scored"])}
-    seen = evidence.seen.indptr[1:] - evidence.seen.indptr[:-1]
+    short_share_by_table = {
+        "the night's own count": facts["short_lists"] / max(1, facts["users_scored"])
+    }
+    seen_counts = evidence.seen.indptr[1:] - evidence.seen.indptr[:-1]
     for name, scan in evidence.asked_scans.items():
         if scan.table.kind != "topk":
             continue
         width, count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
             records = evidence.records_of(scan.table, evidence.users.positions)
-            there = records["flags"] != ABSENT
-            found, possible = records["count"][there], (count - seen[there]).clip(0, width)
-            shares[name] = float((found < possible).mean()) if len(found) else 0.0
+            is_present = records["flags"] != ABSENT
+            list_lengths, possible = (
+                records["count"][is_present],
+                (count - seen_counts[is_present]).clip(0, width),
+            )
+            short_share_by_table[name] = (
+                float((list_lengths < possible).mean()) if len(list_lengths) else 0.0
+            )
         else:
             short = int(scan.counts[: min(width, count - 1)].sum())
-            shares[name] = short / max(1, scan.records)
-    worst = max(shares, key=lambda name: shares[name])
-    return at_most(shares[worst], candidate.thresholds.short_lists, f"in {worst}")
+            short_share_by_table[name] = short / max(1, scan.records)
+    worst = max(short_share_by_table, key=lambda name: short_share_by_table[name])
+    return at_most(short_share_by_table[worst], candidate.thresholds.short_lists, f"in {worst}")
 
 
 def _counted(candidate: Candidate, kinds: dict[str, str]) -> Measured:
-    count, noted = 0, ""
+    count, fault_note = 0, ""
     for name, scan in candidate.evidence.scans.items():
-        for kind, what in kinds.items():
+        for kind, fault_text in kinds.items():
             count += scan.faults[kind]
-            if scan.faults[kind] and not noted:
-                noted = f"{what} in {name}: {scan.seen[kind]}"
-    return none_of(count, noted)
+            if scan.faults[kind] and not fault_note:
+                fault_note = f"{fault_text} in {name}: {scan.seen[kind]}"
+    return none_of(count, fault_note)

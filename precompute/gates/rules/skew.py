@@ -30,8 +30,8 @@ Pairs = list[tuple[bytes, bytes]]
 @judgement(SKEW)
 def skew(candidate: Candidate) -> Measured:
     """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
-    what, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
-    return _compared(candidate, ("topk", "similar"), what, threshold)
+    measure_name, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
+    return _compared(candidate, ("topk", "similar"), measure_name, threshold)
 
 
 @judgement(SKEW_COSINE)
@@ -41,9 +41,9 @@ def skew_cosine(candidate: Candidate) -> Measured:
 
 
 def _compared(
-    candidate: Candidate, kinds: tuple[str, ...], what: str, threshold: float
+    candidate: Candidate, kinds: tuple[str, ...], measure_name: str, threshold: float
 ) -> Measured:
-    tables = [each for each in candidate.manifest.tables.values() if each.producer.kind in kinds]
+    tables = [table for table in candidate.manifest.tables.values() if table.producer.kind in kinds]
     if not tables:
         return not_measured(threshold, "no table to compare")
     predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
@@ -62,27 +62,31 @@ def _compared(
     if not figures:
         return not_measured(threshold, "all sampled users were given with their vectors")
     named, worst = worst_of(figures)
-    return at_least(worst, threshold, f"{what} of {counts[named]} entities in {named}")
+    return at_least(worst, threshold, f"{measure_name} of {counts[named]} entities in {named}")
 
 
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
     """Pairs that can be compared, and the id of an entity whose record is somebody else's."""
     raws, positions, prepared = _asked(candidate, predictor, table)
-    rows = [row for row, each in enumerate(prepared) if each is not None]
+    rows = [row for row, prepared_input in enumerate(prepared) if prepared_input is not None]
     read = _read(candidate, table, positions[rows])
-    found = [
-        (row, record, each)
+    comparable_entities = [
+        (row, record, prepared_input)
         for row, record in zip(rows, read, strict=True)
-        if (each := prepared[row]) is not None and not is_absent(record, fingerprint(raws[row]))
+        if (prepared_input := prepared[row]) is not None
+        and not is_absent(record, fingerprint(raws[row]))
     ]
-    usable, stored = [row for row, _, _ in found], [record for _, record, _ in found]
-    marks = [fingerprint(raws[row]) for row in usable]
-    batch = [each for _, _, each in found]
-    live = predictor.predict(table.name, batch, marks, 0) if batch else []
-    for row, record, mark in zip(usable, stored, marks, strict=True):
-        if decode(table.layout, record).fingerprint != mark:
+    usable, stored_records = (
+        [row for row, _, _ in comparable_entities],
+        [record for _, record, _ in comparable_entities],
+    )
+    fingerprints = [fingerprint(raws[row]) for row in usable]
+    batch = [prepared_input for _, _, prepared_input in comparable_entities]
+    live = predictor.predict(table.name, batch, fingerprints, 0) if batch else []
+    for row, record, expected_fingerprint in zip(usable, stored_records, fingerprints, strict=True):
+        if decode(table.layout, record).fingerprint != expected_fingerprint:
             return [], raws[row].decode()
-    return list(zip(stored, live, strict=True)), ""
+    return list(zip(stored_records, live, strict=True)), ""
 
 
 def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
@@ -107,11 +111,12 @@ def _asked(
             LiveInput(
                 item=row,
                 features={
-                    str(each.column): _plain(columns[each.name][place]) for each in spec.features
+                    str(feature.column): _plain(columns[feature.name][index])
+                    for feature in spec.features
                 }
                 or None,
             )
-            for place, row in enumerate(positions.tolist())
+            for index, row in enumerate(positions.tolist())
         ]
         raws = [items.raw_id(row) for row in positions.tolist()]
     else:
@@ -125,17 +130,20 @@ def _asked(
         sources = [
             LiveInput(
                 history=tuple(
-                    items.raw_id(each)
-                    for each in users.ordinals[users.indptr[row] : users.indptr[row + 1]].tolist()
+                    items.raw_id(ordinal)
+                    for ordinal in users.ordinals[
+                        users.indptr[row] : users.indptr[row + 1]
+                    ].tolist()
                 ),
                 features={
-                    str(each.column): _sent(users, str(each.column), row) for each in spec.features
+                    str(feature.column): _sent(users, str(feature.column), row)
+                    for feature in spec.features
                 }
                 or None,
             )
             for row in rows.tolist()
         ]
-    return raws, positions, [predictor.prepare(table.name, each) for each in sources]
+    return raws, positions, [predictor.prepare(table.name, live_input) for live_input in sources]
 
 
 def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
@@ -145,27 +153,29 @@ def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
 
 def _plain(value: Any) -> FeatureValue:
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    plain: FeatureValue = tuple(value) if isinstance(value, list) else value
-    return plain
+    feature_value: FeatureValue = tuple(value) if isinstance(value, list) else value
+    return feature_value
 
 
 def _overlap(table: Table, pairs: Pairs) -> float:
-    shares = []
-    for stored, live in pairs:
-        ours, theirs = (decode(table.layout, each).items for each in (stored, live))
-        if ours is None or theirs is None:
+    overlaps = []
+    for stored_record, live in pairs:
+        stored_items, theirs = (
+            decode(table.layout, record).items for record in (stored_record, live)
+        )
+        if stored_items is None or theirs is None:
             return float("nan")
         # Of a user for whom nothing is left, both have nothing.
-        top = min(SKEW_DEPTH, max(len(ours), len(theirs)))
-        shares.append(overlap(ours[:top], theirs[:top], top))
-    return float(np.mean(shares))
+        top = min(SKEW_DEPTH, max(len(stored_items), len(theirs)))
+        overlaps.append(overlap(stored_items[:top], theirs[:top], top))
+    return float(np.mean(overlaps))
 
 
 def _cosine(table: Table, pairs: Pairs) -> float:
-    ours, theirs = (
+    stored_numbers, theirs = (
         np.array([decode(table.layout, pair[side]).numbers for pair in pairs]) for side in (0, 1)
     )
-    return float(row_cosines(ours, theirs).mean())
+    return float(row_cosines(stored_numbers, theirs).mean())
 
 
 def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:

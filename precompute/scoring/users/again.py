@@ -20,7 +20,7 @@ def users_again(
 ) -> dict[int, dict[str, bytes]]:
     """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
     folder = users_alone(work.build.root / PARTITION, work.number, hashes, scratch)
-    limit, found = work.build.config.history_limit, dict[int, dict[str, bytes]]()
+    limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
         folder,
         work.number,
@@ -33,6 +33,8 @@ def users_again(
         tables = {
             name: own_records(work, name, table, chunk) for name, table in work.tables.items()
         }
-        for row, each in enumerate(chunk.hashes.tolist()):
-            found[each] = {name: records[row].tobytes() for name, records in tables.items()}
-    return found
+        for row, user_hash in enumerate(chunk.hashes.tolist()):
+            records_by_hash[user_hash] = {
+                name: records[row].tobytes() for name, records in tables.items()
+            }
+    return records_by_hash

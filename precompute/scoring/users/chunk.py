@@ -56,32 +56,35 @@ class Chunk:
         """Name of a user as a report gives it."""
         return {"user": self.ids[row].as_py()}
 
-    def stay(self, which: NDArray[np.bool_]) -> None:
+    def stay(self, stay_mask: NDArray[np.bool_]) -> None:
         """Lets the users of a mask go, whose records are copied after all."""
-        left = np.flatnonzero(~which)
-        self.copied.stay(which)
-        self.ids = self.ids.take(pa.array(left))
-        self.hashes, self.marks = self.hashes[left], self.marks[left]
-        self.histories, self.seen = self.histories.take(left), self.seen.take(left)
-        self.times = None if self.times is None else self.times.take(left)
-        self.given = None if self.given is None else self.given.take(left)
-        self.brought = None if self.brought is None else self.brought[left]
-        self.usable = {name: each[left] for name, each in self.usable.items()}
+        remaining_rows = np.flatnonzero(~stay_mask)
+        self.copied.stay(stay_mask)
+        self.ids = self.ids.take(pa.array(remaining_rows))
+        self.hashes, self.marks = self.hashes[remaining_rows], self.marks[remaining_rows]
+        self.histories, self.seen = (
+            self.histories.take(remaining_rows),
+            self.seen.take(remaining_rows),
+        )
+        self.times = None if self.times is None else self.times.take(remaining_rows)
+        self.given = None if self.given is None else self.given.take(remaining_rows)
+        self.brought = None if self.brought is None else self.brought[remaining_rows]
+        self.usable = {name: mask[remaining_rows] for name, mask in self.usable.items()}
         self.features = {
-            model: {name: each[left] for name, each in columns.items()}
+            model: {name: column[remaining_rows] for name, column in columns.items()}
             for model, columns in self.features.items()
         }
-        self.outputs = {name: each[left] for name, each in self.outputs.items()}
-        self.answered = {name: each[left] for name, each in self.answered.items()}
+        self.outputs = {name: outputs[remaining_rows] for name, outputs in self.outputs.items()}
+        self.answered = {name: mask[remaining_rows] for name, mask in self.answered.items()}
         if self.vectors is not None:
-            self.vectors = self.vectors[left]
+            self.vectors = self.vectors[remaining_rows]
 
     def use_vectors(self) -> None:
         """Puts the vectors that the night was given in the place of the user tower's outputs."""
         if self.vectors is None:
             return
-        given = ~np.isnan(self.vectors[:, 0])
-        made = self.outputs["user_tower"]
-        self.outputs["user_tower"] = np.where(given[:, None], self.vectors, made)
-        self.answered["user_tower"] |= given
+        has_vector = ~np.isnan(self.vectors[:, 0])
+        tower_outputs = self.outputs["user_tower"]
+        self.outputs["user_tower"] = np.where(has_vector[:, None], self.vectors, tower_outputs)
+        self.answered["user_tower"] |= has_vector
         self.vectors = None

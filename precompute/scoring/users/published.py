@@ -22,15 +22,15 @@ def given_features(
 
     The row is empty of who is not `published`, or has no such value.
     """
-    found: list[dict[str, Any]] = [{} for _ in published]
+    row_features: list[dict[str, Any]] = [{} for _ in published]
     # Two inputs may read one column: a whole number is what both take.
-    for each in sorted(spec.features, key=lambda each: each.dtype != "float32"):
-        name = str(each.column)
-        values = read_values(features[name], each)
+    for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
+        name = str(feature.column)
+        values = read_values(features[name], feature)
         numbers = values.numbers.tolist()
         for row in np.flatnonzero(values.usable & published).tolist():
-            found[row][name] = numbers[row]
-    rows = [orjson.dumps(row) if row else b"" for row in found]
+            row_features[row][name] = numbers[row]
+    rows = [orjson.dumps(row) if row else b"" for row in row_features]
     ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     bytes_: Any = np.frombuffer(b"".join(rows), np.uint8)
     return Histories(ends, bytes_)
@@ -39,25 +39,32 @@ def given_features(
 def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
     copied, reuse = chunk.copied, work.reuse
-    others, places = copied.others, copied.places
-    seen, times, given, brought = chunk.seen, chunk.times, chunk.given, chunk.brought
-    if reuse is not None and len(others):
-        seen = copied.together(seen, reuse.seen(places[others]))
+    copied_rows, base_positions = copied.others, copied.places
+    seen_items, times, feature_json, has_vector = (
+        chunk.seen,
+        chunk.times,
+        chunk.given,
+        chunk.brought,
+    )
+    if reuse is not None and len(copied_rows):
+        seen_items = copied.together(seen_items, reuse.seen(base_positions[copied_rows]))
         if times is not None:
-            times = copied.together(times, reuse.times(places[others]))
-        if given is not None:
-            given = copied.together(given, reuse.given(places[others]))
-        if brought is not None:
-            brought = copied.rows_together(brought, reuse.brought(places[others]))
-    _grow(work, "seen", seen, files["ends"])
-    files["items"].write_array(seen.indices.astype("<u4"))
+            times = copied.together(times, reuse.times(base_positions[copied_rows]))
+        if feature_json is not None:
+            feature_json = copied.together(feature_json, reuse.given(base_positions[copied_rows]))
+        if has_vector is not None:
+            has_vector = copied.rows_together(
+                has_vector, reuse.brought(base_positions[copied_rows])
+            )
+    _grow(work, "seen", seen_items, files["ends"])
+    files["items"].write_array(seen_items.indices.astype("<u4"))
     if times is not None:
         files["times"].write_array(times.indices.astype("<i8"))
-    if given is not None:
-        _grow(work, "given", given, files["feature_ends"])
-        files["features"].write_array(given.indices.astype("u1"))
-    if brought is not None:
-        files["brought"].write_array(brought.astype("u1"))
+    if feature_json is not None:
+        _grow(work, "given", feature_json, files["feature_ends"])
+        files["features"].write_array(feature_json.indices.astype("u1"))
+    if has_vector is not None:
+        files["brought"].write_array(has_vector.astype("u1"))
 
 
 def _grow(work: ShardWork, count: str, rows: Histories, ends: GrowingFile) -> None:

@@ -73,17 +73,19 @@ def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 
     total = config.shards * len(numbers)
     ahead = 1 if pieces is None else PIECES_AHEAD
-    with closing(_in_order(read, numbers, ahead)) as found:
-        for place in range(count):
-            start, end = (numbers.start + len(numbers) * at // count for at in (place, place + 1))
-            parts = list(islice(found, end - start))
+    with closing(_in_order(read, numbers, ahead)) as read_parts:
+        for slice_index in range(count):
+            start, end = (
+                numbers.start + len(numbers) * at // count for at in (slice_index, slice_index + 1)
+            )
+            parts = list(islice(read_parts, end - start))
             entities = joined([part for part, _ in parts])
             digests = np.concatenate([digests for _, digests in parts])
             del parts
             if pieces is not None:
                 pieces.let_go()
             hashes = range(first_hash(start, total), first_hash(end, total))
-            yield Slice(entities, digests, hashes, count - place - 1)
+            yield Slice(entities, digests, hashes, count - slice_index - 1)
             del entities, digests  # kept by nobody here, however long they are used
 
 
@@ -97,14 +99,16 @@ def _in_order(read: Callable[[int], Read], numbers: range, ahead: int = 1) -> Ge
         yield from map(read, numbers)
         return
     with ThreadPoolExecutor(readers, "read") as pool:
-        left = iter(numbers)
-        asked = deque(pool.submit(read, number) for number in islice(left, readers * ahead))
+        remaining_numbers = iter(numbers)
+        futures = deque(
+            pool.submit(read, number) for number in islice(remaining_numbers, readers * ahead)
+        )
         try:
-            while asked:
-                found = asked.popleft().result()
-                asked.extend(pool.submit(read, number) for number in islice(left, 1))
-                yield found
-                del found  # kept by nobody here, however long it is used
+            while futures:
+                read_part = futures.popleft().result()
+                futures.extend(pool.submit(read, number) for number in islice(remaining_numbers, 1))
+                yield read_part
+                del read_part  # kept by nobody here, however long it is used
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -116,27 +120,29 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
     answers by features alone. An unusable feature costs the tables of the models that want it. Where events are taken
     in, a user with any history is there, even without an answer. Digests of the inputs go into `pairs`.
     """
-    before = 0
-    for done, (entities, digests, hashes, left) in enumerate(slices_of(work, scratch), 1):
-        asked = Decisions.everybody(entities, digests)
+    prior_count = 0
+    for slice_number, (entities, digests, hashes, slices_left) in enumerate(
+        slices_of(work, scratch), 1
+    ):
+        decisions = Decisions.everybody(entities, digests)
         if work.reuse is not None:
-            asked = work.reuse.ask(entities, digests, hashes)
-        _note_kept(work, len(asked.kept), asked.with_vector)
+            decisions = work.reuse.ask(entities, digests, hashes)
+        _note_kept(work, len(decisions.kept), decisions.with_vector)
         if pairs is not None:
-            pairs.write_array(asked.pairs)
-        count = len(asked.pairs)
-        work.counts["entities"] = before + count
-        chunks, users = chunks_of(work, asked, asked.inputs_of(entities))
-        demand_disk(work.build.root, users * work.record_bytes * (left + 1))
-        for chunk, share in chunks:
-            chunk.entities = before + int(share * count)
-            chunk.total = (before + count) * (done + left) // done
+            pairs.write_array(decisions.pairs)
+        count = len(decisions.pairs)
+        work.counts["entities"] = prior_count + count
+        chunks, users = chunks_of(work, decisions, decisions.inputs_of(entities))
+        demand_disk(work.build.root, users * work.record_bytes * (slices_left + 1))
+        for chunk, reached_share in chunks:
+            chunk.entities = prior_count + int(reached_share * count)
+            chunk.total = (prior_count + count) * (slice_number + slices_left) // slice_number
             yield chunk
-        before += count
+        prior_count += count
 
 
 def chunks_of(
-    work: ShardWork, asked: Decisions, entities: ShardInput
+    work: ShardWork, decisions: Decisions, entities: ShardInput
 ) -> tuple[Iterator[tuple[Chunk, float]], int]:
     """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
     specs = {name: model.spec for name, model in work.models.items()}
@@ -147,39 +153,39 @@ def chunks_of(
     if work.build.config.events.enabled:  # events are added to what such a user had, too
         is_any |= np.diff(entities.indptr) > 0
     rows_of_any = np.flatnonzero(is_any)
-    copied = Copied.of(asked, entities.hashes, rows_of_any)
-    seen, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
+    copied = Copied.of(decisions, entities.hashes, rows_of_any)
+    seen_items, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
     times = None if entities.times is None else Histories(entities.indptr, entities.times)
 
     def chunks() -> Iterator[tuple[Chunk, float]]:
         reached = 0
-        for part, own in copied.parts(work.chunk_users):
-            rows = rows_of_any[own]
-            places = pa.array(rows)
+        for part, own_slice in copied.parts(work.chunk_users):
+            rows = rows_of_any[own_slice]
+            arrow_rows = pa.array(rows)
             reached += len(part.hashes)
             own_features = {
                 model: {name: column[rows] for name, column in columns.items()}
                 for model, columns in features.items()
             }
-            given = None
+            feature_json = None
             if work.publishes_features:
                 tower = work.models["user_tower"].spec
                 columns_given = {
-                    name: each.take(places) for name, each in entities.features.items()
+                    name: column.take(arrow_rows) for name, column in entities.features.items()
                 }
-                given = given_features(tower, columns_given, ~entities.has_vector[rows])
+                feature_json = given_features(tower, columns_given, ~entities.has_vector[rows])
             yield (
                 Chunk(
-                    ids=entities.ids.take(places),
+                    ids=entities.ids.take(arrow_rows),
                     hashes=entities.hashes[rows],
                     histories=histories.take(rows),
                     features=own_features,
-                    usable={model: which[rows] for model, which in usable.items()},
-                    seen=seen.take(rows),
+                    usable={model: mask[rows] for model, mask in usable.items()},
+                    seen=seen_items.take(rows),
                     vectors=None if entities.vectors is None else entities.vectors[rows],
                     copied=part,
                     times=None if times is None else times.take(rows),
-                    given=given,
+                    given=feature_json,
                     brought=entities.has_vector[rows] if "brought" in work.seen_files else None,
                 ),
                 reached / users,
@@ -200,11 +206,11 @@ def _of_any(
     usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
 ) -> NDArray[np.bool_]:
     """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
-    found: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
+    is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
     wanting = [usable[name] for name, spec in specs.items() if spec.history is not None]
     if wanting:
-        found &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
-    return found
+        is_answerable &= np.logical_or.reduce([np.diff(histories.indptr) > 0, *wanting])
+    return is_answerable
 
 
 def timed_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:

@@ -21,8 +21,8 @@ def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
     """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
     with work.busy("records"):
         for name, table in work.tables.items():
-            own = own_records(work, name, table, chunk)
-            chunk.records[name] = _with_copies(work, name, chunk, own)
+            chunk_records = own_records(work, name, table, chunk)
+            chunk.records[name] = _with_copies(work, name, chunk, chunk_records)
     chunk.outputs, chunk.lists = {}, {}
     return chunk
 
@@ -42,28 +42,28 @@ def write(
     work.unusable.take_in(chunk.unusable.to_json())
     work.counts["scored"] += len(copied.hashes)
     work.counts["short"] += chunk.short
-    why = copied.reasons()
+    reason_numbers = copied.reasons()
     for number, name in enumerate(REASONS):
-        work.counts[name] += int((why == number).sum())
+        work.counts[name] += int((reason_numbers == number).sum())
     if reasons is not None:
-        reasons.write_array(why)
+        reasons.write_array(reason_numbers)
 
 
 def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
     """Records of the chunk's own users."""
     model = str(table.value) if table.kind == "value" else "user_tower"
-    found: Answers = chunk.outputs[model]
+    answers: Answers = chunk.outputs[model]
     has_answer = chunk.answered[model]
     if table.kind == "user_topk":
         if not len(chunk.ids):
             return np.empty(0, work.layouts[name].dtype)
-        found = chunk.lists.pop(name)
+        answers = chunk.lists.pop(name)
         if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
             possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen.indptr))
-            is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
+            is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
             chunk.short += int((is_short & has_answer).sum())
     at = cut_of(work.build.generation)
-    records, unfit = encode(work.layouts[name], chunk.marks, found, has_answer, at)
+    records, unfit = encode(work.layouts[name], chunk.marks, answers, has_answer, at)
     if unfit.any():
         of_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
@@ -75,17 +75,19 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
     return records
 
 
-def _with_copies(work: ShardWork, name: str, chunk: Chunk, own: NDArray[Any]) -> NDArray[Any]:
+def _with_copies(
+    work: ShardWork, name: str, chunk: Chunk, chunk_records: NDArray[Any]
+) -> NDArray[Any]:
     """Records of all users of a chunk's range."""
     copied = chunk.copied
-    others = copied.others
-    if work.reuse is None or not len(others):
-        return own
-    chunk.unusable.looked_at(f"records of {name}", len(others))
+    copied_rows = copied.others
+    if work.reuse is None or not len(copied_rows):
+        return chunk_records
+    chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
     at = cut_of(work.build.generation)
-    if len(others) == len(copied.hashes):
+    if len(copied_rows) == len(copied.hashes):
         return work.reuse.records(name, copied.places, at)
-    found = np.empty(len(copied.hashes), own.dtype)
-    found[copied.rows] = own
-    found[others] = work.reuse.records(name, copied.places[others], at)
-    return found
+    records = np.empty(len(copied.hashes), chunk_records.dtype)
+    records[copied.rows] = chunk_records
+    records[copied_rows] = work.reuse.records(name, copied.places[copied_rows], at)
+    return records

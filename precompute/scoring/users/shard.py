@@ -35,7 +35,7 @@ def score_users(
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     started = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers, base)
-    place, inputs = directory_file("user", shard), inputs_file(shard)
+    directory_path, inputs = directory_file("user", shard), inputs_file(shard)
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
         files = {
@@ -44,11 +44,11 @@ def score_users(
             )
             for name, layout in work.layouts.items()
         }
-        directory = stack.enter_context(GrowingFile(build.path(place)))
+        directory = stack.enter_context(GrowingFile(build.path(directory_path)))
         pairs = stack.enter_context(GrowingFile(build.path(inputs)))
-        seen = {
-            name: stack.enter_context(GrowingFile(build.path(each)))
-            for name, each in work.seen_files.items()
+        seen_file_by_part = {
+            name: stack.enter_context(GrowingFile(build.path(path)))
+            for name, path in work.seen_files.items()
         }
         reasons = None
         if work.reuse is not None:
@@ -60,8 +60,8 @@ def score_users(
         for chunk in stages.each(partial(add_records, work), scored, workers=work.workers):
             with work.busy("write"):
                 write(work, chunk, files, directory, reasons)
-                if seen:
-                    write_inputs(work, chunk, seen)
+                if seen_file_by_part:
+                    write_inputs(work, chunk, seen_file_by_part)
             progress(f"score shard {shard}", chunk.entities, chunk.total)
     count = work.counts["scored"]
     return {
@@ -72,8 +72,8 @@ def score_users(
         "unusable": work.unusable.to_json(),
         "seconds": {**work.seconds, "all": time.perf_counter() - started},
         "reasons": None if work.reuse is None else {name: work.counts[name] for name in REASONS},
-        "directory": asdict(build.describe(place)),
+        "directory": asdict(build.describe(directory_path)),
         "inputs": asdict(build.describe(inputs)),
-        "seen": [asdict(build.describe(each)) for each in work.seen_files.values()],
+        "seen": [asdict(build.describe(path)) for path in work.seen_files.values()],
         "tables": {name: described(build, file) for name, file in files.items()},
     }

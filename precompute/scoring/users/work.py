@@ -78,16 +78,19 @@ class ShardWork:
     ) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
-        begun, place = build.need("begin"), scorers.at(number)
+        begin_report, scoring_device = build.need("begin"), scorers.at(number)
         tables = scored_tables(build.config, bundle, "user")
-        wanted = {str(each.value) for each in tables.values() if each.kind == "value"}
-        models = {"user_tower": bundle.user_tower, **{each: bundle.values[each] for each in wanted}}
-        items = open_items(build.root, begun, dims=bundle.dims)
+        value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
+        models = {
+            "user_tower": bundle.user_tower,
+            **{value_name: bundle.values[value_name] for value_name in value_names},
+        }
+        items = open_items(build.root, begin_report, dims=bundle.dims)
         layouts = {name: layout_of(bundle, table) for name, table in tables.items()}
         reuse = None
         if base is not None:
             reuse = ShardReuse.open(
-                build, base, bundle, number, tables, layouts, items, place.device
+                build, base, bundle, number, tables, layouts, items, scoring_device.device
             )
         return cls(
             build=build,
@@ -97,7 +100,7 @@ class ShardWork:
             layouts=layouts,
             models=models,
             bundle=bundle,
-            place=place,
+            place=scoring_device,
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
             unusable=Unusable(),
@@ -136,7 +139,7 @@ class ShardWork:
     @property
     def record_bytes(self) -> int:
         """Bytes of one user's records."""
-        return sum(each.size_bytes for each in self.layouts.values())
+        return sum(layout.size_bytes for layout in self.layouts.values())
 
     def opened(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """The chunks; the towers are opened while the first one is read."""
@@ -148,30 +151,30 @@ class ShardWork:
         chunk.marks = text_hashes(chunk.ids, FINGERPRINT_SEED)
         with self.busy("tower"):
             towers = self._towers()
-            everybody = np.ones(len(chunk.ids), np.bool_)
-            chunk.outputs["user_tower"] = self._outputs(chunk, "user_tower", everybody)
+            all_users_mask = np.ones(len(chunk.ids), np.bool_)
+            chunk.outputs["user_tower"] = self._outputs(chunk, "user_tower", all_users_mask)
             chunk.use_vectors()
             if self.reuse is not None and chunk.copied.could_stay.any():
                 self._let_stay(chunk, self.reuse)
             for name in towers:
                 if name != "user_tower":
-                    wanted = chunk.copied.same < 0 if self._is_kept(name) else everybody
-                    chunk.outputs[name] = self._outputs(chunk, name, wanted)
+                    is_wanted = chunk.copied.same < 0 if self._is_kept(name) else all_users_mask
+                    chunk.outputs[name] = self._outputs(chunk, name, is_wanted)
         chunk.features = {}
         return chunk
 
     def _is_kept(self, model: str) -> bool:
         """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
-        tables = [name for name, each in self.tables.items() if each.value == model]
+        tables = [name for name, table in self.tables.items() if table.value == model]
         return self.reuse is not None and self.reuse.kept.tables.keys() >= set(tables)
 
     def _let_stay(self, chunk: Chunk, reuse: ShardReuse) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
         rows = np.flatnonzero(chunk.copied.could_stay)
-        vectors, seen = chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
+        vectors, exclusions = chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
         enters = np.zeros(len(rows), np.bool_)
         for name in reuse.lists:
-            enters |= reuse.enters(name, chunk.copied.same[rows], vectors, seen)
+            enters |= reuse.enters(name, chunk.copied.same[rows], vectors, exclusions)
         stays = np.zeros(len(chunk.ids), np.bool_)
         stays[rows[~enters]] = True
         for name in self.models:
@@ -179,10 +182,12 @@ class ShardWork:
                 chunk.unusable.looked_at(f"outputs of {name}", int(stays.sum()))
         chunk.stay(stays)
 
-    def _outputs(self, chunk: Chunk, name: str, wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
+    def _outputs(
+        self, chunk: Chunk, name: str, is_wanted: NDArray[np.bool_]
+    ) -> NDArray[np.float32]:
         """float32 [users, dims], NaN for who lacks an input or is not wanted; what else is not finite is noted."""
         tower = self._towers()[name]
-        usable, features = chunk.usable[name] & wanted, chunk.features.get(name, {})
+        usable, features = chunk.usable[name] & is_wanted, chunk.features.get(name, {})
         rows = np.flatnonzero(usable)
 
         def named(row: int) -> str:
@@ -190,20 +195,22 @@ class ShardWork:
 
         if usable.all() and len(usable):
             inputs = bind(tower.spec, histories=chunk.histories, features=features)
-            found = run_named(tower, inputs, named)
+            outputs = run_named(tower, inputs, named)
         else:
-            some = {key: values[rows] for key, values in features.items()}
-            found = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
+            row_features = {key: values[rows] for key, values in features.items()}
+            outputs = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
             if len(rows):
-                taken = chunk.histories.take(rows)
-                inputs = bind(tower.spec, histories=taken, features=some)
-                found[rows] = run_named(tower, inputs, named)
+                row_histories = chunk.histories.take(rows)
+                inputs = bind(tower.spec, histories=row_histories, features=row_features)
+                outputs[rows] = run_named(tower, inputs, named)
         chunk.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
-        chunk.answered[name] = finite_rows(found)
-        if (bad := ~chunk.answered[name] & usable).any():
+        chunk.answered[name] = finite_rows(outputs)
+        if (is_nonfinite := ~chunk.answered[name] & usable).any():
             of_events = self.are_set_by_events(chunk)
-            chunk.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case, of_events)
-        return found
+            chunk.unusable.note_rows(
+                f"outputs of {name}", {NOT_FINITE: is_nonfinite}, chunk.case, of_events
+            )
+        return outputs
 
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
         """Mask of a chunk's users for whom events set what a model takes, bool [users]."""
@@ -227,12 +234,12 @@ class ShardWork:
         threads = self.build.config.threads or None
         with self.place.turn, self.busy("topk"):
             rows = np.flatnonzero(chunk.answered["user_tower"])
-            users, seen = chunk.outputs["user_tower"], chunk.seen
+            users, exclusions = chunk.outputs["user_tower"], chunk.seen
             if len(rows) < len(users):
-                users, seen = users[rows], seen.take(rows)
+                users, exclusions = users[rows], exclusions.take(rows)
             for name, scorer in self._scorers().items():
                 k, allowed = self.tables[name].k, self.allowed.get(name)
-                lists = scorer.top(users, k, seen, allowed=allowed, threads=threads)
+                lists = scorer.top(users, k, exclusions, allowed=allowed, threads=threads)
                 chunk.lists[name] = lists_of(len(chunk.ids), rows, lists)
         return chunk
 

@@ -47,36 +47,36 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with urlopen(request, timeout=TIMEOUT_S, context=tls) as response:  # noqa: S310
-            found = orjson.loads(response.read(_BODY_MAX))
+            document = orjson.loads(response.read(_BODY_MAX))
     except HTTPError as error:
         raise NoDashboard(
             f"{url} answers {error.code}: {_WHY.get(error.code, error.reason)}"
         ) from error
     except (URLError, OSError, HTTPException) as error:
-        why = getattr(error, "reason", error)
-        raise NoDashboard(f"{url} cannot be reached: {why}") from error
+        reason = getattr(error, "reason", error)
+        raise NoDashboard(f"{url} cannot be reached: {reason}") from error
     except ValueError as error:
         raise NoDashboard(f"{url} answers with something else than a dashboard: {error}") from error
-    if not isinstance(found, dict) or not {"verdict", "series", "totals"} <= set(found):
+    if not isinstance(document, dict) or not {"verdict", "series", "totals"} <= set(document):
         raise NoDashboard(f"{url} answers with something else than a dashboard")
-    return found
+    return document
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
     """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
-    sent = argument_parser(prog).parse_args(arguments)
+    options = argument_parser(prog).parse_args(arguments)
     if line := missing("top", "top", "rich"):
         print(f"larder: {line}", file=sys.stderr)
         return 2
     try:
-        tls = context_of(sent)
-        body = fetch(sent.url, sent.token, tls)
-        if sent.json:
+        tls = context_of(options)
+        body = fetch(options.url, options.token, tls)
+        if options.json:
             print(printable_lines(json_text(body)))
-        elif sent.once:
+        elif options.once:
             _print(body)
         else:
-            _watch(functools.partial(fetch, sent.url, sent.token, tls), sent.every, body)
+            _watch(functools.partial(fetch, options.url, options.token, tls), options.every, body)
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
@@ -92,7 +92,7 @@ def _print(body: Mapping[str, Any]) -> None:
     SafeConsole().print(screen(body))
 
 
-def _watch(look: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
+def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
     from rich.live import Live
 
     from cache.process.console import SafeConsole
@@ -103,7 +103,7 @@ def _watch(look: Callable[[], dict[str, Any]], every_s: float, body: dict[str, A
             live.refresh()
             time.sleep(every_s)
             try:
-                body, trouble = look(), None
+                body, trouble = fetch_body(), None
             except NoDashboard as error:  # it may be restarting: what was seen last stays
                 trouble = error.message
             live.update(screen(body, trouble))

@@ -29,12 +29,12 @@ def screen(body: Body, trouble: str | None = None) -> Group:
 
 
 def _verdict(body: Body) -> Panel:
-    told = body["verdict"]
-    lines = [told["sentence"], *([told["advice"]] if told["advice"] else [])]
-    lines += told.get("also", [])
+    verdict = body["verdict"]
+    lines = [verdict["sentence"], *([verdict["advice"]] if verdict["advice"] else [])]
+    lines += verdict.get("also", [])
     at = f"{datetime.fromtimestamp(body['now'], UTC):%H:%M:%S} UTC"
     title = f"Larder {at}" + ("" if body["whole"] else ", this worker alone")
-    return Panel(Text("\n".join(lines)), title=title, border_style=_COLOURS[told["level"]])
+    return Panel(Text("\n".join(lines)), title=title, border_style=_COLOURS[verdict["level"]])
 
 
 def _sources(body: Body) -> Table:
@@ -49,7 +49,7 @@ def _sources(body: Body) -> Table:
         times = lately["latency"].get(source, {})
         table.add_row(
             source, f"{n / total:.1%}" if total else "-",
-            *(_ms(times.get(each)) for each in ("p50", "p99", "p999")),
+            *(_ms(times.get(quantile)) for quantile in ("p50", "p99", "p999")),
             spark(series["answers"].get(source, [])[-_BINS:]),
             f"{body['totals']['answers'].get(source, 0):,}",
         )  # fmt: skip
@@ -58,31 +58,33 @@ def _sources(body: Body) -> Table:
 
 def _replicas(body: Body) -> Table:
     table = Table("replica", "workers", "generation", "ready", "notes", "seen", expand=True)
-    for each in body["replicas"]:
-        notes = [str(each[name]) for name in ("failed", "stale", "degraded") if each[name]]
+    for replica in body["replicas"]:
+        notes = [str(replica[name]) for name in ("failed", "stale", "degraded") if replica[name]]
         table.add_row(
-            str(each["replica"]), str(each["workers"]), each["generation"] or "-",
-            "yes" if each["ready"] else "NO", ", ".join(notes) or "-", f"{each['seen_s']:.0f} s",
+            str(replica["replica"]), str(replica["workers"]), replica["generation"] or "-",
+            "yes" if replica["ready"] else "NO", ", ".join(notes) or "-", f"{replica['seen_s']:.0f} s",
         )  # fmt: skip
     return table
 
 
 def _generations(body: Body) -> Table:
     table = Table("generation", "state", "role", "gates", "size", "records", expand=True)
-    for each in body["generations"][:_GENERATIONS]:
-        failed = [gate["rule"] for gate in each["gates"] if gate["verdict"] == "failed"]
-        gates = f"{len(each['gates'])} passed" if each["gates"] else "-"
+    for generation in body["generations"][:_GENERATIONS]:
+        failed = [gate["rule"] for gate in generation["gates"] if gate["verdict"] == "failed"]
+        gates = f"{len(generation['gates'])} passed" if generation["gates"] else "-"
         table.add_row(
-            each["generation"], each["state"] or "-", each["role"] or "-",
+            generation["generation"], generation["state"] or "-", generation["role"] or "-",
             f"failed: {', '.join(failed)}" if failed else gates,
-            size(each["bytes"]), "-" if each["records"] is None else f"{each['records']:,}",
+            size(generation["bytes"]), "-" if generation["records"] is None else f"{generation['records']:,}",
         )  # fmt: skip
     return table
 
 
 def _misses(body: Body) -> str:
-    found = sorted(body["lately"]["misses"].items(), key=lambda each: -each[1])[:6]
-    return "misses: " + (", ".join(f"{name} {n:,}" for name, n in found) or "none")
+    top_misses = sorted(
+        body["lately"]["misses"].items(), key=lambda name_and_count: -name_and_count[1]
+    )[:6]
+    return "misses: " + (", ".join(f"{name} {n:,}" for name, n in top_misses) or "none")
 
 
 def _state(body: Body) -> str:
@@ -99,14 +101,14 @@ def _state(body: Body) -> str:
 
 
 def _events(body: Body) -> str:
-    told, seconds = body["events"], body["lately"]["seconds"]
-    results = told["results"]
+    events, seconds = body["events"], body["lately"]["seconds"]
+    results = events["results"]
     accepted, repeated = results.get("accepted", 0), results.get("repeated", 0)
-    share = "-" if told["answers_share"] is None else f"{told['answers_share']:.1%}"
+    share_text = "-" if events["answers_share"] is None else f"{events['answers_share']:.1%}"
     return (
         f"events {accepted / seconds:,.1f}/s, {sum(results.values()) - accepted - repeated:,} rejected, "
-        f"in {share} of answers, lag {told['lag_s'] or 0:.1f} s · stream {size(told['stream_bytes'])} "
-        f"of {size(told['stream_max_bytes'])}"
+        f"in {share_text} of answers, lag {events['lag_s'] or 0:.1f} s · stream {size(events['stream_bytes'])} "
+        f"of {size(events['stream_max_bytes'])}"
     )
 
 
@@ -127,5 +129,5 @@ def size(size_bytes: float | None) -> str:
 
 def spark(values: Sequence[float]) -> str:
     """A sparkline: one block per value, as high as it is beside the greatest."""
-    most = max(values, default=0) or 1
-    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * each / most)] for each in values)
+    greatest = max(values, default=0) or 1
+    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * value / greatest)] for value in values)

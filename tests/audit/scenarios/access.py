@@ -41,8 +41,8 @@ def run_access(stage: Stage) -> None:
 
 
 def _add_token(shop: Shop, file: Path, name: str, *options: str) -> str:
-    done = shop.site.run("tokens", "--file", str(file), "add", name, *options, "--json")
-    document = done.document()
+    finished_command = shop.site.run("tokens", "--file", str(file), "add", name, *options, "--json")
+    document = finished_command.document()
     (token,) = [value for key, value in document.items() if key == "token"]
     return str(token)
 
@@ -166,8 +166,8 @@ def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
     ):
         passed = refused = 0
         _wait_for_room(service, token, users[:size])
-        began = time.monotonic()
-        while time.monotonic() - began < 2.5:
+        started_at = time.monotonic()
+        while time.monotonic() - started_at < 2.5:
             client = Client(service.port, token)
             reply = client.lookup("user_topk", [*users[:size]], k=1)
             client.close()
@@ -186,24 +186,24 @@ def _try_quotas(stage: Stage, shop: Shop, service: Service, file: Path) -> None:
                 quota,
                 [reply.status, reply.body, reply.headers],
             )
-        took = time.monotonic() - began
+        elapsed_s = time.monotonic() - started_at
         stage.require(
-            passed <= rate * (took + 1) + size,
+            passed <= rate * (elapsed_s + 1) + size,
             "quota",
             GUARD + "over T seconds, at most rate x (T + 1); exactly over all its workers",
-            f"at most {rate * (took + 1):g} in {took:.1f} s",
+            f"at most {rate * (elapsed_s + 1):g} in {elapsed_s:.1f} s",
             {"token": name, "passed": passed, "refused": refused, "size": size},
             [
                 f"two workers, --{quota.replace('_', '-')} {rate}, lookups of {size} ids one after the other"
             ],
         )
         if refused:
-            least = rate * took * 0.6 - rate
+            passed_min = rate * elapsed_s * 0.6 - rate
             stage.require(
-                passed >= least,
+                passed >= passed_min,
                 "quota",
                 GUARD + "Quotas ... limit requests a second",
-                f"at least {least:g}",
+                f"at least {passed_min:g}",
                 passed,
             )
     _try_large_batch(stage, service, by_entity, users, rate)
@@ -227,7 +227,7 @@ def _try_large_batch(
     """A batch that is larger than the rate passes once a whole second is free, and is paid for afterwards."""
     size = 3 * rate
     wait_until(lambda: _passes(service, token, users[:size]), 6, "a large batch passes", 0.1)
-    began = time.monotonic()
+    batch_passed_at = time.monotonic()
     early = _passes(service, token, users[:1])
     stage.require(
         not early,
@@ -239,7 +239,7 @@ def _try_large_batch(
         [f"entities_per_s {rate}: a batch of {size}, then a batch of 1 at once"],
     )
     wait_until(lambda: _passes(service, token, users[:1]), 10, "the batch is paid for", 0.05)
-    paid = time.monotonic() - began
+    paid = time.monotonic() - batch_passed_at
     stage.require(
         paid > (size - rate) / rate - 0.7,
         "quota of a large batch",
@@ -252,7 +252,7 @@ def _try_large_batch(
 def _count_tokens(stage: Stage, service: Service, used: Counter[str]) -> None:
     metrics = Client(service.port).metrics()
     for name in ("read", "score", "events", "explain", "admin"):
-        seen = sum(
+        request_count = sum(
             value
             for key, value in metrics.items()
             if key.startswith("larder_token_requests_total{") and f'token="{name}"' in key
@@ -263,11 +263,11 @@ def _count_tokens(stage: Stage, service: Service, used: Counter[str]) -> None:
             if key.startswith("larder_token_refusals_total{") and f'token="{name}"' in key
         )
         stage.require(
-            used[name] in (seen, seen + refused),
+            used[name] in (request_count, request_count + refused),
             "token metrics",
             GUARD + "The caller's name is in `larder_token_requests_total{token}`",
             used[name],
-            {"token": name, "requests": seen, "refusals": refused},
+            {"token": name, "requests": request_count, "refusals": refused},
         )
 
 
@@ -280,8 +280,8 @@ def _roll_workers(stage: Stage, shop: Shop, service: Service, token: str) -> Non
         shop.ask_once(rng)
     assert service.process is not None
     service.process.send_signal(signal.SIGHUP)
-    began = time.monotonic()
-    while time.monotonic() - began < 8:
+    signalled_at = time.monotonic()
+    while time.monotonic() - signalled_at < 8:
         client.close()
         reply = client.lookup("user_topk", [rng.choice(shop.world.users)], k=1)
         stage.require(
@@ -306,8 +306,8 @@ def _roll_workers(stage: Stage, shop: Shop, service: Service, token: str) -> Non
     )
 
 
-def _openssl(folder: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def _issue(folder: Path, name: str, authority: str) -> None:
@@ -360,10 +360,12 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
     )
 
     def context(certificate: str | None) -> ssl.SSLContext:
-        made = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        tls_context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         if certificate is not None:
-            made.load_cert_chain(folder / f"{certificate}.pem", folder / f"{certificate}.key")
-        return made
+            tls_context.load_cert_chain(
+                folder / f"{certificate}.pem", folder / f"{certificate}.key"
+            )
+        return tls_context
 
     service.client.tls = context("caller")
     service.start()
@@ -388,14 +390,14 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
         "",
         "HTTP",
     )
-    before = _serial(service.port, context("caller"))
+    previous_serial = _serial(service.port, context("caller"))
     for part in ("key", "pem"):
         waiting = folder / f"next.{part}"
         waiting.write_bytes((folder / f"second.{part}").read_bytes())
         waiting.rename(folder / f"service.{part}")
     try:
         wait_until(
-            lambda: _serial(service.port, context("caller")) != before,
+            lambda: _serial(service.port, context("caller")) != previous_serial,
             6,
             "the new certificate is sent",
             0.1,
@@ -456,10 +458,16 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
                 if reply.status == 200:
                     for entity, answer in zip(entities, reply.body["answers"], strict=True):
                         id_ = entity if isinstance(entity, str) else None
-                        had = {item for _, _, item in shop.generation.clicks.get(id_ or "", [])}
-                        if had & set(answer["items"]):
+                        had_items = {
+                            item for _, _, item in shop.generation.clicks.get(id_ or "", [])
+                        }
+                        if had_items & set(answer["items"]):
                             stage.report.violate(
-                                "had", "under overload", sorted(had), answer, client.recent[-1:]
+                                "had",
+                                "under overload",
+                                sorted(had_items),
+                                answer,
+                                client.recent[-1:],
                             )
                 elif (reply.status, reply.code) != (
                     503,

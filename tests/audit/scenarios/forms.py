@@ -89,32 +89,32 @@ def _check_coarse(stage: Stage, shop: Shop, user: str) -> None:
         client.recent[-1:],
     )
     near = all(
-        score is not None and abs(score - seen) <= abs(score) * 2**-10 + 2**-20
-        for score, seen in zip(scores, answer["scores"], strict=True)
+        score is not None and abs(score - served_score) <= abs(score) * 2**-10 + 2**-20
+        for score, served_score in zip(scores, answer["scores"], strict=True)
     )
     stage.require(near, "numbers of f2", TABLES, scores, answer, client.recent[-1:])
     largest = max(abs(part) for part in vector)
-    seen = client.lookup_one("user_vector", user).body["vector"]
+    served_vector = client.lookup_one("user_vector", user).body["vector"]
     stage.require(
-        all(abs(a - b) <= largest / 127 + 1e-6 for a, b in zip(vector, seen, strict=True)),
+        all(abs(a - b) <= largest / 127 + 1e-6 for a, b in zip(vector, served_vector, strict=True)),
         "numbers of i1",
         TABLES,
         vector,
-        seen,
+        served_vector,
         client.recent[-1:],
     )
-    told = client.send(
+    score_answer = client.send(
         "POST", "/v1/score", {"user": user, "items": [item for _, item in ranked[:5]]}
     ).body
-    bound = told["score_tolerance"] * largest if "score_tolerance" in told else 0.0
-    for item, score in zip(told["items"], told["scores"], strict=True):
+    bound = score_answer["score_tolerance"] * largest if "score_tolerance" in score_answer else 0.0
+    for item, score in zip(score_answer["items"], score_answer["scores"], strict=True):
         reach = sum(abs(part) for part in generation.items[item])
         stage.require(
             abs(score - exact[item]) <= bound * max(reach, 1.0) + 1e-5,
             "score tolerance",
             "docs/reference/http-api.md: How far scores may be off, relative to the vector's largest part",
             exact[item],
-            told,
+            score_answer,
             client.recent[-1:],
         )
     stage.report.count("users of coarse tables")
@@ -294,7 +294,7 @@ def _try_item_vectors(stage: Stage) -> None:
         _check_catalogue(stage, service, catalogue)
         wrong = service.client.events([{"item": "short", "id": "n0", "vector": [1.0]}])
         stage.require(
-            [one["reason"] for one in wrong.body["rejected"]] == ["unfit_item"],
+            [rejection["reason"] for rejection in wrong.body["rejected"]] == ["unfit_item"],
             "new item by vector",
             "docs/how-to/send-events.md: `vector` with as many numbers, otherwise rejected as `unfit_item`",
             "unfit_item",
@@ -302,13 +302,15 @@ def _try_item_vectors(stage: Stage) -> None:
             service.client.recent[-1:],
         )
         vector = tuple(4.0 * part for part in catalogue.users["w 1"])
-        sent = service.client.events([{"item": "brand new", "id": "n1", "vector": list(vector)}])
+        event_reply = service.client.events(
+            [{"item": "brand new", "id": "n1", "vector": list(vector)}]
+        )
         stage.require(
-            sent.status == 202 and sent.body["accepted"] == 1,
+            event_reply.status == 202 and event_reply.body["accepted"] == 1,
             "new item by vector",
             VECTORS,
             202,
-            sent.body,
+            event_reply.body,
         )
         with_new = Catalogue(catalogue.items | {"brand new": vector}, catalogue.users)
         history = {"id": "someone", "history": ["v/1", "v/2"]}
@@ -347,12 +349,12 @@ def _try_item_vectors(stage: Stage) -> None:
 def _check_catalogue(stage: Stage, service: Service, catalogue: Catalogue) -> None:
     for user, vector in catalogue.users.items():
         answer = service.client.lookup_one("user_topk", user).body
-        scores = sorted((dot(vector, other) for other in catalogue.items.values()), reverse=True)[
-            :20
-        ]
-        own = [dot(vector, catalogue.items[item]) for item in answer["items"]]
+        scores = sorted(
+            (dot(vector, item_vector) for item_vector in catalogue.items.values()), reverse=True
+        )[:20]
+        recomputed_scores = [dot(vector, catalogue.items[item]) for item in answer["items"]]
         stage.require(
-            answer["scores"] == scores == own,
+            answer["scores"] == scores == recomputed_scores,
             "lists of vectors",
             VECTORS + "each gets the best of all items",
             scores,

@@ -70,7 +70,7 @@ def run_intake(stage: Stage) -> None:
 
 def _try_rejections(stage: Stage, shop: Shop) -> None:
     item = next(iter(shop.world.items))
-    sent: list[tuple[Json, str | None]] = [
+    events_and_reasons: list[tuple[Json, str | None]] = [
         ({"user": "r1", "item": item, "id": "r1"}, None),
         ({"user": "r1", "item": item, "id": "r2", "time": time.time() + 86_400}, "in_future"),
         ({"user": "r1", "item": item}, "missing_field"),
@@ -83,34 +83,42 @@ def _try_rejections(stage: Stage, shop: Shop) -> None:
         ({"item": "unfit", "id": "r9", "features": {"lift": 1.0}}, "unfit_item"),
         ({"user": "r1", "item": item, "id": "r10", "attributes": {"price": 1}}, "invalid_field"),
     ]
-    reply = shop.client.events([event for event, _ in sent])
-    seen = (
-        {one["index"]: one["reason"] for one in reply.body["rejected"]}
+    reply = shop.client.events([event for event, _ in events_and_reasons])
+    reason_by_index = (
+        {rejection["index"]: rejection["reason"] for rejection in reply.body["rejected"]}
         if reply.status == 202
         else reply.body
     )
-    expected = {index: reason for index, (_, reason) in enumerate(sent) if reason is not None}
+    expected = {
+        index: reason for index, (_, reason) in enumerate(events_and_reasons) if reason is not None
+    }
     if reply.status == 202:
         differing = {
-            index for index in expected if index in seen and seen[index] != expected[index]
+            index
+            for index in expected
+            if index in reason_by_index and reason_by_index[index] != expected[index]
         }
         for index in differing:
-            stage.report.count(f"undecided: rejection {expected[index]} told as {seen[index]}")
+            stage.report.count(
+                f"undecided: rejection {expected[index]} told as {reason_by_index[index]}"
+            )
         stage.require(
-            set(seen) == set(expected),
+            set(reason_by_index) == set(expected),
             "events rejected",
             EVENTS + "Each event is accepted or rejected by itself",
             expected,
             reply.body,
             shop.client.recent[-1:],
         )
-        for index, (event, _) in enumerate(sent):
-            if index not in seen:
+        for index, (event, _) in enumerate(events_and_reasons):
+            if index not in reason_by_index:
                 shop.log_event(event, reply.body["position"], time.time())
         shop.knowledge.change()
-    many = [{"user": "flood", "item": item, "id": f"flood {number}"} for number in range(25)]
-    reply = shop.client.events(many)
-    reasons = [one["reason"] for one in reply.body["rejected"]]
+    flood_events = [
+        {"user": "flood", "item": item, "id": f"flood {number}"} for number in range(25)
+    ]
+    reply = shop.client.events(flood_events)
+    reasons = [rejection["reason"] for rejection in reply.body["rejected"]]
     stage.require(
         reasons == ["too_many"] * 5 and reply.body["accepted"] == 20,
         "too many",
@@ -119,7 +127,7 @@ def _try_rejections(stage: Stage, shop: Shop) -> None:
         reply.body,
         shop.client.recent[-1:],
     )
-    for event in many[:20]:
+    for event in flood_events[:20]:
         shop.log_event(event, reply.body["position"], time.time())
     shop.knowledge.change()
 
@@ -162,11 +170,11 @@ def _try_repeats(stage: Stage, shop: Shop, rng: random.Random) -> None:
 def _try_inbox(stage: Stage, shop: Shop, rng: random.Random) -> None:
     """Entries of the inbox are taken in by the same rules, and removed."""
     key = f"larder:1:{{{shop.namespace}}}:events:inbox"
-    plain = f"larder:1:{shop.namespace}:events:inbox"
+    untagged_key = f"larder:1:{shop.namespace}:events:inbox"
     events = [event for event in shop.draw_events(rng, 10) if "user" in event and "item" in event]
     redis = shop.servers.events
-    lengths = [redis.command("EXISTS", name) for name in (key, plain)]
-    name = plain if lengths[1] == b":1\r\n" else key
+    lengths = [redis.command("EXISTS", name) for name in (key, untagged_key)]
+    name = untagged_key if lengths[1] == b":1\r\n" else key
     for event in events:
         fields = [part for pair in event.items() for part in (pair[0], str(pair[1]))]
         redis.command("XADD", name, "*", *fields)
@@ -221,10 +229,10 @@ def _try_as_of(stage: Stage, shop: Shop, rng: random.Random) -> None:
                 knowledge.reasons[answer["table"], answer["reason"]] += 1
             if "events" in answer:
                 knowledge.with_events[answer["table"]] += 1
-            same = (answer["items"], answer["scores"]) == (items, scores)
+            is_same_answer = (answer["items"], answer["scores"]) == (items, scores)
             stage.report.count("earlier answers made again")
             stage.require(
-                same or answer.get("approximate") is True,
+                is_same_answer or answer.get("approximate") is True,
                 "as of",
                 "docs/reference/http-api.md: `as_of=` ... makes an earlier answer again while its events are kept",
                 [items, scores],
@@ -270,13 +278,13 @@ def _keys(shop: Shop, pattern: str) -> set[str]:
     return {line for line in lines if line and line[0] not in "*$"}
 
 
-def _wait_for_overlays(shop: Shop, pattern: str, before: set[str]) -> set[str]:
+def _wait_for_overlays(shop: Shop, pattern: str, keys_before: set[str]) -> set[str]:
     """Wait until live answers are stored; return their keys."""
-    wait_until(lambda: bool(_keys(shop, pattern) - before), 5, "a live answer is stored", 0.05)
+    wait_until(lambda: bool(_keys(shop, pattern) - keys_before), 5, "a live answer is stored", 0.05)
     redis = shop.servers.pages
     return {
         key
-        for key in _keys(shop, pattern) - before
+        for key in _keys(shop, pattern) - keys_before
         if int(redis.command("TTL", key)[1:-2]) > LEASE_S
     }
 
@@ -299,11 +307,11 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     """Who is erased is blocked at once, forgotten by the next nights, and nothing of it stays behind."""
     stranger = f"stranger-{SECRET}"
     pattern = f"larder:1:*{shop.namespace}*:w:*"
-    before = _keys(shop, pattern)
+    keys_before = _keys(shop, pattern)
     history = tuple(list(shop.world.items)[:4])
     for user in (stranger, SECRET):
         shop.checker.ask(shop.client, Ask("user_topk", Input(user, history, 3)))
-    plain = _wait_for_overlays(shop, pattern, before)
+    overlays_before_events = _wait_for_overlays(shop, pattern, keys_before)
     shop.send_events(
         [
             {"user": user, "item": shop.draw_item(rng), "id": f"erase {user}"}
@@ -312,11 +320,11 @@ def _try_erasure(stage: Stage, shop: Shop, rng: random.Random) -> None:
     )
     wait_until(shop.knowledge.is_settled, 5, "the events have travelled", 0.1)
     shop.erase(stranger)
-    _require_gone(stage, shop, "erased overlays", plain, _keys(shop, pattern))
+    _require_gone(stage, shop, "erased overlays", overlays_before_events, _keys(shop, pattern))
     shop.checker.ask(shop.client, Ask("user_topk", Input(SECRET, history, 3)))
     shop.checker.ask(shop.client, Ask("user_vector", Input(SECRET, history, 3)))
-    with_events = _wait_for_overlays(shop, pattern, before | plain)
-    stage.report.count("overlays of who is erased", len(plain | with_events))
+    with_events = _wait_for_overlays(shop, pattern, keys_before | overlays_before_events)
+    stage.report.count("overlays of who is erased", len(overlays_before_events | with_events))
     shop.erase(SECRET)
     shop.erase(
         next(item for item in shop.world.items if item not in shop.erased_items), as_item=True
@@ -383,7 +391,9 @@ def _search_store(stage: Stage, shop: Shop) -> None:
     hits = []
     for path in store.rglob("*"):
         name = str(path.relative_to(store))
-        is_record = any(word in name for word in ("erasure", "blocklist", "audit/", "erase"))
+        is_record = any(
+            name_part in name for name_part in ("erasure", "blocklist", "audit/", "erase")
+        )
         if path.is_file() and not is_record and SECRET.encode() in path.read_bytes():
             hits.append(name)
     stage.require(

@@ -69,14 +69,14 @@ def _compare_with_full(stage: Stage, copying: Shop, copied: str, cut: str, round
             report["generation"] == copied, "copied id", COPY, report["generation"], copied, recipe
         ):
             return
-        ours, theirs = _pages(copying, copied), _pages(full, copied)
-        differing = sorted(name for name in theirs if ours.get(name) != theirs[name])
+        copied_pages, theirs = _pages(copying, copied), _pages(full, copied)
+        differing = sorted(name for name in theirs if copied_pages.get(name) != theirs[name])
         stage.require(
-            not differing and set(ours) == set(theirs),
+            not differing and set(copied_pages) == set(theirs),
             "copied pages",
             COPY,
             f"{len(theirs)} equal pages",
-            {"differing": differing, "missing": sorted(set(theirs) ^ set(ours))},
+            {"differing": differing, "missing": sorted(set(theirs) ^ set(copied_pages))},
             recipe,
         )
         stage.report.count("pages of copying nights compared with full ones", len(theirs))
@@ -102,20 +102,20 @@ def _pages(shop: Shop, generation: str) -> dict[str, bytes]:
 
 
 def _compare_files(
-    stage: Stage, ours: Path, theirs: Path, generation: str, recipe: list[str]
+    stage: Stage, copying_store: Path, theirs: Path, generation: str, recipe: list[str]
 ) -> None:
     """Compare the tables' files of a generation; work files and reports may tell of the copying."""
 
     def files(store: Path) -> dict[str, bytes]:
-        found = {}
+        content_by_name = {}
         for path in store.rglob("*"):
             name = str(path.relative_to(store))
             is_report = path.suffix == ".json" or "/work/" in name
             if path.is_file() and generation in name and not is_report:
-                found[name] = path.read_bytes()
-        return found
+                content_by_name[name] = path.read_bytes()
+        return content_by_name
 
-    left, right = files(ours), files(theirs)
-    differing = sorted(name for name in right if left.get(name) != right[name])
+    copied_files, right = files(copying_store), files(theirs)
+    differing = sorted(name for name in right if copied_files.get(name) != right[name])
     stage.report.count("files of copying nights compared with full ones", len(right))
     stage.require(not differing, "copied files", COPY, "equal files", differing, recipe)

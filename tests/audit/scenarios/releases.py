@@ -37,13 +37,13 @@ def run_canary(stage: Stage) -> None:
         _start_canary(shop, trial)
         arms: dict[str, str] = {}
         _ask_keys(stage, shop, rng, arms)
-        share = sum(id_ == trial for id_ in arms.values()) / len(arms)
+        canary_share = sum(id_ == trial for id_ in arms.values()) / len(arms)
         stage.require(
-            0.3 < share < 0.7,
+            0.3 < canary_share < 0.7,
             "canary share",
             CANARY,
             PERCENT / 100,
-            {"share": share, "keys": len(arms)},
+            {"share": canary_share, "keys": len(arms)},
         )
         _ask_without_key(stage, shop, live)
         _send_feedback(stage, shop, arms, trial)
@@ -83,8 +83,8 @@ def _wait_for_canary(shop: Shop, trial: str | None) -> None:
     def is_as_wanted() -> bool:
         body = shop.client.send("GET", "/v1/generations").body
         canary = (body.get("canary") or {}).get("generation")
-        held = (body.get("next") or {}).get("generation")
-        return bool(canary == trial and (trial is None or held == trial))
+        next_generation = (body.get("next") or {}).get("generation")
+        return bool(canary == trial and (trial is None or next_generation == trial))
 
     wait_until(is_as_wanted, 20, f"the canary is {trial}", 0.1)
     shop.knowledge.change()
@@ -96,26 +96,28 @@ def _ask_keys(
     """Ask as users and with keys; each key has to meet the generation that it met before."""
     for _ in range(count):
         user = rng.choice(shop.world.users)
-        way = rng.choice(["user", "body", "query", "header", "get"])
-        ask = replace(shop.draw_ask(rng), entity=Input(user), exclude=(), generation=None)
+        key_source = rng.choice(["user", "body", "query", "header", "get"])
+        lookup = replace(shop.draw_ask(rng), entity=Input(user), exclude=(), generation=None)
         key = user
-        if way == "user":
-            answers = shop.checker.ask(shop.client, ask)
-        elif way == "get":
-            answers = shop.checker.ask(shop.client, ask, route="get")
+        if key_source == "user":
+            answers = shop.checker.ask(shop.client, lookup)
+        elif key_source == "get":
+            answers = shop.checker.ask(shop.client, lookup, route="get")
         else:
             key = user if rng.random() < 0.3 else f"key {rng.randrange(60)}"
-            others = [Input(rng.choice(shop.world.users)) for _ in range(3)]
-            if way == "body":
-                asks = [replace(ask, entity=one, canary_key=key) for one in others]
+            entities = [Input(rng.choice(shop.world.users)) for _ in range(3)]
+            if key_source == "body":
+                asks = [replace(lookup, entity=entity, canary_key=key) for entity in entities]
                 answers = shop.checker.ask(shop.client, *asks)
-            elif way == "query":
-                answers = shop.checker.ask(shop.client, replace(ask, canary_key=key), route="get")
+            elif key_source == "query":
+                answers = shop.checker.ask(
+                    shop.client, replace(lookup, canary_key=key), route="get"
+                )
             else:
                 reply = shop.client.send(
                     "POST",
                     "/v1/lookup/user_topk",
-                    {"entities": [one.body() for one in others], "k": 3},
+                    {"entities": [entity.body() for entity in entities], "k": 3},
                     {
                         "X-Larder-Canary-Key": key.encode().decode("latin-1")
                         if key.isascii()
@@ -123,21 +125,23 @@ def _ask_keys(
                     },
                 )
                 key = key if key.isascii() else "key 1"
-                asks = [Ask("user_topk", one, k=3) for one in others]
+                asks = [Ask("user_topk", entity, k=3) for entity in entities]
                 complaints, answers = shop.checker.judge_reply(tuple(asks), reply)
                 if complaints and shop.knowledge.is_settled():
-                    for rule, expected, seen in complaints:
-                        stage.report.violate(rule, CANARY, expected, seen, shop.client.recent[-3:])
+                    for rule, expected, observed in complaints:
+                        stage.report.violate(
+                            rule, CANARY, expected, observed, shop.client.recent[-3:]
+                        )
         ids = {answer["generation"] for answer in answers if answer["source"] != "previous"}
         if len(ids) == 1:
             (id_,) = ids
-            before = arms.setdefault(key, id_)
+            first_generation_id = arms.setdefault(key, id_)
             stage.require(
-                before == id_,
+                first_generation_id == id_,
                 "canary sticky",
                 "docs/reference/http-api.md: the same key always meets the same generation",
-                before,
-                {"key": key, "way": way, "answer": answers[0]},
+                first_generation_id,
+                {"key": key, "way": key_source, "answer": answers[0]},
                 shop.client.recent[-2:],
             )
 
@@ -162,8 +166,8 @@ def _send_feedback(stage: Stage, shop: Shop, arms: dict[str, str], trial: str) -
     for key, id_ in list(arms.items())[:12]:
         arm = "canary" if id_ == trial else "live"
         for body in ({"generation": id_}, {"canary_key": key}):
-            sent: Json = {"event": "click", **body}
-            reply = shop.client.send("POST", "/v1/feedback", sent)
+            feedback: Json = {"event": "click", **body}
+            reply = shop.client.send("POST", "/v1/feedback", feedback)
             stage.require(
                 reply.status in (200, 202) and reply.body == {"arm": arm},
                 "feedback",
@@ -172,8 +176,11 @@ def _send_feedback(stage: Stage, shop: Shop, arms: dict[str, str], trial: str) -
                 [reply.status, reply.body],
                 shop.client.recent[-1:],
             )
-    for sent in ({"event": "click"}, {"event": "click", "generation": trial, "canary_key": "x"}):
-        reply = shop.client.send("POST", "/v1/feedback", sent)
+    for feedback in (
+        {"event": "click"},
+        {"event": "click", "generation": trial, "canary_key": "x"},
+    ):
+        reply = shop.client.send("POST", "/v1/feedback", feedback)
         stage.require(
             reply.status == 422,
             "feedback",
@@ -198,7 +205,7 @@ def run_experiment(stage: Stage) -> None:
         "control",
         artifacts=store,
     )
-    other = Shop.make(
+    arm_shop = Shop.make(
         stage.folder / "other",
         stage.servers,
         stage.report,
@@ -209,14 +216,14 @@ def run_experiment(stage: Stage) -> None:
         artifacts=store,
         model_seed=stage.seed + 1,
     )
-    other.knowledge = control.knowledge
+    arm_shop.knowledge = control.knowledge
     control.night()
     control.serve()
     try:
         control.send_events(control.draw_events(rng, 6))
         control.knowledge.allowed = {control.live}
-        arm_generation = other.night("--until", "retire").id
-        other.live = arm_generation
+        arm_generation = arm_shop.night("--until", "retire").id
+        arm_shop.live = arm_generation
         arm_start = ("--arm", "control=control:0.5", "--arm", "b=other:0.5")
         control.site.run("experiment", "start", "ranker", "--share", "0.8", *arm_start)
         stage.report.count("experiments")
@@ -239,12 +246,12 @@ def run_experiment(stage: Stage) -> None:
             item=rng.choice(list(control.world.items)), user=rng.choice(control.world.users)
         )
         _ask_arms(stage, control, rng, arms, generations, 60)
-        _block_in_arm(stage, control, other, rng)
+        _block_in_arm(stage, control, arm_shop, rng)
         for arm in ("control", "b"):
             for _ in range(8):
-                ask = replace(control.draw_ask(rng), generation=None, arm=f"ranker={arm}")
+                lookup = replace(control.draw_ask(rng), generation=None, arm=f"ranker={arm}")
                 _check_arm(
-                    stage, control, control.checker.ask(control.client, ask), arm, generations
+                    stage, control, control.checker.ask(control.client, lookup), arm, generations
                 )
         reply = control.client.lookup("user_topk", ["x"], arm="ranker=nobody")
         stage.require(
@@ -266,8 +273,8 @@ def run_experiment(stage: Stage) -> None:
         control.knowledge.allowed = {control.live}
         control.knowledge.change()
         for _ in range(30):
-            ask = replace(control.draw_ask(rng), generation=None)
-            for answer in control.checker.ask(control.client, ask):
+            lookup = replace(control.draw_ask(rng), generation=None)
+            for answer in control.checker.ask(control.client, lookup):
                 stage.require(
                     "arm" not in answer,
                     "experiment stopped",
@@ -327,40 +334,42 @@ def _ask_arms(
     for _ in range(count):
         user = rng.choice(shop.world.users)
         key = user
-        ask = replace(shop.draw_ask(rng), entity=Input(user), exclude=(), generation=None)
+        lookup = replace(shop.draw_ask(rng), entity=Input(user), exclude=(), generation=None)
         if rng.random() < 0.5:
             key = f"key {rng.randrange(60)}"
-            ask = replace(ask, canary_key=key)
-        answers = shop.checker.ask(shop.client, ask, route=rng.choice(["get", "lookup"]))
+            lookup = replace(lookup, canary_key=key)
+        answers = shop.checker.ask(shop.client, lookup, route=rng.choice(["get", "lookup"]))
         if not answers or not shop.knowledge.is_settled():
             continue
         arm = answers[0].get("arm")
         _check_arm(stage, shop, answers, arm, generations)
-        before = arms.setdefault(key, arm)
-        if grown and before is None:
-            arms[key] = before = arm
+        previous_arm = arms.setdefault(key, arm)
+        if grown and previous_arm is None:
+            arms[key] = previous_arm = arm
         stage.require(
-            before == arm,
+            previous_arm == arm,
             "arm sticky",
             EXPERIMENT + "no key that was in it changes arms",
-            before,
+            previous_arm,
             {"key": key, "answer": answers[0]},
             shop.client.recent[-1:],
         )
 
 
-def _block_in_arm(stage: Stage, control: Shop, other: Shop, rng: random.Random) -> None:
+def _block_in_arm(stage: Stage, control: Shop, arm_shop: Shop, rng: random.Random) -> None:
     """What an arm's own namespace blocks, only that arm leaves out."""
     user = next(
         user
         for user in control.world.vectors or control.world.users
         if user not in control.knowledge.blocked_users
     )
-    before = control.client.lookup("user_topk", [user], arm="ranker=b", k=3).body["answers"][0]
-    if not before["items"]:
+    answer_before_block = control.client.lookup("user_topk", [user], arm="ranker=b", k=3).body[
+        "answers"
+    ][0]
+    if not answer_before_block["items"]:
         return
-    item = before["items"][0]
-    other.site.run("block", "--item", item)
+    item = answer_before_block["items"][0]
+    arm_shop.site.run("block", "--item", item)
 
     def is_gone() -> bool:
         answer = control.client.lookup("user_topk", [user], arm="ranker=b", k=3).body["answers"][0]
@@ -380,6 +389,6 @@ def _block_in_arm(stage: Stage, control: Shop, other: Shop, rng: random.Random) 
         control.client, Ask("user_topk", Input(user), arm="ranker=control")
     )
     stage.report.count("lists of the control beside a block in the arm", len(answers))
-    other.site.run("unblock", "--item", item)
+    arm_shop.site.run("unblock", "--item", item)
     control.knowledge.change()
     wait_until(control.knowledge.is_settled, 5, "the unblocking has travelled", 0.1)

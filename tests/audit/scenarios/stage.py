@@ -28,15 +28,15 @@ class Stage:
 
     def require(
         self,
-        holds: bool,
+        is_fulfilled: bool,
         rule: str,
         promise: str,
         expected: object,
-        seen: object,
+        observed: object,
         recipe: Iterable[str] = (),
     ) -> bool:
         """Count a check, and record a violation if it does not hold."""
-        return self.report.require(holds, rule, promise, expected, seen, recipe)
+        return self.report.require(is_fulfilled, rule, promise, expected, observed, recipe)
 
 
 Scenario = Callable[[Stage], None]

@@ -105,31 +105,39 @@ class Changed:
     def pages(self) -> dict[str, str]:
         """Checksums of all pages."""
         return {
-            each.name: sha256_of(each) for each in sorted((self.root / "tables").rglob("*.pages"))
+            page_file.name: sha256_of(page_file)
+            for page_file in sorted((self.root / "tables").rglob("*.pages"))
         }
 
     def reasons(self) -> dict[str, int]:
         """Users by reason."""
-        build, found = Build.of(self.config, {"generation": self.generation}), dict[str, int]()
+        build, user_count_by_reason = (
+            Build.of(self.config, {"generation": self.generation}),
+            dict[str, int](),
+        )
         for shard in range(self.config.shards):
             for name, count in build.need(shard_report(shard))["users"]["reasons"].items():
-                found[name] = found.get(name, 0) + count
-        return found
+                user_count_by_reason[name] = user_count_by_reason.get(name, 0) + count
+        return user_count_by_reason
 
 
 def write_day(
-    path: Path, histories: Histories, copies: int, share: float, items: int, at: datetime
+    path: Path, histories: Histories, copies: int, user_share: float, items: int, at: datetime
 ) -> None:
     """Three clicks each of a share of the users."""
     rng = np.random.default_rng(7)
     count = copies * len(histories)
-    chosen = rng.choice(count, int(share * count), replace=False)
-    users = pa.array([f"{row % len(histories)}-{row // len(histories)}" for row in chosen.tolist()])
-    users = users.take(pa.array(np.repeat(np.arange(len(chosen)), NEW_CLICKS)))
-    found = (items * rng.random(NEW_CLICKS * len(chosen)) ** 2.5).astype(np.int64)
-    seconds = int(at.timestamp()) - rng.integers(1, 86_400, len(found))
+    clicking_rows = rng.choice(count, int(user_share * count), replace=False)
+    users = pa.array(
+        [f"{row % len(histories)}-{row // len(histories)}" for row in clicking_rows.tolist()]
+    )
+    users = users.take(pa.array(np.repeat(np.arange(len(clicking_rows)), NEW_CLICKS)))
+    clicked_items = (items * rng.random(NEW_CLICKS * len(clicking_rows)) ** 2.5).astype(np.int64)
+    seconds = int(at.timestamp()) - rng.integers(1, 86_400, len(clicked_items))
     pq.write_table(
-        pa.table({"user": users, "item": pa.array(found).cast(pa.string()), "timestamp": seconds}),
+        pa.table(
+            {"user": users, "item": pa.array(clicked_items).cast(pa.string()), "timestamp": seconds}
+        ),
         path,
     )
 
@@ -139,16 +147,16 @@ def main() -> None:
     options = parse(__doc__.splitlines()[0])
     copies = COPIES_QUICK if options.quick else COPIES
     file, report = real_file(), Report("changed", ("faiss-cpu", "onnxruntime", "pyarrow", "redis"))
-    with TemporaryDirectory(prefix="larder-bench-") as place:
-        folder = Path(place)
+    with TemporaryDirectory(prefix="larder-bench-") as folder_name:
+        folder = Path(folder_name)
         bundle, sources = folder / "bundle", folder / "interactions"
         sources.mkdir()
         case = drawn_case(bundle) if file is None else real_case(file, bundle, 1 << 30, DIMS)
         write_interactions(sources / "day-0.parquet", case.histories, copies)
         names = np.array([raw.decode() for raw in Bundle.open(bundle).item_ids])
-        others = max(1, int(OTHER_ITEMS * len(names)))
-        few = np.random.default_rng(3).permutation(len(names))[: 2 * others]
-        write_items(folder, np.delete(names, few[:others]))
+        swapped_count = max(1, int(OTHER_ITEMS * len(names)))
+        swapped_indexes = np.random.default_rng(3).permutation(len(names))[: 2 * swapped_count]
+        write_items(folder, np.delete(names, swapped_indexes[:swapped_count]))
         (folder / "redis").mkdir()
         with server(folder / "redis") as running:
             config = NightConfig(
@@ -163,17 +171,17 @@ def main() -> None:
                 "interactions": len(case.histories.indices) * copies, "items": len(names), "dims": DIMS,
                 "cores": usable_cores(),
             }  # fmt: skip
-            for number, (name, share) in enumerate(SHARES.items(), 1):
+            for number, (name, user_share) in enumerate(SHARES.items(), 1):
                 at = FIRST + timedelta(days=number)
                 day = sources / "day-1.parquet"
                 day.unlink(missing_ok=True)
-                if share:
-                    write_day(day, case.histories, copies, share, len(names), at)
+                if user_share:
+                    write_day(day, case.histories, copies, user_share, len(names), at)
                 if name == "items_01pct":
-                    write_items(folder, np.delete(names, few[others:]))
+                    write_items(folder, np.delete(names, swapped_indexes[swapped_count:]))
                 measure(report, options.rounds, name, Changed(config, at))
                 if name == "items_01pct":
-                    write_items(folder, np.delete(names, few[:others]))
+                    write_items(folder, np.delete(names, swapped_indexes[:swapped_count]))
     if file is None:
         report.absent.append(f"vectors trained on real data: {NO_DATA}; these are drawn")
     report.show(options)
@@ -182,21 +190,21 @@ def main() -> None:
 def measure(report: Report, rounds: int, name: str, night: Changed) -> None:
     """One scenario."""
     full: Callable[[], float] = partial(night.run, "off")
-    changed: Callable[[], float] = partial(night.run, "auto")
+    copying: Callable[[], float] = partial(night.run, "auto")
     full()
     pages = night.pages()
-    changed()
+    copying()
     if night.pages() != pages:
         raise SystemExit(f"{name}: the night with copies has other pages than the full one")
     reasons = night.reasons()
-    found = compare(
-        {"full": full}, {"changed": changed}, rounds=rounds, rounds_max=rounds + 2, warm=False
+    ratio_by_pair = compare(
+        {"full": full}, {"changed": copying}, rounds=rounds, rounds_max=rounds + 2, warm=False
     )
-    report.ratios[name] = ratio = found["full", "changed"]
+    report.ratios[name] = ratio = ratio_by_pair["full", "changed"]
     print(f"{name}: {ratio.value:.3f}, A/A {ratio.aa:.3f}", file=sys.stderr, flush=True)
     report.figures[f"{name}_seconds"] = round(ratio.candidate, 2)
     report.figures[f"{name}_full_seconds"] = round(ratio.baseline, 2)
-    report.figures |= {f"{name}_{why}": count for why, count in reasons.items()}
+    report.figures |= {f"{name}_{reason}": count for reason, count in reasons.items()}
     report.promises[name] = Promise(
         most=WANTED[name], quick="fixed costs weigh more on so few users"
     )

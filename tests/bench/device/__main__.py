@@ -43,19 +43,19 @@ def name_of(device: str) -> str:
 
 def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
     """(exit code, what it printed, which is shown as well); 124 where it took longer."""
-    said = " ".join(command)
-    print(f"== {said} (at most {seconds:.0f} s)", flush=True)
+    command_line = " ".join(command)
+    print(f"== {command_line} (at most {seconds:.0f} s)", flush=True)
     try:
-        done = subprocess.run(
+        completed_process = subprocess.run(
             [sys.executable, "-m", *command], env={**os.environ, **environment}, cwd=ROOT, timeout=seconds,
             stdout=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         printed = (error.stdout or b"").decode()
-        print(printed, f"{said} took longer than {seconds:.0f} s", sep="\n", flush=True)
+        print(printed, f"{command_line} took longer than {seconds:.0f} s", sep="\n", flush=True)
         return 124, printed
-    print(done.stdout, flush=True)
-    return done.returncode, done.stdout
+    print(completed_process.stdout, flush=True)
+    return completed_process.returncode, completed_process.stdout
 
 
 def keep(bench: str, gpu: str, printed: str) -> Path | None:
@@ -63,21 +63,21 @@ def keep(bench: str, gpu: str, printed: str) -> Path | None:
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         return None
-    found = json.loads(lines[-1])
+    bench_result = json.loads(lines[-1])
     path = RESULTS / f"{bench}-{gpu}.json"
-    found["date"] = datetime.now(UTC).date().isoformat()
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    bench_result["date"] = datetime.now(UTC).date().isoformat()
+    path.write_text(json.dumps(bench_result, indent=1) + "\n")
     return path
 
 
 def main() -> int:
     """Run the session; the exit code."""
-    found = [each for each in devices("auto") if each.startswith("cuda")]
-    if not found:
+    gpu_devices = [device_name for device_name in devices("auto") if device_name.startswith("cuda")]
+    if not gpu_devices:
         print("no GPU here, or no torch that sees it (`make torch-env`): nothing was run")
         return NOT_WELL
-    gpu, started, failed = name_of(found[0]), time.perf_counter(), []
-    words = [
+    gpu, started, failed = name_of(gpu_devices[0]), time.perf_counter(), []
+    test_command = [
         "pytest",
         "-q",
         "-p",
@@ -90,7 +90,7 @@ def main() -> int:
         "loadfile",
         *TESTS,
     ]
-    if ran(words, TESTS_S, LARDER_TEST_DEVICE="cuda")[0]:
+    if ran(test_command, TESTS_S, LARDER_TEST_DEVICE="cuda")[0]:
         failed.append("tests")
     for bench, (module, seconds) in BENCHES.items():
         code, printed = ran([module, "--json"], seconds)

@@ -31,11 +31,11 @@ def measured_cards(folder: Path = RESULTS) -> dict[str, Card]:
 def card_of(name: str, folder: Path = RESULTS) -> Card:
     """The rates of one card, by its results."""
     figures = _figures(folder / f"gpu-{name}.json")
-    few, many = (list_cost(figures, case, dims) for dims, case in CASES.items())
+    low_dims_cost, high_dims_cost = (list_cost(figures, case, dims) for dims, case in CASES.items())
     shard = folder / f"shard-{name}.json"
     return Card(
         figures["device_name"],
-        (few, many),
+        (low_dims_cost, high_dims_cost),
         shard_cost(shard) if shard.exists() else None,
     )
 
@@ -49,24 +49,24 @@ def list_cost(figures: dict[str, Any], case: str, dims: int) -> ListCost:
     if figures[f"{case}_items"] != MEASURED_ITEMS:
         raise ValueError(f"{case} has {figures[f'{case}_items']:,} items: not a whole run")
     rate = figures[f"{case}_users_per_s"]
-    if (few := figures.get(f"{case}_tenth_users_per_s")) is not None:
-        share = (1 - rate / few) / (1 - FEW_ITEMS)
+    if (tenth_items_rate := figures.get(f"{case}_tenth_users_per_s")) is not None:
+        item_share = (1 - rate / tenth_items_rate) / (1 - FEW_ITEMS)
     else:
         stages = {stage: figures[f"{case}_{stage}_us"] for stage in STAGES}
-        share = stages[GROWING_STAGE] / sum(stages.values())
-    return ListCost(dims, rate, round(min(max(share, 0.0), 1.0), 4))
+        item_share = stages[GROWING_STAGE] / sum(stages.values())
+    return ListCost(dims, rate, round(min(max(item_share, 0.0), 1.0), 4))
 
 
 def shard_cost(path: Path) -> ShardCost:
     """Cost of a night up to its pages, by the bench `device.shard`."""
-    found = json.loads(path.read_text())
-    figures = found["figures"]
-    rate = found["rows"]["shard.from_partition_to_pages_vs_kernel"]["candidate"]
+    bench_result = json.loads(path.read_text())
+    figures = bench_result["figures"]
+    rate = bench_result["rows"]["shard.from_partition_to_pages_vs_kernel"]["candidate"]
     return ShardCost(
         round(rate),
         round(figures["users"] / figures["begin_s"]),
         round(figures["items"] * figures["dims"] / figures["embed_s"]),
-        found["machine"]["cores"],
+        bench_result["machine"]["cores"],
         CLICKS,
     )
 

@@ -116,12 +116,12 @@ class DrawnShards:
             path.unlink()
         started = time.perf_counter()
         with ThreadPoolExecutor(SHARDS) as pool:
-            done = list(pool.map(self._scored, range(SHARDS)))
+            shard_results = list(pool.map(self._scored, range(SHARDS)))
         seconds = time.perf_counter() - started
         reports = [self._report(shard) for shard in range(SHARDS)]
         for stage in STAGES:
-            self.busy_s[stage] = sum(each["users"]["seconds"][stage] for each in reports)
-        return sum(int(each["users"]) for each in done) / seconds
+            self.busy_s[stage] = sum(report["users"]["seconds"][stage] for report in reports)
+        return sum(int(shard_result["users"]) for shard_result in shard_results) / seconds
 
     @property
     def limiting_stage(self) -> str:

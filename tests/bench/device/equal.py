@@ -23,30 +23,30 @@ def main() -> None:
     """Compare and report; without a device only say so."""
     options = parse(__doc__.splitlines()[0])
     report = Report("equal", ("torch",))
-    found = devices(os.environ.get("LARDER_DEVICE", "auto"))
-    report.figures["device"] = found[0] if found else "none: nothing is measured"
-    if found:
+    device_names = devices(os.environ.get("LARDER_DEVICE", "auto"))
+    report.figures["device"] = device_names[0] if device_names else "none: nothing is measured"
+    if device_names:
         from precompute.device.scorer import DeviceScorer
 
-        kind = "processor" if found[0] == "cpu" else "gpu quick" if options.quick else "gpu"
+        kind = "processor" if device_names[0] == "cpu" else "gpu quick" if options.quick else "gpu"
         users, items = SIZES[kind]
         case = made(users, items, 128)
-        scorer = DeviceScorer.of(case.items, "inner_product", found[0])
+        scorer = DeviceScorer.of(case.items, "inner_product", device_names[0])
         if scorer is None:
-            raise SystemExit(f"{found[0]} cannot be used: the log says why")
+            raise SystemExit(f"{device_names[0]} cannot be used: the log says why")
         ordinals, scores = scorer.top(case.users, K, case.histories)
         theirs = Scorer.of(case.items)
         for start in range(0, users, STEP):
             rows = np.arange(start, min(start + STEP, users))
-            wanted = theirs.top(case.users[rows], K, case.histories.take(rows))
-            same = (ordinals[rows] == wanted[0]).all(1)
-            same &= (scores[rows].view(np.uint32) == wanted[1].view(np.uint32)).all(1)
-            if not same.all():
+            expected_lists = theirs.top(case.users[rows], K, case.histories.take(rows))
+            is_equal = (ordinals[rows] == expected_lists[0]).all(1)
+            is_equal &= (scores[rows].view(np.uint32) == expected_lists[1].view(np.uint32)).all(1)
+            if not is_equal.all():
                 raise SystemExit(
-                    f"the lists of {found[0]} differ, first that of user {rows[~same][0]}"
+                    f"the lists of {device_names[0]} differ, first that of user {rows[~is_equal][0]}"
                 )
         if scorer.has_failed:
-            raise SystemExit(f"{found[0]} failed: the log says why")
+            raise SystemExit(f"{device_names[0]} failed: the log says why")
         report.figures |= {"users": users, "items": items, "equal_users": users}
     report.show(options)
 

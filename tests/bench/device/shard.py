@@ -38,19 +38,24 @@ def kernel_of(shards: DrawnShards) -> tuple[int, Callable[[], float]]:
         ShardWork.of(build, open_bundle(build), shard, shards.scorers) for shard in range(SHARDS)
     ]
     chunks = [
-        each.encode(chunk) for each in works for chunk in read_users(each, build.root / "scratch")
+        shard_work.encode(chunk)
+        for shard_work in works
+        for chunk in read_users(shard_work, build.root / "scratch")
     ]
-    users = np.concatenate([each.outputs["user_tower"] for each in chunks])
-    ends = np.cumsum(np.concatenate([np.diff(each.seen.indptr) for each in chunks]))
-    seen = Histories(
-        np.concatenate([[0], ends]), np.concatenate([each.seen.indices for each in chunks])
+    users = np.concatenate([encoded_chunk.outputs["user_tower"] for encoded_chunk in chunks])
+    ends = np.cumsum(
+        np.concatenate([np.diff(encoded_chunk.seen.indptr) for encoded_chunk in chunks])
     )
-    place = shards.scorers.at(0)
-    scorer = place.of(works[0].items, "inner_product")
+    seen_items = Histories(
+        np.concatenate([[0], ends]),
+        np.concatenate([encoded_chunk.seen.indices for encoded_chunk in chunks]),
+    )
+    scoring_device = shards.scorers.at(0)
+    scorer = scoring_device.of(works[0].items, "inner_product")
 
     def run() -> float:
         started = time.perf_counter()
-        scorer.top(users, K, seen)
+        scorer.top(users, K, seen_items)
         return len(users) / (time.perf_counter() - started)
 
     return len(users), run
@@ -69,21 +74,21 @@ def main() -> None:
     """Measure and report; without a device only say so."""
     options = parse(__doc__.splitlines()[0])
     report = Report("shard", ("torch", "onnxruntime", "pyarrow"))
-    found = devices(os.environ.get("LARDER_DEVICE", "auto"))
-    report.figures["device"] = found[0] if found else "none: nothing is measured"
-    if not found:
+    device_names = devices(os.environ.get("LARDER_DEVICE", "auto"))
+    report.figures["device"] = device_names[0] if device_names else "none: nothing is measured"
+    if not device_names:
         report.show(options)
         return
-    kind = "processor" if found[0] == "cpu" else "gpu quick" if options.quick else "gpu"
+    kind = "processor" if device_names[0] == "cpu" else "gpu quick" if options.quick else "gpu"
     with (
-        TemporaryDirectory(prefix="larder-bench-") as place,
-        TemporaryDirectory(prefix="larder-redis-") as beside,
-        server(Path(beside)) as running,
+        TemporaryDirectory(prefix="larder-bench-") as shards_folder,
+        TemporaryDirectory(prefix="larder-redis-") as redis_folder,
+        server(Path(redis_folder)) as running,
     ):
-        shards = DrawnShards(Path(place), SIZES[kind], found[0], running.url)
+        shards = DrawnShards(Path(shards_folder), SIZES[kind], device_names[0], running.url)
         users, kernel = kernel_of(shards)
         shards.run()
-        before = reserved_bytes(found[0])
+        reserved_before_bytes = reserved_bytes(device_names[0])
         ratios = alternate(
             kernel, {"shard": shards.run}, rounds=options.rounds, rounds_max=options.rounds + 1
         )
@@ -95,12 +100,12 @@ def main() -> None:
             "embed_s": round(shards.embed_s, 2),
             **{f"{stage}_busy_s": round(shards.busy_s[stage], 3) for stage in STAGES},
             "limiting_stage": shards.limiting_stage,
-            "reserved_before_bytes": before,
-            "reserved_after_bytes": reserved_bytes(found[0]),
+            "reserved_before_bytes": reserved_before_bytes,
+            "reserved_after_bytes": reserved_bytes(device_names[0]),
         }
         report.ratios["from_partition_to_pages_vs_kernel"] = ratios["shard"]
-    why = "fixed costs weigh more on so few users"
-    report.promises["from_partition_to_pages_vs_kernel"] = Promise(0.5, quick=why)
+    quick_reason = "fixed costs weigh more on so few users"
+    report.promises["from_partition_to_pages_vs_kernel"] = Promise(0.5, quick=quick_reason)
     report.show(options)
 
 

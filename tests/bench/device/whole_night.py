@@ -21,18 +21,18 @@ def main() -> None:
     options = parse(__doc__.splitlines()[0])
     report = Report("whole_night", ("torch", "onnxruntime", "faiss-cpu", "redis"))
     device = os.environ.get("LARDER_DEVICE", "auto")
-    found = devices(device)
-    is_small = found == ("cpu",) or (options.quick and not found)
+    device_names = devices(device)
+    is_small = device_names == ("cpu",) or (options.quick and not device_names)
     size = SIZES["processor" if is_small else "gpu quick" if options.quick else "gpu"]
-    with TemporaryDirectory(prefix="larder-bench-") as place:
-        folder = Path(place)
+    with TemporaryDirectory(prefix="larder-bench-") as folder_name:
+        folder = Path(folder_name)
         (folder / "redis").mkdir()
         with server(folder / "redis") as running:
             config = drawn_config(folder, size, device, redis_url=running.url)
             steps = run_night(Night(config, "bench", UNTIL))
     seconds = {name: spent for name, _, spent in steps}
     report.figures |= {
-        "device": found[0] if found else "processor",
+        "device": device_names[0] if device_names else "processor",
         "users": size.users,
         "items": size.items,
         "dims": size.dims,

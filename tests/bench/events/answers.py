@@ -30,8 +30,11 @@ class Bench:
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self.world, self.service, self.runner = world, service, runner
         self._numbers = itertools.count(1)
-        known, self._items = world.known, world.items
-        self.without, self.clicking = known[: len(known) // 2], known[len(known) // 2 :]
+        known_users, self._items = world.known, world.items
+        self.without, self.clicking = (
+            known_users[: len(known_users) // 2],
+            known_users[len(known_users) // 2 :],
+        )
 
     def click(self, user: str) -> None:
         """One more event of a user, counted at once."""
@@ -41,50 +44,52 @@ class Bench:
         at = Position(int(time.time() * 1000) + number, 0)
         self.service.ladder.newer.users.add(at, event)
 
-    def keep_ready(self, hot: Hot, users: list[str]) -> list[bytes]:
+    def keep_ready(self, fast_lookups: Hot, users: list[str]) -> list[bytes]:
         """Paths whose answers are ready in L1."""
         paths = [f"/v1/lookup/{TABLE}/{user}".encode() for user in users]
         for _ in range(3):
             for path in paths:
-                self.runner.run(self._asked(hot, path))
-        if any(hot.answer(path) is None for path in paths):
+                self.runner.run(self._asked(fast_lookups, path))
+        if any(fast_lookups.answer(path) is None for path in paths):
             raise RuntimeError("an answer is not ready")
         return paths
 
-    async def _asked(self, hot: Hot, path: bytes) -> None:
+    async def _asked(self, fast_lookups: Hot, path: bytes) -> None:
         caller = Callers(is_open=True).identify([])
-        get = hot.asked({"raw_path": path, "query_string": b"", "headers": [], CALLER: caller})
-        if get is None or await hot.get(get) is None:
+        get = fast_lookups.asked(
+            {"raw_path": path, "query_string": b"", "headers": [], CALLER: caller}
+        )
+        if get is None or await fast_lookups.get(get) is None:
             raise RuntimeError(f"{path!r} is not answered on the fast way")
 
-    def ready(self, hot: Hot, paths: list[bytes], count: int) -> Callable[[], float]:
+    def ready(self, fast_lookups: Hot, paths: list[bytes], count: int) -> Callable[[], float]:
         """Ready answers per second of processor time."""
 
         def run() -> float:
             # This bench holds the loop for seconds, which its follower takes for an outage.
             self.service.follower.note("events", None)
-            if any(hot.answer(path) is None for path in paths):
+            if any(fast_lookups.answer(path) is None for path in paths):
                 raise RuntimeError("an answer is not ready")
-            answer, began = hot.answer, time.process_time()
+            answer, cpu_start_s = fast_lookups.answer, time.process_time()
             for path in itertools.islice(itertools.cycle(paths), count):
                 answer(path)
-            return count / (time.process_time() - began)
+            return count / (time.process_time() - cpu_start_s)
 
         return run
 
 
 def measure(bench: Bench, report: Report, options: Options) -> None:
     """In this process, on one thread."""
-    hot = Hot(bench.service)
-    paths = bench.keep_ready(hot, bench.without[:200])
+    fast_lookups = Hot(bench.service)
+    paths = bench.keep_ready(fast_lookups, bench.without[:200])
     for number in range(OTHERS):
         bench.click(f"another-{number}")
     count = 20_000 if options.quick else 100_000
     for user in bench.clicking[:200]:
         bench.click(user)
-    own = bench.keep_ready(hot, bench.clicking[:200])
+    paths_with_events = bench.keep_ready(fast_lookups, bench.clicking[:200])
     report.ratios["l1_with_events"] = alternate(
-        bench.ready(hot, paths, count), {"events": bench.ready(hot, own, count)},
+        bench.ready(fast_lookups, paths, count), {"events": bench.ready(fast_lookups, paths_with_events, count)},
         rounds=options.rounds,
     )["events"]  # fmt: skip
 

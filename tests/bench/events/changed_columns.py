@@ -50,18 +50,18 @@ def filtering(items: int) -> Filtering:
 
 
 VALUE: dict[str, Callable[[int], Any]] = {
-    "number": lambda place: place / 7,
-    "flag": lambda place: place % 3 == 0,
-    "text": lambda place: f"name-{place:07d}" if place % 2 else f"new-{place}",
-    "own_text": lambda place: f"title {place}",
-    "texts": lambda place: ["name-0000001", f"new-{place % 10}"],
+    "number": lambda number: number / 7,
+    "flag": lambda number: number % 3 == 0,
+    "text": lambda number: f"name-{number:07d}" if number % 2 else f"new-{number}",
+    "own_text": lambda number: f"title {number}",
+    "texts": lambda number: ["name-0000001", f"new-{number % 10}"],
 }
 
 
 def measure(report: Report, options: Options) -> None:
     """In this process, on one thread."""
     items = QUICK_ITEMS if options.quick else ITEMS
-    whole, rng = filtering(items), np.random.default_rng(1)
+    base_filtering, rng = filtering(items), np.random.default_rng(1)
     filter_ = read_filter({"<": ["number", 20]}).root
     times: dict[str, list[float]] = {name: [] for name in ("filter", *VALUE)}
 
@@ -72,32 +72,32 @@ def measure(report: Report, options: Options) -> None:
         return 1e3 / times[name][-1]
 
     def put_in(name: str) -> float:
-        places = rng.choice(items, VALUES, replace=False).tolist()
+        ordinals = rng.choice(items, VALUES, replace=False).tolist()
         values = [
-            ItemValue(place, name, VALUE[name](number)) for number, place in enumerate(places)
+            ItemValue(ordinal, name, VALUE[name](number)) for number, ordinal in enumerate(ordinals)
         ]
-        return timed(name, lambda: whole.changed_by(values))
+        return timed(name, lambda: base_filtering.changed_by(values))
 
     def worked_out() -> float:
-        return timed("filter", lambda: mask_of(filter_, whole.attributes))
+        return timed("filter", lambda: mask_of(filter_, base_filtering.attributes))
 
-    found = alternate(
+    ratio_by_name = alternate(
         worked_out,
         {name: (lambda name=name: put_in(name)) for name in VALUE},  # type: ignore[misc]
         rounds=max(11, options.rounds),
     )
-    for name, ratio in found.items():
+    for name, ratio in ratio_by_name.items():
         report.ratios[f"{name}_vs_filter"] = ratio
-    for name, each in times.items():
-        report.figures[f"{name}: milliseconds"] = round(median(each), 2)
+    for name, durations_ms in times.items():
+        report.figures[f"{name}: milliseconds"] = round(median(durations_ms), 2)
     report.figures["items"], report.figures["values at once"] = items, VALUES
-    events, known = [
+    events, attribute_events = [
         Event("e", 0, None, b"item-%d" % number, attributes={"price": 1.5, "stock": True})
         for number in range(EVENTS)
     ], AttributeEvents()  # fmt: skip
     started = perf_counter()
     for number, event in enumerate(events, 1):
-        known.add(Position(number, 0), event)
+        attribute_events.add(Position(number, 0), event)
     report.figures["taking in an event: microseconds"] = round(
         1e6 * (perf_counter() - started) / EVENTS, 2
     )

@@ -71,16 +71,16 @@ class ReplicaCalls:
         """(status, JSON); a connection that the service has closed meanwhile is replaced once."""
         connection = self._idle.pop() if self._idle else HttpConnection(self._url)
         try:
-            status, found = await connection.request(method, path, body)
+            status, response_body = await connection.request(method, path, body)
         except (OSError, EOFError):
-            status, found = await connection.request(method, path, body)
+            status, response_body = await connection.request(method, path, body)
         self._idle.append(connection)
-        return status, orjson.loads(found)
+        return status, orjson.loads(response_body)
 
     def close(self) -> None:
         """Hangs up."""
-        for each in self._idle:
-            each.close()
+        for connection in self._idle:
+            connection.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,41 +101,45 @@ class FollowedEvents:
     async def send(self, due: Sequence[float]) -> None:
         """Sends an event at each of these moments, seconds from now, and waits until all are seen."""
         users = iter(self.rng.sample(sorted(self.lists), len(due)))
-        began = time.monotonic()
+        started_at = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for moment, user in zip(due, users, strict=True):
-                await asyncio.sleep(max(0.0, began + moment - time.monotonic()))
+                await asyncio.sleep(max(0.0, started_at + moment - time.monotonic()))
                 tasks.create_task(self._click(user))
 
     def forget(self) -> None:
         """Forgets what was measured, and whose lists events have changed."""
-        for each in (self.accepted_s, self.seen_s, self.answers):
-            each.clear()
+        for measurements in (self.accepted_s, self.seen_s, self.answers):
+            measurements.clear()
         self.asked = 0
 
     async def _click(self, user: str) -> None:
         item = self.rng.choice(self.lists.pop(user))
         event = {"user": user, "item": item, "id": f"click-{user}", "type": "click"}
         order = self.rng.sample(self.replicas, len(self.replicas))
-        sent = time.monotonic()
-        status, told = await order[0].ask("POST", "/v1/events", orjson.dumps({"events": [event]}))
+        sent_at = time.monotonic()
+        status, receipt = await order[0].ask(
+            "POST", "/v1/events", orjson.dumps({"events": [event]})
+        )
         accepted = time.monotonic()
-        if status != 202 or told["accepted"] != 1:
-            raise RuntimeError(f"an event was not accepted: {status} {told}")
-        self.accepted_s.append(accepted - sent)
-        seen = await asyncio.gather(*(self._seen(each, user, item, accepted) for each in order))
-        self.seen_s.append(seen)
+        if status != 202 or receipt["accepted"] != 1:
+            raise RuntimeError(f"an event was not accepted: {status} {receipt}")
+        self.accepted_s.append(accepted - sent_at)
+        delays_s = await asyncio.gather(
+            *(self._seen(replica, user, item, accepted) for replica in order)
+        )
+        self.seen_s.append(delays_s)
 
-    async def _seen(self, replica: ReplicaCalls, user: str, item: str, since: float) -> float:
+    async def _seen(self, replica: ReplicaCalls, user: str, item: str, accepted_at: float) -> float:
         while True:
             status, answer = await replica.ask("GET", path_of(user))
-            took = time.monotonic() - since
+            elapsed_s = time.monotonic() - accepted_at
             self.asked += 1
             if status == 200 and answer.get("events", 0) >= 1 and item not in answer["items"]:
                 self.answers[answer["source"]] += 1
                 self.answers["approximate"] += bool(answer.get("approximate"))
-                return took
-            if took > GIVE_UP_S:
+                return elapsed_s
+            if elapsed_s > GIVE_UP_S:
                 return float("inf")
             await asyncio.sleep(POLL_S)
 
@@ -144,22 +148,22 @@ class FollowedEvents:
 def load(urls: Sequence[str], stream: Stream, seconds: float) -> Iterator[list["Future[Outcomes]"]]:
     """Open loop to all replicas for so many seconds, from a process for each."""
     with ExitStack() as stack:
-        found = []
+        futures = []
         for url in urls:
             arrivals = stream.arrivals(url, (RATE / len(urls), seconds))
             pool = stack.enter_context(caller())
-            found.append(pool.submit(drive, replace(arrivals, connections=CONNECTIONS)))
-        yield found
+            futures.append(pool.submit(drive, replace(arrivals, connections=CONNECTIONS)))
+        yield futures
 
 
 async def measured(urls: Sequence[str], users: Sequence[str], seconds: float) -> FollowedEvents:
     """All events of one run; the load is under way."""
     rng = random.Random(1)
-    replicas = [ReplicaCalls(each) for each in urls]
+    replicas = [ReplicaCalls(url) for url in urls]
     count = round(EVENTS_RATE * seconds)
     warm = round(EVENTS_RATE * WARM_S)
-    chosen = rng.sample(list(users), count + warm)
-    clicks = FollowedEvents(replicas, await lists_of(replicas[0], chosen), rng)
+    clicking_users = rng.sample(list(users), count + warm)
+    clicks = FollowedEvents(replicas, await lists_of(replicas[0], clicking_users), rng)
     gc.freeze()
     gc.disable()  # a pause of this process would look like one of a service
     try:
@@ -168,37 +172,40 @@ async def measured(urls: Sequence[str], users: Sequence[str], seconds: float) ->
         await clicks.send(_moments(rng, count))
     finally:
         gc.enable()
-        for each in replicas:
-            each.close()
+        for replica in replicas:
+            replica.close()
     return clicks
 
 
 async def lists_of(replica: ReplicaCalls, users: Sequence[str]) -> dict[str, list[str]]:
     """Stored lists by user."""
-    found: dict[str, list[str]] = {}
+    items_by_user: dict[str, list[str]] = {}
     for start in range(0, len(users), 100):
-        some = users[start : start + 100]
-        body = orjson.dumps({"entities": list(some), "k": K})
-        status, told = await replica.ask("POST", f"/v1/lookup/{TABLE}", body)
+        user_batch = users[start : start + 100]
+        body = orjson.dumps({"entities": list(user_batch), "k": K})
+        status, lookup_reply = await replica.ask("POST", f"/v1/lookup/{TABLE}", body)
         if status != 200:
-            raise RuntimeError(f"no lists: {status} {told}")
-        found |= {user: each["items"] for user, each in zip(some, told["answers"], strict=True)}
-    return found
+            raise RuntimeError(f"no lists: {status} {lookup_reply}")
+        items_by_user |= {
+            user: answer["items"]
+            for user, answer in zip(user_batch, lookup_reply["answers"], strict=True)
+        }
+    return items_by_user
 
 
 def _moments(rng: random.Random, count: int) -> list[float]:
     """Poisson arrivals."""
-    at, found = 0.0, []
+    at, moments_s = 0.0, []
     for _ in range(count):
         at += rng.expovariate(EVENTS_RATE)
-        found.append(at)
-    return found
+        moments_s.append(at)
+    return moments_s
 
 
 def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -> None:
     """Ratios and figures."""
-    seen = np.array(clicks.seen_s)
-    last = seen.max(axis=1)
+    delays_s = np.array(clicks.seen_s)
+    last = delays_s.max(axis=1)
     halves = _ms(last[::2], 50), _ms(last[1::2], 50)
     middle, slow = _ms(last, 50), _ms(last, 99)
     report.ratios["p50_ms"] = Ratio(
@@ -214,8 +221,8 @@ def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -
     figures["events"], figures["never seen"] = len(last), int(np.isinf(last).sum())
     for name, values in (
         ("202 to the last replica", last),
-        ("202 to the replica that accepted it", seen[:, 0]),
-        ("202 to another replica", seen[:, 1:].ravel()),
+        ("202 to the replica that accepted it", delays_s[:, 0]),
+        ("202 to another replica", delays_s[:, 1:].ravel()),
         ("sent to 202", np.array(clicks.accepted_s)),
     ):
         for percent in (50, 90, 99, 100):
@@ -224,16 +231,20 @@ def tell(report: Report, clicks: FollowedEvents, outcomes: Sequence[Outcomes]) -
     figures["sources of answers that had it"] = ", ".join(
         f"{name} {count}" for name, count in sorted(clicks.answers.items())
     )
-    status = np.concatenate([each.status for each in outcomes])
-    took = np.concatenate([each.seconds for each in outcomes])
-    source = np.concatenate([each.source for each in outcomes])
+    status = np.concatenate([replica_outcomes.status for replica_outcomes in outcomes])
+    durations_s = np.concatenate([replica_outcomes.seconds for replica_outcomes in outcomes])
+    source = np.concatenate([replica_outcomes.source for replica_outcomes in outcomes])
     figures["background: requests"] = len(status)
     figures["background: without a 200"] = int((status != 200).sum())
-    figures["background: never sent"] = sum(each.given_up for each in outcomes)
-    for name, which in (("all", status > 0), ("L1", source == L1), ("live", source == LIVE)):
+    figures["background: never sent"] = sum(
+        replica_outcomes.given_up for replica_outcomes in outcomes
+    )
+    for name, request_mask in (("all", status > 0), ("L1", source == L1), ("live", source == LIVE)):
         for percent in (50, 99):
-            if which.any():
-                figures[f"background, {name}: p{percent} ms"] = _ms(took[which], percent)
+            if request_mask.any():
+                figures[f"background, {name}: p{percent} ms"] = _ms(
+                    durations_s[request_mask], percent
+                )
 
 
 def _ms(seconds: NDArray[np.float64], percent: float) -> float:
@@ -248,9 +259,9 @@ def make_case(folder: Path, pages: str, events: str, *, users: int) -> Case:
         events=EventsConfig(enabled=True), events_url=events,
     )  # fmt: skip
     generation = publish_night(night, UNTIL)
-    seen = histories(night, UNTIL)
-    items = sorted({item for history in seen.values() for item in history})
-    return Case(folder, night, generation, sorted(seen), items)
+    history_by_user = histories(night, UNTIL)
+    items = sorted({item for history in history_by_user.values() for item in history})
+    return Case(folder, night, generation, sorted(history_by_user), items)
 
 
 def measure(
@@ -265,13 +276,13 @@ def measure(
     report.figures["requests/s"], report.figures["events/s"] = RATE, EVENTS_RATE
     report.figures["placement"] = "both Redis and the background's callers on the last core"
     with fleet(case.night, folder / "logs", count=REPLICAS, **settings) as services:
-        urls = [each.url for each in services]
+        urls = [service.url for service in services]
         stream = Stream(case)
         with load(urls, stream, seconds + 2 * WARM_S + 2.0) as under_way:
             time.sleep(WARM_S)  # the callers open their connections
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 clicks = runner.run(measured(urls, case.users, seconds))
-            outcomes = [each.result() for each in under_way]
+            outcomes = [future.result() for future in under_way]
     tell(report, clicks, outcomes)
 
 

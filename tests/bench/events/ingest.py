@@ -42,7 +42,7 @@ of_one = 1000000
 
 def bodies(numbers: Iterator[int], count: int, batch: int) -> list[bytes]:
     """Bodies of so many requests, each event with an id that no other has."""
-    now = time.time()
+    now_s = time.time()
     return [
         orjson.dumps(
             {
@@ -51,7 +51,7 @@ def bodies(numbers: Iterator[int], count: int, batch: int) -> list[bytes]:
                         "user": f"u-{number % USERS}",
                         "item": f"i-{number % 40_981}",
                         "id": f"{number:x}",
-                        "time": now,
+                        "time": now_s,
                         "type": "click",
                     }
                     for number in itertools.islice(numbers, batch)
@@ -92,30 +92,34 @@ def through(
     numbers: Iterator[int],
     count: int,
     batch: int,
-    told: dict[str, list[float]],
+    rates_by_measure: dict[str, list[float]],
 ) -> Callable[[], float]:
     """Runs of one way; the figure is events per second of the service's processor time."""
 
     def run() -> float:
         with server.client() as client:
             client.flushall()
-            requests = [request("/v1/events", each) for each in bodies(numbers, count, batch)]
-            before = spent_s(client)
-            found = drive(target, requests, count, CONNECTIONS)
-            redis_s = spent_s(client) - before
+            requests = [request("/v1/events", body) for body in bodies(numbers, count, batch)]
+            redis_s_before = spent_s(client)
+            driven = drive(target, requests, count, CONNECTIONS)
+            redis_s = spent_s(client) - redis_s_before
             if (length := client.xlen(KEYS.events)) != count * batch:
                 raise RuntimeError(f"{count * batch} events were sent, {length} are there")
-        told["by the clock"].append(found.per_s * batch)
-        told["per second of Redis' processor time"].append(count * batch / max(redis_s, 1e-9))
-        return found.per_cpu_s * batch
+        rates_by_measure["by the clock"].append(driven.per_s * batch)
+        rates_by_measure["per second of Redis' processor time"].append(
+            count * batch / max(redis_s, 1e-9)
+        )
+        return driven.per_cpu_s * batch
 
     return run
 
 
 def spent_s(client: "redis.Redis") -> float:
     """Processor time of Redis so far, its main thread's."""
-    told = client.info("cpu")
-    return float(told["used_cpu_user_main_thread"]) + float(told["used_cpu_sys_main_thread"])
+    cpu_info = client.info("cpu")
+    return float(cpu_info["used_cpu_user_main_thread"]) + float(
+        cpu_info["used_cpu_sys_main_thread"]
+    )
 
 
 def written(server: DurableRedis, numbers: Iterator[int], count: int) -> Callable[[], float]:
@@ -124,14 +128,14 @@ def written(server: DurableRedis, numbers: Iterator[int], count: int) -> Callabl
     def run() -> float:
         with server.client() as client:
             client.flushall()
-            sent = bodies(numbers, count, BATCH)
-            began = time.process_time()
-            for body in sent:
+            request_bodies = bodies(numbers, count, BATCH)
+            cpu_start_s = time.process_time()
+            for body in request_bodies:
                 with client.pipeline(transaction=False) as pipeline:
                     for event in orjson.loads(body)["events"]:
                         pipeline.xadd(KEYS.events, {b"e": orjson.dumps(event)})
                     pipeline.execute()
-            return count * BATCH / (time.process_time() - began)
+            return count * BATCH / (time.process_time() - cpu_start_s)
 
     return run
 
@@ -153,24 +157,26 @@ def measure(report: Report, folder: Path, options: Options) -> None:
             report.figures["redis"] = str(client.info("server")["redis_version"])
             pin(int(client.info("server")["process_id"]), -1)
         report.figures["placement"] = f"service on {place(target)}"
-        told: dict[str, dict[str, list[float]]] = {
+        rates_by_kind: dict[str, dict[str, list[float]]] = {
             name: {"by the clock": [], "per second of Redis' processor time": []}
             for name in ("batches", "singles")
         }
-        found = compare(
+        ratio_by_pair = compare(
             {"": written(server, numbers, batches)},
             {
-                "batches": through(target, server, numbers, batches, BATCH, told["batches"]),
-                "singles": through(target, server, numbers, singles, 1, told["singles"]),
+                "batches": through(
+                    target, server, numbers, batches, BATCH, rates_by_kind["batches"]
+                ),
+                "singles": through(target, server, numbers, singles, 1, rates_by_kind["singles"]),
             },
             rounds=options.rounds,
         )
-    for (_, name), ratio in found.items():
+    for (_, name), ratio in ratio_by_pair.items():
         report.ratios[f"{name}_vs_xadd"] = ratio
         report.figures[f"{name}: events per second of the service's processor time"] = round(
             ratio.candidate
         )
-        for of, values in told[name].items():
+        for of, values in rates_by_kind[name].items():
             report.figures[f"{name}: events per second {of}"] = round(median(values))
     report.figures["events in a batch"] = BATCH
 

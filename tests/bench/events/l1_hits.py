@@ -49,10 +49,12 @@ def accept(case: Case, count: int) -> None:
     with redis.Redis.from_url(case.night.events_redis, protocol=2) as client:
         for start in range(0, count, 1_000):
             events = [
-                Event(f"{each}", 1, b"another-%d" % each, case.items[each % len(case.items)].encode())
-                for each in range(start, start + 1_000)
+                Event(f"{number}", 1, b"another-%d" % number, case.items[number % len(case.items)].encode())
+                for number in range(start, start + 1_000)
             ]  # fmt: skip
-            keys, arguments = call_of(keyspace, bounds, [packed(keyspace, each) for each in events])
+            keys, arguments = call_of(
+                keyspace, bounds, [packed(keyspace, event) for event in events]
+            )
             client.eval(SCRIPT, len(keys), *keys, *arguments)
 
 
@@ -60,8 +62,8 @@ def counts_others(target: Program) -> bool:
     """True once the service has read the whole stream."""
     with urlopen(f"{target.url}/metrics") as response:  # noqa: S310 - our own loopback server
         lines = response.read().decode().splitlines()
-    found = [line for line in lines if line.startswith("larder_events_users")]
-    return bool(found) and float(found[0].split()[-1]) >= OTHERS
+    user_count_lines = [line for line in lines if line.startswith("larder_events_users")]
+    return bool(user_count_lines) and float(user_count_lines[0].split()[-1]) >= OTHERS
 
 
 def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, float]]:
@@ -72,18 +74,20 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
     with (
         served(case, "on", on) as with_events,
         served(case, "off", {}) as off,
-        served(case, "again", {}) as again,
+        served(case, "again", {}) as second_off,
     ):
         if not until(lambda: counts_others(with_events), 60.0, every_s=0.2):
             raise RuntimeError("the events of others are not counted")
-        targets = with_events, off, again
-        for each in targets:
-            per_cpu_s(each, lookups, settle)
+        targets = with_events, off, second_off
+        for target in targets:
+            per_cpu_s(target, lookups, settle)
         rates = []
         # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
         for order in permutations(range(len(targets))):
-            found = {number: per_cpu_s(targets[number], lookups, count) for number in order}
-            rates.append((found[0], found[1], found[2]))
+            rate_by_target = {
+                number: per_cpu_s(targets[number], lookups, count) for number in order
+            }
+            rates.append((rate_by_target[0], rate_by_target[1], rate_by_target[2]))
     return rates
 
 
@@ -93,21 +97,24 @@ def measure(report: Report, case: Case, options: Options) -> None:
         (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
     )
     accept(case, OTHERS)
-    found = [one_time(case, settle, count) for _ in range(times)]
-    ratios = [median(2 * on / (off + again) for on, off, again in rates) for rates in found]
-    same = [median(again / off for _, off, again in rates) for rates in found]
-    every = [each for rates in found for each in rates]
+    rates_by_run = [one_time(case, settle, count) for _ in range(times)]
+    ratios = [
+        median(2 * on / (off + second_off) for on, off, second_off in rates)
+        for rates in rates_by_run
+    ]
+    aa_ratios = [median(second_off / off for _, off, second_off in rates) for rates in rates_by_run]
+    every = [round_rates for rates in rates_by_run for round_rates in rates]
     report.ratios["l1_without_events"] = Ratio(
-        median(ratios), median(same), len(every), median(on for on, _, _ in every),
-        median((off + again) / 2 for _, off, again in every), TOLERANCE,
+        median(ratios), median(aa_ratios), len(every), median(on for on, _, _ in every),
+        median((off + second_off) / 2 for _, off, second_off in every), TOLERANCE,
     )  # fmt: skip
     report.promises["l1_without_events"] = Promise(
         0.97, quick=f"{QUICK_TIMES} times three processes, which differ by a few per cent"
     )
-    for name, each in (("with over without", ratios), ("A/A", same)):
-        low, high = interval(each)
+    for name, run_ratios in (("with over without", ratios), ("A/A", aa_ratios)):
+        low, high = interval(run_ratios)
         report.figures[f"{name}: 95 % interval"] = f"{low:.3f} to {high:.3f}"
-        report.figures[f"{name}: all"] = " ".join(f"{ratio:.3f}" for ratio in each)
+        report.figures[f"{name}: all"] = " ".join(f"{ratio:.3f}" for ratio in run_ratios)
     report.figures["others with events"] = OTHERS
     report.figures["times three processes"] = times
     report.figures["unit"] = "requests per second of the server's processor time"

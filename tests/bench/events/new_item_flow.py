@@ -60,12 +60,13 @@ class Flow:
 
     def __init__(self, service: Service, config: NightConfig) -> None:
         self._service, self._rng = service, np.random.default_rng(0)
-        had = histories(config, FIRST)
-        items = sorted({item.encode() for each in had.values() for item in each})
+        history_by_user = histories(config, FIRST)
+        items = sorted({item.encode() for history in history_by_user.values() for item in history})
         self._entities = [
             RequestedEntity(
                 "user_topk", None, None, "features",
-                tuple(items[int(each)] for each in self._rng.integers(len(items), size=8)), {"country": at % 5},
+                tuple(items[int(item_index)] for item_index in self._rng.integers(len(items), size=8)),
+                {"country": at % 5},
             )
             for at in range(INPUTS)
         ]  # fmt: skip
@@ -80,34 +81,34 @@ class Flow:
 
     async def phase(self, new_per_s: int, seconds: float) -> Phase:
         """Lookups when they are due, and new items between them."""
-        found, count = Phase(), int(seconds * RATE)
+        phase, count = Phase(), int(seconds * RATE)
         drawn = self._rng.choice(INPUTS, count, p=self._weights).tolist()
         every = RATE // new_per_s if new_per_s else count
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for place, entity in enumerate(drawn):
-                if new_per_s and place % every == every // 2:
+            for arrival_index, entity in enumerate(drawn):
+                if new_per_s and arrival_index % every == every // 2:
                     self._bring()
-                due = began + place / RATE
+                due = started_at + arrival_index / RATE
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                group.create_task(self._ask(self._entities[entity], due, found))
-        return found
+                group.create_task(self._ask(self._entities[entity], due, phase))
+        return phase
 
-    async def _ask(self, entity: RequestedEntity, due: float, found: Phase) -> None:
-        ask = Ask((entity,), RequestOptions(10.0))
+    async def _ask(self, entity: RequestedEntity, due: float, phase: Phase) -> None:
+        lookup = Ask((entity,), RequestOptions(10.0))
         (answer,) = await self._service.ladder.lookup(
-            self._service.holding(), ask, time.monotonic()
+            self._service.holding(), lookup, time.monotonic()
         )
-        found.seconds.append(time.perf_counter() - due)
-        found.sources[str(answer["source"])] += 1
+        phase.seconds.append(time.perf_counter() - due)
+        phase.sources[str(answer["source"])] += 1
 
     def _bring(self) -> None:
         number = next(self._numbers)
-        given: dict[str, Any] = {
+        features: dict[str, Any] = {
             "looks": tuple(self._rng.standard_normal(DIMS).tolist()),
             "brand": "acme",
         }
-        event = Event(f"n{number}", number, None, b"new-%d" % number, features=given)
+        event = Event(f"n{number}", number, None, b"new-%d" % number, features=features)
         at = Position(int(time.time() * 1000) + number, 0)
         self._service.ladder.newer.add(at, event)
 
@@ -132,13 +133,13 @@ def main() -> None:
             runner.run(stack.aclose())
     for name, phase in phases.items():
         report.figures[f"{name}: from L1"] = round(phase.share, 3)
-        for share in (50, 99):
-            value = 1e3 * float(np.percentile(phase.seconds, share))
-            report.figures[f"{name}: p{share}, ms"] = round(value, 2)
-    base, again = phases["none"].share, phases["none again"].share
+        for percent in (50, 99):
+            value = 1e3 * float(np.percentile(phase.seconds, percent))
+            report.figures[f"{name}: p{percent}, ms"] = round(value, 2)
+    base, final_share = phases["none"].share, phases["none again"].share
     for key, name in (("l1_under_new_items", "1 a second"), ("l1_under_many_new_items", "10 a second")):  # fmt: skip
         under = phases[name].share
-        report.ratios[key] = Ratio(under / base, again / base, 1, under, base)
+        report.ratios[key] = Ratio(under / base, final_share / base, 1, under, base)
     report.show(options)
 
 

@@ -7,6 +7,7 @@ Figures: milliseconds of each, and of the new items alone.
 """
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -42,24 +43,27 @@ def measure(report: Report, options: Options) -> None:
         return users[[int(rng.integers(len(users)))]]
 
     def without() -> float:
-        one = user()
-        return timed("without", lambda: scorer.top(one, K, threads=1))
+        user_vector = user()
+        return timed("without", lambda: scorer.top(user_vector, K, threads=1))
 
     def with_new() -> float:
-        one = user()
+        user_vector = user()
         return timed(
             "with",
-            lambda: merged_lists(scorer.top(one, K, threads=1), one, new, "inner_product", LAYOUT),
+            lambda: merged_lists(
+                scorer.top(user_vector, K, threads=1), user_vector, new, "inner_product", LAYOUT
+            ),
         )
 
-    found = alternate(without, {"with": with_new}, rounds=max(51, options.rounds))
-    report.ratios["with_new_vs_without"] = found["with"]
+    ratio_by_name = alternate(without, {"with": with_new}, rounds=max(51, options.rounds))
+    report.ratios["with_new_vs_without"] = ratio_by_name["with"]
     for _ in range(51):
-        one = user()
-        best = scorer.top(one, K, threads=1)
-        timed("new items alone", lambda: merged_lists(best, one, new, "inner_product", LAYOUT))  # noqa: B023
-    for name, each in times.items():
-        report.figures[f"{name}: milliseconds"] = round(median(each), 3)
+        user_vector = user()
+        top_lists = scorer.top(user_vector, K, threads=1)
+        merge = partial(merged_lists, top_lists, user_vector, new, "inner_product", LAYOUT)
+        timed("new items alone", merge)
+    for name, durations_ms in times.items():
+        report.figures[f"{name}: milliseconds"] = round(median(durations_ms), 3)
     report.figures["items"], report.figures["new items"] = count, NEW
 
 

@@ -69,32 +69,34 @@ class Paired:
             tolerance=TOLERANCE,
         )
 
-    def figures(self, name: str, way: str) -> dict[str, float | str]:
+    def figures(self, name: str, candidate_name: str) -> dict[str, float | str]:
         """Intervals of the ratio and of the A/A, and milliseconds of paired differences, to be printed."""
-        rng, found = np.random.default_rng(self.seed), dict[str, float | str]()
+        rng, figure_by_label = np.random.default_rng(self.seed), dict[str, float | str]()
         middle = (self.first + self.again) / 2
         for cost, kind in enumerate(("wall", "processor")):
             ratio = Interval.of(middle[:, cost] / self.other[:, cost], rng)
-            same = Interval.of(self.first[:, cost] / self.again[:, cost], rng)
-            found[f"{name}, {kind}: ratio, 95 %"] = str(ratio)
-            found[f"{name}, {kind}: A/A, 95 %"] = str(same)
+            aa_interval = Interval.of(self.first[:, cost] / self.again[:, cost], rng)
+            figure_by_label[f"{name}, {kind}: ratio, 95 %"] = str(ratio)
+            figure_by_label[f"{name}, {kind}: A/A, 95 %"] = str(aa_interval)
         for kind, over, under in (
-            (way, self.other, middle),
+            (candidate_name, self.other, middle),
             ("A/A", self.again, self.first),
         ):
             apart_ms = 1e3 * (over[:, 0] - under[:, 0])
-            for share in (50, 99):
-                value = float(np.percentile(apart_ms, share))
-                found[f"{name}: difference of a block, {kind}, p{share}, ms"] = round(value, 3)
-        return found
+            for percent in (50, 99):
+                value = float(np.percentile(apart_ms, percent))
+                figure_by_label[f"{name}: difference of a block, {kind}, p{percent}, ms"] = round(
+                    value, 3
+                )
+        return figure_by_label
 
 
-def interleave(first: Block, other: Block, *, rounds: int, requests: int, seed: int) -> Paired:
+def interleave(first: Block, candidate: Block, *, rounds: int, requests: int, seed: int) -> Paired:
     """Each round is a block of the other way and two of the first, in an order that is drawn."""
     rng, warm = np.random.default_rng(seed), max(5, rounds // 20)
     costs = np.empty((warm + rounds, 3, 2))
     for number in range(warm + rounds):
-        for place in rng.permutation(3).tolist():
-            costs[number, place] = (first, first, other)[place](number)
-    kept = costs[warm:]
-    return Paired(kept[:, 0], kept[:, 1], kept[:, 2], requests, seed)
+        for block_index in rng.permutation(3).tolist():
+            costs[number, block_index] = (first, first, candidate)[block_index](number)
+    measured_costs = costs[warm:]
+    return Paired(measured_costs[:, 0], measured_costs[:, 1], measured_costs[:, 2], requests, seed)

@@ -59,14 +59,14 @@ class Clicks:
 
     def _block(self, users: int, at_once: int, of: Callable[[str], RequestedEntity]) -> Block:
         def run(number: int) -> Cost:
-            chosen = [
-                self._users[(number * users + place) % len(self._users)] for place in range(users)
+            round_users = [
+                self._users[(number * users + offset) % len(self._users)] for offset in range(users)
             ]
             if number != self._round:
                 self._round = number
-                for user in chosen:
+                for user in round_users:
                     self._click(user)
-            return self._runner.run(self._lookups([of(user) for user in chosen], at_once))
+            return self._runner.run(self._lookups([of(user) for user in round_users], at_once))
 
         return run
 
@@ -89,20 +89,20 @@ class Clicks:
     async def _lookups(self, entities: list[RequestedEntity], at_once: int) -> Cost:
         waiting, ladder = iter(entities), self._service.ladder
         writes = self._service.tiers.writes
-        before = writes.stored
+        stored_before = writes.stored
 
         async def caller() -> None:
             for entity in waiting:
-                ask = Ask((entity,), RequestOptions(10.0))
-                holding = self._service.holding()
-                (answer,) = await ladder.lookup(holding, ask, time.monotonic())
+                lookup = Ask((entity,), RequestOptions(10.0))
+                served = self._service.holding()
+                (answer,) = await ladder.lookup(served, lookup, time.monotonic())
                 if answer["source"] != "live" or "approximate" in answer:
                     raise RuntimeError(f"not a live answer: {answer}")
 
-        began, processor = time.perf_counter(), time.process_time()
+        started_at, processor = time.perf_counter(), time.process_time()
         await asyncio.gather(*(caller() for _ in range(at_once)))
-        wall_s = time.perf_counter() - began
-        while writes.stored < before + len(entities):  # noqa: ASYNC110 - else they weigh on the next block
+        wall_s = time.perf_counter() - started_at
+        while writes.stored < stored_before + len(entities):  # noqa: ASYNC110 - else they weigh on the next block
             await asyncio.sleep(0.0002)
         return Cost(wall_s, time.process_time() - processor)
 
@@ -118,13 +118,13 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         for name, (requests, at_once) in BLOCKS.items():
-            found = interleave(
+            paired = interleave(
                 clicks.live(requests, at_once), clicks.events(requests, at_once),
                 rounds=rounds, requests=requests, seed=SEED,
             )  # fmt: skip
-            report.ratios[name] = found.ratio()
-            report.ratios[f"{name}_processor"] = found.ratio(cost=1)
-            report.figures |= found.figures(name, "events")
+            report.ratios[name] = paired.ratio()
+            report.ratios[f"{name}_processor"] = paired.ratio(cost=1)
+            report.figures |= paired.figures(name, "events")
     report.show(options)
 
 

@@ -32,7 +32,7 @@ class Cut:
     @property
     def matrix(self) -> sp.csr_matrix:
         """Clicks that models are fitted on, float32 [users, items], each 1."""
-        rows = np.repeat(np.arange(USERS), [len(each) for each in self.histories])
+        rows = np.repeat(np.arange(USERS), [len(history) for history in self.histories])
         columns = np.concatenate(self.histories)
         return sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (USERS, ITEMS))
 
@@ -59,18 +59,18 @@ class Cut:
         self, users: NDArray[np.int64], length: int, pad: int, first: int = 0
     ) -> NDArray[np.int64]:
         """Last `length` items of these users' histories, [users, length], padded behind; items count from `first`."""
-        found = np.full((len(users), length), pad, np.int64)
+        padded_items = np.full((len(users), length), pad, np.int64)
         for row, user in enumerate(users):
             last = self.histories[user][-length:] + first
-            found[row, : len(last)] = last
-        return found
+            padded_items[row, : len(last)] = last
+        return padded_items
 
     def best(self, scores: NDArray[np.floating]) -> NDArray[np.int64]:
         """Lists [asked, TOP] by the scores of these users, float [asked, items], their histories left out."""
-        left = np.array(scores, np.float64)
+        remaining_scores = np.array(scores, np.float64)
         for row, user in enumerate(self.asked):
-            left[row, self.histories[user]] = -np.inf
-        return np.argsort(-left, axis=1, kind="stable")[:, :TOP]
+            remaining_scores[row, self.histories[user]] = -np.inf
+        return np.argsort(-remaining_scores, axis=1, kind="stable")[:, :TOP]
 
     def recall(self, lists: NDArray[np.int64]) -> float:
         """Mean recall@TOP over the asked users: hits / min(TOP, number held out)."""
@@ -92,12 +92,12 @@ def draw(seed: int = 0) -> Cut:
     popularity = -POPULARITY * np.log1p(rng.permutation(ITEMS))
     activity = rng.lognormal(sigma=0.8, size=USERS)
     lengths = LEAST + rng.multinomial(CLICKS - LEAST * USERS, activity / activity.sum())
-    histories, held = [], []
+    histories, held_out = [], []
     for length in lengths:
         # The largest of logits plus Gumbel noise, in their order, are draws without replacement.
         scores = popularity + TASTE * items @ rng.normal(size=DIMS) + rng.gumbel(size=ITEMS)
         drawn = rng.permutation(np.argsort(-scores)[:length])
-        out = rng.choice(length, length // 5, replace=False)
-        histories.append(np.delete(drawn, out))
-        held.append(drawn[out])
-    return Cut(tuple(histories), tuple(held), genres)
+        held_out_indexes = rng.choice(length, length // 5, replace=False)
+        histories.append(np.delete(drawn, held_out_indexes))
+        held_out.append(drawn[held_out_indexes])
+    return Cut(tuple(histories), tuple(held_out), genres)

@@ -91,11 +91,11 @@ def slim(cut: Cut) -> Fitted:
     gram = clicks.T @ clicks
     weights = np.zeros((ITEMS, ITEMS), np.float32)
     for item in range(ITEMS):
-        column, kept = clicks[:, item].copy(), gram[item].copy()
+        column, gram_row = clicks[:, item].copy(), gram[item].copy()
         clicks[:, item] = gram[item] = gram[:, item] = 0  # not from itself
         net.set_params(precompute=gram).fit(clicks, column, check_input=False)
         weights[:, item] = net.coef_
-        clicks[:, item], gram[item], gram[:, item] = column, kept, kept
+        clicks[:, item], gram[item], gram[:, item] = column, gram_row, gram_row
     return _weights(sp.csr_matrix(weights), cut)
 
 
@@ -103,8 +103,8 @@ def _weights(weights: Any, cut: Cut) -> Fitted:
     clicks = cut.matrix
 
     def scores() -> Any:
-        found = clicks[cut.asked] @ weights
-        return found.toarray() if sp.issparse(found) else found
+        user_scores = clicks[cut.asked] @ weights
+        return user_scores.toarray() if sp.issparse(user_scores) else user_scores
 
     return Fitted(lambda to: from_item_weights(weights, clicks, to=to), lambda: cut.best(scores()))
 
@@ -133,8 +133,8 @@ def pure_svd(cut: Cut) -> Fitted:
     model.fit(dataset)
 
     def lists() -> Any:
-        found = model.recommend(cut.asked, dataset, k=TOP, filter_viewed=True)
-        order = found.sort_values(["user_id", "rank"])
+        recommendations = model.recommend(cut.asked, dataset, k=TOP, filter_viewed=True)
+        order = recommendations.sort_values(["user_id", "rank"])
         return order["item_id"].to_numpy(np.int64).reshape(len(cut.asked), TOP)
 
     assert dataset.user_id_map.size == USERS

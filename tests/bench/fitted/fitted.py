@@ -38,5 +38,5 @@ class Kind:
 
     def version(self) -> str:
         """Installed version of its library; empty where there is none."""
-        found = versions((self.library,))[self.library]
-        return "" if found == "absent" else found
+        installed_version = versions((self.library,))[self.library]
+        return "" if installed_version == "absent" else installed_version

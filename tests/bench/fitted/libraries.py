@@ -41,13 +41,16 @@ def sas_rec(cut: Cut) -> Fitted:
 def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
     for old, new in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
         setattr(np, old, new)  # RecBole 1.2.1 asks for names that NumPy 2 has not
-    recbole = {each: import_module(f"recbole.{each}") for each in ("config", "data", "utils")}
+    recbole = {
+        module_name: import_module(f"recbole.{module_name}")
+        for module_name in ("config", "data", "utils")
+    }
     with TemporaryDirectory() as folder, chdir(folder):  # it writes its logs where it stands
         lines = (f"{user}\t{item}\t{time}\n" for user, item, time in cut.rows())
         path = Path(folder) / "drawn" / "drawn.inter"
         path.parent.mkdir()
         path.write_text("user_id:token\titem_id:token\ttimestamp:float\n" + "".join(lines))
-        given = {
+        config_values = {
             "data_path": folder, "checkpoint_dir": folder, "seed": 0, "use_gpu": False,
             "show_progress": False, "state": "ERROR", "learning_rate": 5e-3,
             "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
@@ -55,7 +58,7 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
             **more,
         }  # fmt: skip
         sys.argv = sys.argv[:1]  # RecBole takes settings from there, too
-        config = recbole["config"].Config(model=name, dataset="drawn", config_dict=given)
+        config = recbole["config"].Config(model=name, dataset="drawn", config_dict=config_values)
         recbole["utils"].init_seed(0, True)
         dataset = recbole["data"].create_dataset(config)
         loader = recbole["data"].data_preparation(config, dataset)[0]
@@ -66,26 +69,26 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
     users, items = (
         dataset.field2id_token[field].tolist() for field in (dataset.uid_field, dataset.iid_field)
     )
-    column = {int(token): place for place, token in enumerate(items) if place}
-    row = {int(token): place for place, token in enumerate(users) if place}
+    column = {int(token): token_index for token_index, token in enumerate(items) if token_index}
+    row = {int(token): token_index for token_index, token in enumerate(users) if token_index}
 
     def lists() -> Any:
         with torch.no_grad():
             if hasattr(model, "max_seq_length"):
-                found = np.zeros((len(cut.asked), LENGTH), np.int64)
-                for place, user in enumerate(cut.asked):
+                item_sequences = np.zeros((len(cut.asked), LENGTH), np.int64)
+                for row_index, user in enumerate(cut.asked):
                     last = [column[int(item)] for item in cut.histories[user][-LENGTH:]]
-                    found[place, : len(last)] = last
-                asked = {
-                    model.ITEM_SEQ: torch.from_numpy(found),
-                    model.ITEM_SEQ_LEN: torch.from_numpy((found != 0).sum(axis=1)),
+                    item_sequences[row_index, : len(last)] = last
+                model_input = {
+                    model.ITEM_SEQ: torch.from_numpy(item_sequences),
+                    model.ITEM_SEQ_LEN: torch.from_numpy((item_sequences != 0).sum(axis=1)),
                 }
             else:
-                asked = {model.USER_ID: torch.tensor([row[int(user)] for user in cut.asked])}
-            scores = model.full_sort_predict(asked).view(len(cut.asked), -1).numpy()
-        known = np.full((len(cut.asked), ITEMS), -np.inf)
-        known[:, list(column)] = scores[:, list(column.values())]
-        return cut.best(known)
+                model_input = {model.USER_ID: torch.tensor([row[int(user)] for user in cut.asked])}
+            scores = model.full_sort_predict(model_input).view(len(cut.asked), -1).numpy()
+        item_scores = np.full((len(cut.asked), ITEMS), -np.inf)
+        item_scores[:, list(column)] = scores[:, list(column.values())]
+        return cut.best(item_scores)
 
     return Fitted(lambda to: from_recbole(model, dataset, to=to), lists)
 
@@ -93,8 +96,8 @@ def _recbole(name: str, cut: Cut, more: dict[str, Any]) -> Fitted:
 def youtube(cut: Cut) -> Fitted:
     """YoutubeDNN of torch-rechub: the mean of a history through two layers, beside 20 other items."""
     rechub = {
-        each: import_module(f"torch_rechub.{each}")
-        for each in ("basic.features", "models.matching", "trainers")
+        module_name: import_module(f"torch_rechub.{module_name}")
+        for module_name in ("basic.features", "models.matching", "trainers")
     }
     sequence = rechub["basic.features"].SequenceFeature
     item = rechub["basic.features"].SparseFeature(
@@ -110,19 +113,19 @@ def youtube(cut: Cut) -> Fitted:
         temperature=0.1,
     )
     rng = np.random.default_rng(0)
-    users = np.repeat(np.arange(USERS), [len(each) for each in cut.histories])
+    users = np.repeat(np.arange(USERS), [len(history) for history in cut.histories])
     order = rng.permutation(len(users))
     liked, histories = np.concatenate(cut.histories) + 1, cut.padded(users, LENGTH, 0, first=1)
     batches = [
         (
             {
-                "history": torch.from_numpy(histories[some]),
-                "item": torch.from_numpy(liked[some]),
-                "others": torch.from_numpy(rng.integers(1, ITEMS + 1, (len(some), 20))),
+                "history": torch.from_numpy(histories[batch_rows]),
+                "item": torch.from_numpy(liked[batch_rows]),
+                "others": torch.from_numpy(rng.integers(1, ITEMS + 1, (len(batch_rows), 20))),
             },
-            torch.zeros(len(some), dtype=torch.int64),
+            torch.zeros(len(batch_rows), dtype=torch.int64),
         )
-        for some in np.array_split(order, len(order) // 1_024)
+        for batch_rows in np.array_split(order, len(order) // 1_024)
     ]
     trainer = rechub["trainers"].MatchTrainer(
         model, mode=2, optimizer_params={"lr": 5e-3, "weight_decay": 1e-6}
@@ -156,9 +159,9 @@ def sentences(cut: Cut) -> Fitted:
     library = import_module("sentence_transformers")
     parts = import_module("sentence_transformers.models")
     torch.manual_seed(0)
-    words = [*GENRES, *map(str, range(ITEMS))]
-    tokenizer = parts.tokenizer.WhitespaceTokenizer(words, stop_words=())
-    weights = np.random.default_rng(0).normal(size=(len(words) + 1, DIMS)).astype(np.float32)
+    vocabulary = [*GENRES, *map(str, range(ITEMS))]
+    tokenizer = parts.tokenizer.WhitespaceTokenizer(vocabulary, stop_words=())
+    weights = np.random.default_rng(0).normal(size=(len(vocabulary) + 1, DIMS)).astype(np.float32)
     embedding = parts.WordEmbeddings(tokenizer, weights)
     model = library.SentenceTransformer(modules=[embedding, parts.Pooling(DIMS)], device="cpu")
     texts = [f"{GENRES[genre]} {item}" for item, genre in enumerate(cut.genres)]

@@ -51,33 +51,36 @@ def measure(kind: Kind) -> dict[str, Any]:
     """Fit, import, night, service, answers: the figures of one kind of model."""
     cut = draw()
     fitted = kind.fit(cut)
-    wanted = fitted.lists()
-    with TemporaryDirectory() as place, server(Path(place) / "redis") as redis:
-        folder, environ = Path(place) / "shop", {"REDIS_URL": redis.url}
+    expected_lists = fitted.lists()
+    with TemporaryDirectory() as folder_name, server(Path(folder_name) / "redis") as redis:
+        folder, environ = Path(folder_name) / "shop", {"REDIS_URL": redis.url}
         started = time.perf_counter()
-        told = fitted.put(folder)
+        import_report = fitted.put(folder)
         imported = time.perf_counter() - started
         larder(folder, "night", "--quiet", environ=environ)
         entities: list[dict[str, Any]] = [{"id": str(user)} for user in cut.asked]
         with running(
-            folder, "serve", "--port", "0", until="Larder serves on ", environ=environ
+            folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
         ) as url:
-            asked = {"k": TOP, "entities": entities}
-            found = httpx.post(f"{url}/v1/lookup/user_topk", json=asked, timeout=60)
+            request_body = {"k": TOP, "entities": entities}
+            response = httpx.post(f"{url}/v1/lookup/user_topk", json=request_body, timeout=60)
             seconds = time.perf_counter() - started
-        answers = found.raise_for_status().json()["answers"]
-    lists = np.array([[int(item) for item in each["items"]] for each in answers], np.int64)
-    same = [len(np.intersect1d(ours, theirs)) for ours, theirs in zip(lists, wanted, strict=True)]
+        answers = response.raise_for_status().json()["answers"]
+    lists = np.array([[int(item) for item in answer["items"]] for answer in answers], np.int64)
+    overlap_counts = [
+        len(np.intersect1d(served_list, theirs))
+        for served_list, theirs in zip(lists, expected_lists, strict=True)
+    ]
     return {
         "library": f"{kind.library} {kind.version()}",
-        "from": "/".join(sorted({each["source"] for each in answers})),
-        "parity": float(np.mean(same)) / TOP,
-        "recall_library": cut.recall(wanted),
+        "from": "/".join(sorted({answer["source"] for answer in answers})),
+        "parity": float(np.mean(overlap_counts)) / TOP,
+        "recall_library": cut.recall(expected_lists),
         "recall": cut.recall(lists),
         "import_s": imported,
         "seconds": seconds,
-        "bundle_mb": told.bundle_bytes / 1e6,
-        "cannot": list(told.cannot),
+        "bundle_mb": import_report.bundle_bytes / 1e6,
+        "cannot": list(import_report.cannot),
     }
 
 
@@ -100,14 +103,16 @@ def table(report: Report) -> str:
 
 def elsewhere(python: str, name: str) -> dict[str, Any]:
     """The same by another interpreter."""
-    found = subprocess.run(
+    completed_process = subprocess.run(
         [python, "-m", "tests.bench.fitted.models", "--only", name, "--json"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         timeout=900,
     )  # fmt: skip
-    if found.returncode:
-        raise RuntimeError(f"{name} by {python}: {found.stderr[-2_000:]}{found.stdout[-2_000:]}")
-    figures = json.loads(found.stdout.splitlines()[-1])["figures"]
+    if completed_process.returncode:
+        raise RuntimeError(
+            f"{name} by {python}: {completed_process.stderr[-2_000:]}{completed_process.stdout[-2_000:]}"
+        )
+    figures = json.loads(completed_process.stdout.splitlines()[-1])["figures"]
     row: dict[str, Any] = json.loads(figures[name])
     return row
 
@@ -117,14 +122,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", action="append", choices=KINDS)
     parser.add_argument("--python", action="append", default=[])
-    given, rest = parser.parse_known_args()
-    options = parse(f"{__doc__.splitlines()[0]} Also: --only NAME, --python LIBRARY=PATH", rest)
-    others = dict(each.partition("=")[::2] for each in given.python)
+    arguments, remaining_argv = parser.parse_known_args()
+    options = parse(
+        f"{__doc__.splitlines()[0]} Also: --only NAME, --python LIBRARY=PATH", remaining_argv
+    )
+    python_by_library = dict(assignment.partition("=")[::2] for assignment in arguments.python)
     report = Report("models", ("onnxruntime", "faiss-cpu"))
-    for name in given.only or KINDS:
+    for name in arguments.only or KINDS:
         kind = KINDS[name]
-        if kind.library in others:
-            row = elsewhere(others[kind.library], name)
+        if kind.library in python_by_library:
+            row = elsewhere(python_by_library[kind.library], name)
         elif kind.version():
             row = measure(kind)
         else:

@@ -57,10 +57,10 @@ class Attentive(nn.Module):  # type: ignore[misc]
 
     def forward(self, history: Tensor) -> Tensor:
         """Vectors [n, DIMS] of histories [n, length up to LENGTH], padded with ITEMS."""
-        place = torch.arange(history.shape[1])
+        positions = torch.arange(history.shape[1])
         states = self.encoder(
-            self.table(history) + self.places(place),
-            mask=place[:, None] < place[None, :],
+            self.table(history) + self.places(positions),
+            mask=positions[:, None] < positions[None, :],
             is_causal=False,
         )
         last = (history != ITEMS).sum(1).clamp(min=1) - 1
@@ -90,12 +90,12 @@ def _fitted(kind: type[nn.Module], cut: Cut, *, steps: int) -> Fitted:
     optimizer = torch.optim.Adam([*tower.parameters(), *items.parameters()], lr=5e-3)
     for _ in range(steps):
         users = rng.integers(len(cut.histories), size=BATCH)
-        before, after = np.full((BATCH, LENGTH), ITEMS), np.empty(BATCH, np.int64)
+        preceding_items, after = np.full((BATCH, LENGTH), ITEMS), np.empty(BATCH, np.int64)
         for row, history in enumerate(cut.histories[user] for user in users):
             at = rng.integers(1, len(history))
-            some = history[max(0, at - LENGTH) : at]
-            before[row, : len(some)], after[row] = some, history[at]
-        scores = tower(torch.from_numpy(before)) @ items.weight.T
+            recent_items = history[max(0, at - LENGTH) : at]
+            preceding_items[row, : len(recent_items)], after[row] = recent_items, history[at]
+        scores = tower(torch.from_numpy(preceding_items)) @ items.weight.T
         loss = nn.functional.cross_entropy(scores, torch.from_numpy(after))
         optimizer.zero_grad()
         loss.backward()

@@ -23,5 +23,5 @@ def judge(
         file = Path(folder, "keys.npy")
         np.save(file, keys)
         job = {"keys": str(file), "policies": list(policies), "capacities": list(capacities)}
-        said = ask(cachesim_side.__file__, job, _TIMEOUT_S)
-    return f"libcachesim {said['version']}", said["hit_ratios"]
+        judge_reply = ask(cachesim_side.__file__, job, _TIMEOUT_S)
+    return f"libcachesim {judge_reply['version']}", judge_reply["hit_ratios"]

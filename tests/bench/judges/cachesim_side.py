@@ -30,7 +30,7 @@ def main() -> None:
     """Answer one job."""
     job: dict[str, Any] = json.load(sys.stdin)
     judge = import_module("libcachesim")
-    found: dict[str, list[float]] = {}
+    hit_ratios_by_policy: dict[str, list[float]] = {}
     with TemporaryDirectory(prefix="larder-bench-") as folder:
         path = Path(folder, "trace.oracleGeneral")
         write_trace(np.load(job["keys"]), path)
@@ -40,8 +40,8 @@ def main() -> None:
                     str(path), judge.TraceType.ORACLE_GENERAL_TRACE, judge.ReaderInitParam()
                 )
                 missed, _ = getattr(judge, policy)(capacity).process_trace(reader)
-                found.setdefault(policy, []).append(1 - missed)
-    print(json.dumps({"version": version("libcachesim"), "hit_ratios": found}))
+                hit_ratios_by_policy.setdefault(policy, []).append(1 - missed)
+    print(json.dumps({"version": version("libcachesim"), "hit_ratios": hit_ratios_by_policy}))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ def ask(program: str, job: Mapping[str, Any], timeout_s: float, *, last_core: bo
     command: list[str] = [str(PYTHON), program]
     if last_core and len(cores_at_start) >= 2:
         command = ["taskset", "-c", str(cores_at_start[-1]), *command]
-    said = subprocess.run(
+    completed_process = subprocess.run(
         command, input=json.dumps(job), capture_output=True, text=True, timeout=timeout_s
     )
-    if said.returncode != 0:
-        what = f"{Path(program).name} failed with {said.returncode}"
-        raise RuntimeError(f"{what}:\n{said.stdout[-500:]}{said.stderr[-2000:]}")
-    return json.loads(said.stdout.splitlines()[-1])
+    if completed_process.returncode != 0:
+        problem_message = f"{Path(program).name} failed with {completed_process.returncode}"
+        raise RuntimeError(
+            f"{problem_message}:\n{completed_process.stdout[-500:]}{completed_process.stderr[-2000:]}"
+        )
+    return json.loads(completed_process.stdout.splitlines()[-1])

@@ -40,8 +40,8 @@ class Trace:
 
     def path(self) -> Path | None:
         """The file on this machine, if the environment names a folder that has it."""
-        found = Path(os.environ.get(DATA, ""), "traces", Path(self.file).name)
-        return found if DATA in os.environ and found.exists() else None
+        trace_path = Path(os.environ.get(DATA, ""), "traces", Path(self.file).name)
+        return trace_path if DATA in os.environ and trace_path.exists() else None
 
     def where(self) -> str:
         """Place of the file among what others published."""
@@ -64,10 +64,10 @@ class Trace:
 
 def numbered(names: Keys) -> Keys:
     """Keys from 0, by first appearance."""
-    _, first, place = np.unique(names, return_index=True, return_inverse=True)
+    _, first, name_indexes = np.unique(names, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
-    return rank[place]
+    return rank[name_indexes]
 
 
 def binary(raw: bytes, dtype: str) -> Keys:
@@ -160,5 +160,5 @@ TRACES = (
 
 def missing() -> list[str]:
     """A line for each trace that is not on this machine."""
-    lacking = (each for each in TRACES if each.path() is None)
-    return [f"the trace {each.name}: {DATA}/traces lacks {each.where()}" for each in lacking]
+    lacking = (trace for trace in TRACES if trace.path() is None)
+    return [f"the trace {trace.name}: {DATA}/traces lacks {trace.where()}" for trace in lacking]

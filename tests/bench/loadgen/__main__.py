@@ -65,33 +65,33 @@ def offline(target: Target, seconds: float) -> Callable[[], float]:
     """Samples per second; what LoadGen prepares is as much as the last run would have needed."""
     guess = [GUESS]
 
-    def once() -> float:
+    def measure_rate() -> float:
         judged = target.run("Offline", guess[0], seconds)
         guess[0] = judged.per_s
         return judged.per_s
 
-    return once
+    return measure_rate
 
 
 def multistream(target: Target, seconds: float) -> Callable[[], float]:
     """Milliseconds of the 99th percentile."""
 
-    def once() -> float:
+    def measure_p99_ms() -> float:
         return target.run("MultiStream", GUESS, seconds, per_query=TOGETHER).latency_ms("99.00")
 
-    return once
+    return measure_p99_ms
 
 
-def server(target: Target, most: float, lengths: Lengths) -> Callable[[], float]:
+def server(target: Target, rate_max: float, lengths: Lengths) -> Callable[[], float]:
     """The highest valid rate; 0 if none was."""
 
-    def once() -> float:
+    def find_highest_rate() -> float:
         def is_valid(rate: float) -> bool:
             return target.run("Server", rate, lengths.probe_s).is_valid
 
-        return highest_valid(is_valid, most, steps=lengths.steps)
+        return highest_valid(is_valid, rate_max, steps=lengths.steps)
 
-    return once
+    return find_highest_rate
 
 
 def last(target: Target, rate: float, seconds: float) -> tuple[float, Judged]:
@@ -108,44 +108,46 @@ def describe_others(report: Report, target: Target) -> None:
     """Version, what LoadGen says of Offline and MultiStream, and answers that it counted although they were not 200."""
     report.figures["LoadGen"] = target.runs[0].driven["version"]
     runs: defaultdict[str, list[Judged]] = defaultdict(list)
-    for each in target.runs:
-        runs[each.lines.get("Scenario", "no scenario")].append(each)
+    for judged_run in target.runs:
+        runs[judged_run.lines.get("Scenario", "no scenario")].append(judged_run)
     for scenario, judged in runs.items():
         report.figures[f"{target.name}: {scenario}, runs that LoadGen calls VALID"] = (
-            f"{sum(each.is_valid for each in judged)} of {len(judged)}"
+            f"{sum(judged_run.is_valid for judged_run in judged)} of {len(judged)}"
         )
-        bad = sum((Counter(each.driven["bad"]) for each in judged), Counter[str]())
-        if bad:
-            report.absent.append(f"{target.name}, {scenario}: not 200: {dict(bad)}")
+        error_counts = sum(
+            (Counter(judged_run.driven["bad"]) for judged_run in judged), Counter[str]()
+        )
+        if error_counts:
+            report.absent.append(f"{target.name}, {scenario}: not 200: {dict(error_counts)}")
 
 
 def describe(report: Report, name: str, rate: float, judged: Judged) -> None:
     """Figures of a long run, its log's own words among them."""
-    found, driven = report.figures, judged.driven
-    found[f"{name}: Server, LoadGen says"] = (
+    figures, driven = report.figures, judged.driven
+    figures[f"{name}: Server, LoadGen says"] = (
         f"{judged.lines.get('Result is', 'nothing')} at {rate:,.0f} queries/s"
     )
-    found[f"{name}: Server, completed samples/s"] = judged.per_s
+    figures[f"{name}: Server, completed samples/s"] = judged.per_s
     for percentile in ("50.00", "90.00", "99.00", "99.90"):
-        found[f"{name}: Server, p{float(percentile):g} ms"] = round(
+        figures[f"{name}: Server, p{float(percentile):g} ms"] = round(
             judged.latency_ms(percentile), 3
         )
-    found[f"{name}: Server, seconds"] = round(driven["seconds"], 1)
-    found[f"{name}: not 200"] = json.dumps(driven["bad"])
-    found[f"{name}: strangers, answered by the model"] = (
+    figures[f"{name}: Server, seconds"] = round(driven["seconds"], 1)
+    figures[f"{name}: not 200"] = json.dumps(driven["bad"])
+    figures[f"{name}: strangers, answered by the model"] = (
         f"{driven['strangers']:,}, {driven['live']:,}"
     )
-    found[f"{name}: share of its core that the driver used"] = round(driven["busy"], 2)
-    found[f"{name}: log"] = str(judged.log)
+    figures[f"{name}: share of its core that the driver used"] = round(driven["busy"], 2)
+    figures[f"{name}: log"] = str(judged.log)
 
 
 def body_of_many(url: str, users: list[str]) -> bytes:
     """An answer to as many as MultiStream asks for at once."""
     body = json.dumps({"entities": users[:TOGETHER], "k": K}).encode()
-    asked = urllib.request.Request(url + PATH, body, {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(asked, timeout=30.0) as response:  # noqa: S310 - our own loopback
-        found: bytes = response.read()
-    return found
+    http_request = urllib.request.Request(url + PATH, body, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(http_request, timeout=30.0) as response:  # noqa: S310 - our own loopback
+        response_body: bytes = response.read()
+    return response_body
 
 
 def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: ExitStack) -> None:
@@ -157,33 +159,35 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
     env = environment(case.night, LARDER_HEAD_TIMEOUT_S="60")
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     larder = stack.enter_context(program(serve, case.folder / "serving.log", env))
-    one, many = case.folder / "one.json", case.folder / "many.json"
-    one.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))
-    many.write_bytes(body_of_many(larder.url, case.users))
+    single_body_path, batch_body_path = case.folder / "one.json", case.folder / "many.json"
+    single_body_path.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))
+    batch_body_path.write_bytes(body_of_many(larder.url, case.users))
     bare, bare_many = (
         stack.enter_context(
             program(
-                [sys.executable, "-m", "tests.bench.tools.bare_asgi", each],
-                case.folder / f"{each.stem}.log",
+                [sys.executable, "-m", "tests.bench.tools.bare_asgi", body_path],
+                case.folder / f"{body_path.stem}.log",
             )
         )
-        for each in (one, many)
+        for body_path in (single_body_path, batch_body_path)
     )
     report.figures["placement"] = (
         f"servers on {place(larder, bare, bare_many)}, the rest on the last"
     )
     report.figures["bytes of an answer, of one to eight"] = (
-        f"{one.stat().st_size:,}, {many.stat().st_size:,}"
+        f"{single_body_path.stat().st_size:,}, {batch_body_path.stat().st_size:,}"
     )
 
     def target(name: str, url: str) -> Target:
         return Target(name, url, samples, logs, PATH, K)
 
-    ours, floor = target("larder", larder.url), target("bare", bare.url)
+    larder_target, floor = target("larder", larder.url), target("bare", bare.url)
     floor_of_many = target("bare-many", bare_many.url)
 
-    def beside(baseline: Run, candidate: Run, rounds: int, *, tolerance: float = 0.05) -> None:
-        found = alternate(
+    def record_ratio(
+        baseline: Run, candidate: Run, rounds: int, *, tolerance: float = 0.05
+    ) -> None:
+        ratio_by_name = alternate(
             baseline,
             {"": candidate},
             rounds=rounds,
@@ -191,35 +195,47 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
             tolerance=tolerance,
             warm=False,
         )
-        report.ratios[name] = found[""]
+        report.ratios[name] = ratio_by_name[""]
 
     name = "offline_vs_bare_asgi"
-    beside(offline(floor, lengths.scenario_s), offline(ours, lengths.scenario_s), lengths.rounds)
-    most = {each.name: 1.1 * max(run.per_s for run in each.runs) for each in (ours, floor)}
+    record_ratio(
+        offline(floor, lengths.scenario_s),
+        offline(larder_target, lengths.scenario_s),
+        lengths.rounds,
+    )
+    rate_max_by_target = {
+        server_target.name: 1.1 * max(run.per_s for run in server_target.runs)
+        for server_target in (larder_target, floor)
+    }
     name = "multistream_p99_vs_bare_asgi"
-    beside(
+    record_ratio(
         multistream(floor_of_many, lengths.scenario_s),
-        multistream(ours, lengths.scenario_s),
+        multistream(larder_target, lengths.scenario_s),
         lengths.rounds,
         tolerance=0.1,
     )
-    for each in (ours, floor, floor_of_many):
-        describe_others(report, each)
+    for server_target in (larder_target, floor, floor_of_many):
+        describe_others(report, server_target)
     name = "server_vs_bare_asgi"
-    beside(
-        server(floor, most["bare"], lengths),
-        server(ours, most["larder"], lengths),
+    record_ratio(
+        server(floor, rate_max_by_target["bare"], lengths),
+        server(larder_target, rate_max_by_target["larder"], lengths),
         1,
         tolerance=0.1,
     )
-    found = report.ratios[name]
-    if not (found.baseline and found.candidate):
+    server_ratio = report.ratios[name]
+    if not (server_ratio.baseline and server_ratio.candidate):
         del report.ratios[name]
-    for each, rate in ((floor, found.baseline), (ours, found.candidate)):
+    for server_target, rate in (
+        (floor, server_ratio.baseline),
+        (larder_target, server_ratio.candidate),
+    ):
         if rate:
-            describe(report, each.name, *last(each, rate, lengths.last_s))
+            describe(report, server_target.name, *last(server_target, rate, lengths.last_s))
         else:
-            report.absent.append(f"{each.name}: no rate up to {most[each.name]:,.0f}/s was VALID")
+            report.absent.append(
+                f"{server_target.name}: no rate up to {rate_max_by_target[server_target.name]:,.0f}/s was VALID"
+            )
 
 
 def main() -> None:
@@ -227,9 +243,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--logs", type=Path, default=LOGS)
-    given, sys.argv[1:] = parser.parse_known_args()
+    arguments, sys.argv[1:] = parser.parse_known_args()
     options = parse(__doc__ or "")
-    lengths = QUICK if options.quick else LONG if given.long else PLAIN
+    lengths = QUICK if options.quick else LONG if arguments.long else PLAIN
     report = Report(
         "loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu")
     )
@@ -240,7 +256,7 @@ def main() -> None:
             ExitStack() as stack,
         ):
             case = make_case(Path(folder), redis.url, options.quick)
-            measure(report, case, lengths, given.logs, stack)
+            measure(report, case, lengths, arguments.logs, stack)
         unpin()
     else:
         report.figures["LoadGen"] = ABSENT

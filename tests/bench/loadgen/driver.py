@@ -78,12 +78,18 @@ class Driver:
     def issue(self, queries: Any) -> None:
         """Called by LoadGen with the samples of one query, or of several that were due."""
         if self._is_together:
-            entities = b",".join(self._text(self.samples[each.index].entity) for each in queries)
-            self._send(Query([each.id for each in queries], self._together(entities), False))
+            entities = b",".join(
+                self._text(self.samples[query_sample.index].entity) for query_sample in queries
+            )
+            self._send(
+                Query(
+                    [query_sample.id for query_sample in queries], self._together(entities), False
+                )
+            )
             return
-        for each in queries:
-            sample = self.samples[each.index]
-            self._send(Query([each.id], self._text(sample.request), sample.is_stranger))
+        for query_sample in queries:
+            sample = self.samples[query_sample.index]
+            self._send(Query([query_sample.id], self._text(sample.request), sample.is_stranger))
 
     def _text(self, parts: list[bytes]) -> bytes:
         if len(parts) == 1:
@@ -122,7 +128,7 @@ class Driver:
 
     def _complete(self, ids: list[int]) -> None:
         response = self._loadgen.QuerySampleResponse
-        self._loadgen.QuerySamplesComplete([response(each, 0, 0) for each in ids])
+        self._loadgen.QuerySamplesComplete([response(sample_id, 0, 0) for sample_id in ids])
 
     def _read(self, wire: Wire, answered: list[int]) -> None:
         try:
@@ -147,8 +153,8 @@ class Driver:
         answered += query.ids
         self._free(wire)
 
-    def _note(self, what: str) -> None:
-        self.bad[what] = self.bad.get(what, 0) + 1
+    def _note(self, error_name: str) -> None:
+        self.bad[error_name] = self.bad.get(error_name, 0) + 1
 
     def _free(self, wire: Wire) -> None:
         with self._lock:
@@ -237,7 +243,7 @@ def main() -> None:
     library = loadgen.ConstructQSL(count, count, lambda _: None, lambda _: None)
     gc.collect()
     gc.disable()
-    spent, began = time.process_time(), time.monotonic()
+    spent, started_at = time.process_time(), time.monotonic()
 
     def test() -> None:
         try:
@@ -251,19 +257,19 @@ def main() -> None:
     testing.start()
     driver.receive()
     testing.join()
-    took = time.monotonic() - began
+    elapsed_s = time.monotonic() - started_at
     loadgen.DestroyQSL(library)
     loadgen.DestroySUT(system)
-    found = {
+    driver_report = {
         "version": f"mlcommons-loadgen {version('mlcommons-loadgen')}",
-        "seconds": took,
-        "busy": (time.process_time() - spent) / took,
+        "seconds": elapsed_s,
+        "busy": (time.process_time() - spent) / elapsed_s,
         "bad": driver.bad,
         "strangers": driver.strangers,
         "live": driver.live,
         "retried": driver.retried,
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(driver_report), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ class Judged:
 
 def read_summary(text: str) -> dict[str, str]:
     """Lines of a summary by name; the first of a name counts."""
-    found: dict[str, str] = {}
-    for each in _LINE.finditer(text):
-        found.setdefault(each["name"], each["value"])
-    return found
+    value_by_name: dict[str, str] = {}
+    for line_match in _LINE.finditer(text):
+        value_by_name.setdefault(line_match["name"], line_match["value"])
+    return value_by_name
 
 
 @dataclass(slots=True)
@@ -91,17 +91,17 @@ class Target:
 
 
 def highest_valid(
-    is_valid: Callable[[float], bool], most: float, *, steps: int, least_share: float = 0.1
+    is_valid: Callable[[float], bool], rate_max: float, *, steps: int, least_share: float = 0.1
 ) -> float:
-    """Highest rate found valid by bisection between a share of `most` and it; 0 if none of those tried was.
+    """Highest rate found valid by bisection between a share of `rate_max` and it; 0 if none of those tried was.
 
     Steps divide the range by ratio, so that the resolution is the same share of any rate.
     """
-    low, high, found = most * least_share, most, 0.0
+    low, high, highest_rate = rate_max * least_share, rate_max, 0.0
     for _ in range(steps):
         rate = (low * high) ** 0.5
         if is_valid(rate):
-            low = found = rate
+            low = highest_rate = rate
         else:
             high = rate
-    return found
+    return highest_rate

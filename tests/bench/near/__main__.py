@@ -61,11 +61,11 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
     learned = 0
     while learned < LEARNED_MAX:
         learned += 1_000
-        before = near.counts[TABLE]["reuse"]
+        reused_before = near.counts[TABLE]["reuse"]
         jobs = stream.jobs(1_000)
         for at in range(0, len(jobs), CALLERS):
             compute(jobs[at : at + CALLERS], near=near)
-        if near.counts[TABLE]["reuse"] - before > ENOUGH:
+        if near.counts[TABLE]["reuse"] - reused_before > ENOUGH:
             break
     return learned
 
@@ -84,10 +84,10 @@ def through(
             pool, workers=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes, compute=inference,
         )  # fmt: skip
-        asked = iter(jobs)
+        pending_jobs = iter(jobs)
 
         async def caller() -> None:
-            for job in asked:
+            for job in pending_jobs:
                 answer = await batcher.infer(job)
                 if not isinstance(answer, Computed):
                     raise TypeError(f"not an answer: {answer}")
@@ -96,9 +96,9 @@ def through(
 
     def run() -> tuple[float, float]:
         jobs = stream()
-        began, spent = time.perf_counter(), time.process_time()
+        started_at, spent = time.perf_counter(), time.process_time()
         runner.run(work(jobs))
-        return time.perf_counter() - began, time.process_time() - spent
+        return time.perf_counter() - started_at, time.process_time() - spent
 
     return run
 
@@ -111,9 +111,15 @@ def true_error(
     layout = snapshot.manifest.tables[TABLE].layout
     for at in range(0, len(jobs), CALLERS):
         part = jobs[at : at + CALLERS]
-        for found, own in zip(compute(part, near=near), compute(part), strict=True):
-            if isinstance(found, Computed) and isinstance(own, Computed) and found.near is not None:
-                lists = [decode(layout, each.record).items for each in (found, own)]
+        for near_answer, live_answer in zip(compute(part, near=near), compute(part), strict=True):
+            if (
+                isinstance(near_answer, Computed)
+                and isinstance(live_answer, Computed)
+                and near_answer.near is not None
+            ):
+                lists = [
+                    decode(layout, answer.record).items for answer in (near_answer, live_answer)
+                ]
                 reused += 1
                 wrong += len(np.intersect1d(*lists)) < overlap * len(lists[1])  # type: ignore[call-overload, arg-type]
     return reused, wrong
@@ -124,8 +130,8 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     snapshot = open_snapshot(settings(night), "int8")
     config = NearConfig()
     near = NearMatches({TABLE: config})
-    known = list(histories(night, UNTIL).values())
-    stream = HistoryStream(snapshot, TABLE, known)
+    known_histories = list(histories(night, UNTIL).values())
+    stream = HistoryStream(snapshot, TABLE, known_histories)
     report.figures["inputs learned from before"] = learn(near, stream)
     report.figures["items"] = snapshot.items.count
     count = 1_024 if options.quick else 4_096
@@ -136,11 +142,11 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         # Each its own: what the one is asked, the other has not seen.
-        plain = HistoryStream(snapshot, TABLE, known, seed=1)
+        baseline_stream = HistoryStream(snapshot, TABLE, known_histories, seed=1)
         reuse = functools.partial(compute, near=near)
         compare(
             report, "live_vs_off",
-            through(runner, pool, compute, functools.partial(plain.jobs, count)),
+            through(runner, pool, compute, functools.partial(baseline_stream.jobs, count)),
             through(runner, pool, reuse, functools.partial(stream.jobs, count)),
             options, answers=count,
         )  # fmt: skip

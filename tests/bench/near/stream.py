@@ -20,11 +20,15 @@ class HistoryStream:
     """Jobs without an end: histories of users of the night with other items among them, and near-duplicates."""
 
     def __init__(
-        self, snapshot: Snapshot, table: str, known: Sequence[Sequence[str]], seed: int = 0
+        self,
+        snapshot: Snapshot,
+        table: str,
+        known_histories: Sequence[Sequence[str]],
+        seed: int = 0,
     ) -> None:
         self._snapshot = snapshot
         self._table = table
-        self._known = [each for each in known if len(each) >= 5]
+        self._known = [history for history in known_histories if len(history) >= 5]
         self._recent: deque[list[str]] = deque(maxlen=RECENT)
         self._rng = random.Random(seed)
 
@@ -33,7 +37,7 @@ class HistoryStream:
         return [
             Job(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse=True)
             for number in range(count)
-            for history in [tuple([each.encode() for each in self._next()])]
+            for history in [tuple([item_id.encode() for item_id in self._next()])]
         ]
 
     def _next(self) -> list[str]:

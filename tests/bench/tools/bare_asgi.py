@@ -33,10 +33,10 @@ def app_of(body: bytes) -> Callable[..., Awaitable[None]]:
     return app
 
 
-def serve(app: Any, what: str) -> None:
+def serve(app: Any, app_name: str) -> None:
     """Serve an application as the service serves its own, until told to stop; prints the URL first."""
     listener = socket.create_server(("127.0.0.1", 0))
-    print(f"{what} app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    print(f"{app_name} app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_level="warning"
     )

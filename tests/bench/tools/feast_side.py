@@ -64,13 +64,13 @@ def rows_of(case: Case, k: int) -> dict[str, Row]:
 
 def write_rows(path: Path, rows: Mapping[str, Row]) -> None:
     """The Parquet file that Feast materialises."""
-    now = datetime.now(UTC)
+    current_time = datetime.now(UTC)
     columns = {
         "user": pa.array(list(rows), pa.string()),
         "record": pa.array([row.record for row in rows.values()], pa.binary()),
         "items": pa.array([row.items for row in rows.values()], pa.list_(pa.string())),
         "scores": pa.array([row.scores for row in rows.values()], pa.list_(pa.float32())),
-        "event_timestamp": pa.array([now] * len(rows), pa.timestamp("us", tz="UTC")),
+        "event_timestamp": pa.array([current_time] * len(rows), pa.timestamp("us", tz="UTC")),
     }
     pq.write_table(pa.table(columns), path)
 
@@ -87,41 +87,55 @@ def post(form: str, users: Sequence[str]) -> bytes:
 
 def columns_of(answer: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Values by feature, without its view, in the order of the users asked for; None where Feast has none."""
-    names = [each.rpartition("__")[2] for each in answer["metadata"]["feature_names"]]
-    return dict(zip(names, (each["values"] for each in answer["results"]), strict=True))
+    names = [
+        feature_name.rpartition("__")[2] for feature_name in answer["metadata"]["feature_names"]
+    ]
+    return dict(
+        zip(names, (feature_result["values"] for feature_result in answer["results"]), strict=True)
+    )
 
 
 def differing(
     rows: Mapping[str, Row],
     forms: Mapping[str, Mapping[str, Any]],
-    ours: Sequence[Mapping[str, Any]],
+    larder_answers: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """Users whose row is not what Feast answered in every form and what our service answered (`ours`)."""
+    """Users whose row is not what Feast answered in every form and what our service answered (`larder_answers`)."""
     wrong: dict[str, None] = {}
     for suffix in ("", "_vector"):
-        found = columns_of(forms[f"bytes{suffix}"]) | columns_of(forms[f"arrays{suffix}"])
-        rest = zip(found["record"], found["items"], found["scores"], ours, strict=True)
-        for (user, row), (record, items, scores, answer) in zip(rows.items(), rest, strict=True):
-            same = (
+        values_by_feature = columns_of(forms[f"bytes{suffix}"]) | columns_of(
+            forms[f"arrays{suffix}"]
+        )
+        answered_rows = zip(
+            values_by_feature["record"],
+            values_by_feature["items"],
+            values_by_feature["scores"],
+            larder_answers,
+            strict=True,
+        )
+        for (user, row), (record, items, scores, answer) in zip(
+            rows.items(), answered_rows, strict=True
+        ):
+            is_equal = (
                 record is not None
                 and base64.b64decode(record) == row.record
                 and tuple(items or ()) == tuple(answer["items"]) == row.items
                 and _floats(scores) == _floats(answer["scores"]) == _floats(row.scores)
             )
-            if not same:
+            if not is_equal:
                 wrong[user] = None
     return list(wrong)
 
 
 def _floats(values: Sequence[float] | None) -> list[float]:
-    found: list[float] = np.array(values or (), np.float32).tolist()
-    return found
+    float32_values: list[float] = np.array(values or (), np.float32).tolist()
+    return float32_values
 
 
 def call(url: str, body: bytes) -> Any:
     """The JSON answer to one JSON body."""
-    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(asked, timeout=30.0) as response:  # noqa: S310 - our own loopback
+    http_request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(http_request, timeout=30.0) as response:  # noqa: S310 - our own loopback
         return json.load(response)
 
 
@@ -140,12 +154,12 @@ def served(folder: Path, rows: Mapping[str, Row], redis_url: str) -> Iterator[tu
     folder.mkdir()
     write_rows(folder / "users.parquet", rows)
     fill: list[str | Path] = [ENVIRONMENT / "python", feast_store.__file__, folder]
-    said = subprocess.run(
+    completed_process = subprocess.run(
         [*fill, urlsplit(redis_url).netloc.rpartition("@")[2]], capture_output=True, text=True
     )  # fmt: skip
-    if said.returncode != 0:
-        raise RuntimeError(f"Feast could not be filled:\n{said.stderr[-2000:]}")
-    filled = json.loads(said.stdout.splitlines()[-1])
+    if completed_process.returncode != 0:
+        raise RuntimeError(f"Feast could not be filled:\n{completed_process.stderr[-2000:]}")
+    filled = json.loads(completed_process.stdout.splitlines()[-1])
     serve: list[str | Path] = [ENVIRONMENT / "feast", "--chdir", folder, "serve", "--port", "0"]
     serve += ["--workers", "1", "--no-access-log", "--max-requests", "0", "-r", "0"]
     with program(serve, folder / "serving.log", {"HOME": str(folder)}) as parent:

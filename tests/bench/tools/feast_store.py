@@ -47,8 +47,10 @@ def views(source: Path) -> list[Any]:
         feast.FeatureView(name="arrays", entities=[user], schema=arrays, source=file),
     ]
     services = [
-        feast.FeatureService(name=f"{each.name}_vector", features=[each], precompute_online=True)
-        for each in tables
+        feast.FeatureService(
+            name=f"{feature_view.name}_vector", features=[feature_view], precompute_online=True
+        )
+        for feature_view in tables
     ]
     return [user, file, *tables, *services]
 
@@ -59,9 +61,9 @@ def main() -> None:
     (folder / "feature_store.yaml").write_text(REPOSITORY.format(redis=redis))
     store = import_module("feast").FeatureStore(repo_path=str(folder))
     store.apply(views(folder / "users.parquet"))
-    now, day, began = datetime.now(UTC), timedelta(days=1), time.monotonic()
-    store.materialize(now - day, now + day)
-    print(json.dumps({"version": version("feast"), "seconds": time.monotonic() - began}))
+    current_time, day, started_at = datetime.now(UTC), timedelta(days=1), time.monotonic()
+    store.materialize(current_time - day, current_time + day)
+    print(json.dumps({"version": version("feast"), "seconds": time.monotonic() - started_at}))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ def calling(
     """Callers at `rate` requests a second over all replicas, until the block ends."""
     context = multiprocessing.get_context("spawn")
     started, over = context.Event(), context.Event()
-    out = folder / "calls.npz"
+    calls_path = folder / "calls.npz"
     process = context.Process(
-        target=_main, args=(list(urls), list(paths), rate, seed, str(out), started, over)
+        target=_main, args=(list(urls), list(paths), rate, seed, str(calls_path), started, over)
     )
     process.start()
-    recording = Recording(out)
+    recording = Recording(calls_path)
     try:
         if not started.wait(30):
             raise RuntimeError("the callers did not start")
@@ -64,10 +64,10 @@ class Recording:
 
     def read(self) -> None:
         """Once the callers have ended."""
-        with np.load(self._path) as found:
-            order = np.argsort(found["due"])
-            self.due, self.seconds = found["due"][order], found["seconds"][order]
-            self.failed = int(found["failed"])
+        with np.load(self._path) as call_arrays:
+            order = np.argsort(call_arrays["due"])
+            self.due, self.seconds = call_arrays["due"][order], call_arrays["seconds"][order]
+            self.failed = int(call_arrays["failed"])
 
     def between(self, start: float, end: float) -> NDArray[np.float64]:
         """Seconds of the calls that were due in [start, end), Unix seconds."""
@@ -76,15 +76,21 @@ class Recording:
 
 
 def _main(
-    urls: list[str], paths: list[str], rate: float, seed: int, out: str, started: Event, over: Event
+    urls: list[str],
+    paths: list[str],
+    rate: float,
+    seed: int,
+    calls_path: str,
+    started: Event,
+    over: Event,
 ) -> None:
     gc.disable()  # a pause of the caller would look like one of the service
     calls = asyncio.run(_call_all(urls, paths, rate, seed, started, over))
     np.savez(
-        out,
-        due=np.concatenate([each.due for each in calls]),
-        seconds=np.concatenate([each.seconds for each in calls]),
-        failed=sum(each.failed for each in calls),
+        calls_path,
+        due=np.concatenate([replica_calls.due for replica_calls in calls]),
+        seconds=np.concatenate([replica_calls.seconds for replica_calls in calls]),
+        failed=sum(replica_calls.failed for replica_calls in calls),
     )
 
 
@@ -92,7 +98,7 @@ async def _call_all(
     urls: list[str], paths: list[str], rate: float, seed: int, started: Event, over: Event
 ) -> list[Calls]:
     calls = [Calls() for _ in urls]
-    began = time.time() + 0.2
+    first_due_at = time.time() + 0.2
     lanes = []
     total = len(urls) * CONNECTIONS
     for number in range(total):
@@ -102,7 +108,7 @@ async def _call_all(
         lanes.append(
             _lane(
                 urls[replica], paths, rng, calls[replica], over,
-                first=began + number / rate, every=total / rate,
+                first=first_due_at + number / rate, every=total / rate,
             )
         )  # fmt: skip
     started.set()

@@ -65,7 +65,9 @@ class Promise:
 
     def __str__(self) -> str:
         bounds = (("at least", self.least), ("at most", self.most))
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+        return " and ".join(
+            f"{bound_name} {bound:g}" for bound_name, bound in bounds if math.isfinite(bound)
+        )
 
 
 @dataclass(slots=True)
@@ -146,8 +148,8 @@ class Report:
         console.print(facts, highlight=False)
         for line in self.short_of(quick=options.quick):
             console.print(f"[yellow]{line}[/yellow]", highlight=False)
-        for each in self.absent:
-            console.print(f"[bold red]NOT MEASURED: {each}[/bold red]", highlight=False)
+        for absence in self.absent:
+            console.print(f"[bold red]NOT MEASURED: {absence}[/bold red]", highlight=False)
         if options.json:
             print(json.dumps(self.to_json(quick=options.quick)), flush=True)
             if self.absent:
@@ -162,8 +164,10 @@ def parse(description: str, argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, ends within 120 s")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="alternating rounds")
-    given = parser.parse_args(argv)
-    return Options(json=given.json, quick=given.quick, rounds=max(ROUNDS_MIN, given.rounds))
+    arguments = parser.parse_args(argv)
+    return Options(
+        json=arguments.json, quick=arguments.quick, rounds=max(ROUNDS_MIN, arguments.rounds)
+    )
 
 
 def alternate(
@@ -180,7 +184,7 @@ def alternate(
     Rounds go on beyond `rounds`, up to `rounds_max` (default twice as many), only while the
     baseline's own ratio is out of tolerance; the candidates' ratios have no say in it.
     """
-    found = compare(
+    ratio_by_pair = compare(
         {"": baseline},
         candidates,
         rounds=rounds,
@@ -188,7 +192,7 @@ def alternate(
         tolerance=tolerance,
         warm=warm,
     )
-    return {candidate: ratio for (_, candidate), ratio in found.items()}
+    return {candidate: ratio for (_, candidate), ratio in ratio_by_pair.items()}
 
 
 def compare(
@@ -205,32 +209,34 @@ def compare(
         for run in (*baselines.values(), *candidates.values()):
             run()
     limit = max(rounds, 2 * rounds if rounds_max is None else rounds_max)
-    before: dict[str, list[float]] = {name: [] for name in baselines}
+    figures_before: dict[str, list[float]] = {name: [] for name in baselines}
     after: dict[str, list[float]] = {name: [] for name in baselines}
-    seen: dict[str, list[float]] = {name: [] for name in candidates}
-    done = 0
+    candidate_figures: dict[str, list[float]] = {name: [] for name in candidates}
+    round_count = 0
 
     def restless() -> bool:
-        return any(abs(_median_ratio(after[n], before[n]) - 1) > tolerance for n in baselines)
+        return any(
+            abs(_median_ratio(after[n], figures_before[n]) - 1) > tolerance for n in baselines
+        )
 
-    while done < rounds or (done < limit and restless()):
-        done += 1
+    while round_count < rounds or (round_count < limit and restless()):
+        round_count += 1
         for name, run in baselines.items():
-            before[name].append(run())
+            figures_before[name].append(run())
         # Every other round runs the candidates backwards, so that none always follows the baseline.
-        for name in candidates if done % 2 else reversed(list(candidates)):
-            seen[name].append(candidates[name]())
+        for name in candidates if round_count % 2 else reversed(list(candidates)):
+            candidate_figures[name].append(candidates[name]())
         for name, run in reversed(list(baselines.items())):
             after[name].append(run())
     ratios = {}
     for baseline in baselines:
-        pairs = zip(before[baseline], after[baseline], strict=True)
+        pairs = zip(figures_before[baseline], after[baseline], strict=True)
         middle = [(first + second) / 2 for first, second in pairs]
-        for candidate, values in seen.items():
+        for candidate, values in candidate_figures.items():
             ratios[baseline, candidate] = Ratio(
                 value=_median_ratio(values, middle),
-                aa=_median_ratio(after[baseline], before[baseline]),
-                rounds=done,
+                aa=_median_ratio(after[baseline], figures_before[baseline]),
+                rounds=round_count,
                 candidate=statistics.median(values),
                 baseline=statistics.median(middle),
                 tolerance=tolerance,
@@ -240,13 +246,13 @@ def compare(
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:
     """Installed versions of Python and of the named packages; absent ones say so."""
-    found = {"python": platform.python_version()}
+    version_by_package = {"python": platform.python_version()}
     for name in ("numpy", *packages):
         try:
-            found[name] = version(name)
+            version_by_package[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            version_by_package[name] = "absent"
+    return version_by_package
 
 
 def machine() -> dict[str, str | int | float]:

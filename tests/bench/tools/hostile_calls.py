@@ -42,9 +42,9 @@ class Calls:
 
     def run(self, requests: Sequence[bytes], due: Sequence[float]) -> Answered:
         """Sends each when it is due, or as soon after as it can."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         for number, (request, at) in enumerate(zip(requests, due, strict=True)):
-            self._wait(began + at)
+            self._wait(started_at + at)
             self._send(request, is_new=number % NEW_EVERY == 0)
         give_up = time.monotonic() + 2.0
         while self._under_way and time.monotonic() < give_up:
@@ -52,8 +52,8 @@ class Calls:
         self._missed += len(self._under_way)
         return Answered(len(due), self._missed, round(self._slowest_s * 1000, 3))
 
-    def _wait(self, until: float) -> None:
-        while (rest_s := until - time.monotonic()) > 0:
+    def _wait(self, due_at: float) -> None:
+        while (rest_s := due_at - time.monotonic()) > 0:
             self._hear(rest_s)
         self._hear(0)
 
@@ -85,7 +85,7 @@ class Calls:
             if number in self._under_way:
                 self._receive(number)
             else:  # idle, and closed by the service
-                wire = next(each for each in self._free if each.fileno() == number)
+                wire = next(free_wire for free_wire in self._free if free_wire.fileno() == number)
                 self._free.remove(wire)
                 self._close(wire)
 

@@ -55,28 +55,28 @@ class Peers:
         self._rng = random.Random(0)
         self.ended = 0
 
-    def open(self, place: int) -> None:
+    def open(self, peer_index: int) -> None:
         """Connects the peer at this place, and sends what it sends first."""
         wire = socket.socket()
-        if self._kinds[place] == "pipeline":
+        if self._kinds[peer_index] == "pipeline":
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         wire.settimeout(5)
         try:
             wire.connect(self._where)
         except OSError:
             wire.close()
-            self._after(self._rng.uniform(*BACK_S), place, self.open)
+            self._after(self._rng.uniform(*BACK_S), peer_index, self.open)
             return
         wire.setblocking(False)
         number = wire.fileno()
-        self._wires[number], self._numbers[place] = (wire, place), number
+        self._wires[number], self._numbers[peer_index] = (wire, peer_index), number
         self._poll.register(number, select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR)
-        first, _, every_s = KINDS[self._kinds[place]]
+        first, _, every_s = KINDS[self._kinds[peer_index]]
         self._send(wire, first)
         if every_s:
-            self._after(every_s, place, self._again)
-        elif self._kinds[place] == "pipeline":
-            self._after(self._rng.uniform(*STAYS_S), place, self._anew)
+            self._after(every_s, peer_index, self._again)
+        elif self._kinds[peer_index] == "pipeline":
+            self._after(self._rng.uniform(*STAYS_S), peer_index, self._anew)
 
     def run(self) -> None:
         """For ever."""
@@ -85,34 +85,34 @@ class Peers:
             for number, _ in self._poll.poll(min(max(rest_s, 0.001), 1.0)):
                 self._lost(self._wires[number][1])
             while self._due and self._due[0][0] <= time.monotonic():
-                _, _, place, act = heapq.heappop(self._due)
-                act(place)
+                _, _, peer_index, act = heapq.heappop(self._due)
+                act(peer_index)
 
     def _send(self, wire: socket.socket, data: bytes) -> None:
         with contextlib.suppress(OSError):  # full, or closed: the poll tells
             wire.send(data)
 
-    def _again(self, place: int) -> None:
-        if (number := self._numbers[place]) >= 0:
-            _, more, every_s = KINDS[self._kinds[place]]
+    def _again(self, peer_index: int) -> None:
+        if (number := self._numbers[peer_index]) >= 0:
+            _, more, every_s = KINDS[self._kinds[peer_index]]
             self._send(self._wires[number][0], more)
-            self._after(every_s, place, self._again)
+            self._after(every_s, peer_index, self._again)
 
-    def _anew(self, place: int) -> None:
-        if self._numbers[place] >= 0:
-            self._lost(place, 0.0)
+    def _anew(self, peer_index: int) -> None:
+        if self._numbers[peer_index] >= 0:
+            self._lost(peer_index, 0.0)
 
-    def _lost(self, place: int, back_s: float | None = None) -> None:
-        number = self._numbers[place]
+    def _lost(self, peer_index: int, back_s: float | None = None) -> None:
+        number = self._numbers[peer_index]
         self._poll.unregister(number)
         self._wires.pop(number)[0].close()
-        self._numbers[place] = -1
+        self._numbers[peer_index] = -1
         self.ended += 1
-        self._after(self._rng.uniform(*BACK_S) if back_s is None else back_s, place, self.open)
+        self._after(self._rng.uniform(*BACK_S) if back_s is None else back_s, peer_index, self.open)
 
-    def _after(self, seconds: float, place: int, act: Callable[[int], None]) -> None:
+    def _after(self, seconds: float, peer_index: int, act: Callable[[int], None]) -> None:
         self._turn += 1
-        heapq.heappush(self._due, (time.monotonic() + seconds, self._turn, place, act))
+        heapq.heappush(self._due, (time.monotonic() + seconds, self._turn, peer_index, act))
 
 
 @contextmanager
@@ -136,13 +136,13 @@ def main(arguments: Sequence[str]) -> None:
     # Callers and Redis, on the same core, go first at once: only what reaches the service is measured.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     where = urlsplit(arguments[0])
-    found = Peers((where.hostname or "", where.port or 0), arguments[1:])
-    for place in range(len(arguments) - 1):
-        found.open(place)
-        if place % 50 == 49:
+    all_peers = Peers((where.hostname or "", where.port or 0), arguments[1:])
+    for peer_index in range(len(arguments) - 1):
+        all_peers.open(peer_index)
+        if peer_index % 50 == 49:
             time.sleep(0.02)
     print("ready", flush=True)
-    found.run()
+    all_peers.run()
 
 
 if __name__ == "__main__":

@@ -34,23 +34,23 @@ class Times:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
-        whole: NDArray[np.int64] = np.frombuffer(self._memory, np.int64)
-        self._count, self.sent = whole[:1], whole[1 : 1 + PORTS]
-        self._took, self._is_get = whole[1 + PORTS :].reshape(2, TIMES)
+        mapped_array: NDArray[np.int64] = np.frombuffer(self._memory, np.int64)
+        self._count, self.sent = mapped_array[:1], mapped_array[1 : 1 + PORTS]
+        self._took, self._is_get = mapped_array[1 + PORTS :].reshape(2, TIMES)
 
-    def add(self, took: int, is_get: bool) -> None:
+    def add(self, duration_ns: int, is_get: bool) -> None:
         """One answer."""
         at = int(self._count[0])
         if at < TIMES:
-            self._took[at], self._is_get[at] = took, is_get
+            self._took[at], self._is_get[at] = duration_ns, is_get
             self._count[0] = at + 1
 
     def take(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """All times since the last call, and which of them are of a GET."""
         count = int(self._count[0])
-        found = self._took[:count].copy(), self._is_get[:count].astype(np.bool_)
+        durations_and_kinds = self._took[:count].copy(), self._is_get[:count].astype(np.bool_)
         self._count[0] = 0
-        return found
+        return durations_and_kinds
 
 
 class _Noting:
@@ -64,9 +64,9 @@ class _Noting:
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
-        if sent := int(self._times.sent[self._port]):
+        if sent_ns := int(self._times.sent[self._port]):
             self._times.sent[self._port] = 0
-            self._times.add(time.monotonic_ns() - sent, self.is_get)
+            self._times.add(time.monotonic_ns() - sent_ns, self.is_get)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -28,12 +28,13 @@ class Program:
         """Processor time so far, all threads that are there; in nanoseconds where the kernel keeps them, else ticks."""
         try:
             tasks = [
-                each.read_text() for each in Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+                stat_file.read_text()
+                for stat_file in Path(f"/proc/{self.pid}/task").glob("*/schedstat")
             ]
         except OSError:  # a thread that ended just now
             tasks = []
         if tasks:
-            return sum(int(each.split()[0]) for each in tasks) / 1e9
+            return sum(int(schedstat.split()[0]) for schedstat in tasks) / 1e9
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -74,10 +75,10 @@ def program(
 def _url(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 60.0) -> str:
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up and process.poll() is None:
-        if found := re.search(
+        if url_match := re.search(
             r"^\S.* (?:on|at:) (http://\S+)(?: \(\d+\))?$", log.read_text(), re.MULTILINE
         ):
-            return found[1]
+            return url_match[1]
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")
 
@@ -89,26 +90,26 @@ def wrk(target: Program, script: Path, *, connections: int, duration_s: int) -> 
     command: list[str] = ["wrk", "-t1", f"-c{connections}", f"-d{duration_s}s", "--latency"]
     if len(cores_at_start) >= 2:
         command = ["taskset", "-c", str(cores_at_start[-1]), *command]
-    began, before = time.monotonic(), target.cpu_s()
-    said = subprocess.run(
+    started_at, cpu_s_before = time.monotonic(), target.cpu_s()
+    wrk_output = subprocess.run(
         [*command, "-s", str(script), target.url], capture_output=True, text=True, check=True
     ).stdout
-    busy = (target.cpu_s() - before) / (time.monotonic() - began)
-    if "Non-2xx" in said or "Socket errors" in said:
-        raise RuntimeError(f"not every request was answered:\n{said}")
-    rate = re.search(r"Requests/sec:\s+([\d.]+)", said)
-    p99 = re.search(r"99%\s+([\d.]+)(us|ms|s)", said)
+    busy = (target.cpu_s() - cpu_s_before) / (time.monotonic() - started_at)
+    if "Non-2xx" in wrk_output or "Socket errors" in wrk_output:
+        raise RuntimeError(f"not every request was answered:\n{wrk_output}")
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", wrk_output)
+    p99 = re.search(r"99%\s+([\d.]+)(us|ms|s)", wrk_output)
     if rate is None or p99 is None:
-        raise RuntimeError(f"wrk said something unexpected:\n{said}")
+        raise RuntimeError(f"wrk said something unexpected:\n{wrk_output}")
     scale = {"us": 0.001, "ms": 1.0, "s": 1000.0}[p99[2]]
     return Load(float(rate[1]), float(p99[1]) * scale, busy)
 
 
 def paths_script(path: Path, paths: Sequence[str]) -> Path:
     """A wrk script that asks for the paths in turn, so that client and server do the same work for each program."""
-    listed = ",\n".join(f'  wrk.format("GET", "{each}")' for each in paths)
+    request_lines = ",\n".join(f'  wrk.format("GET", "{request_path}")' for request_path in paths)
     path.write_text(
-        f"local requests\nlocal at = 0\nfunction init()\n  requests = {{\n{listed}\n  }}\nend\n"
+        f"local requests\nlocal at = 0\nfunction init()\n  requests = {{\n{request_lines}\n  }}\nend\n"
         "function request()\n  at = at % #requests + 1\n  return requests[at]\nend\n"
     )
     return path
@@ -116,4 +117,4 @@ def paths_script(path: Path, paths: Sequence[str]) -> Path:
 
 def place(*programs: Program, core: int = 0) -> str:
     """Pin servers with all their threads, once they have started them."""
-    return {pin(each.pid, core) for each in programs}.pop()
+    return {pin(server_program.pid, core) for server_program in programs}.pop()

@@ -33,12 +33,12 @@ def post(address: tuple[str, int], body: bytes, *, is_patient: bool) -> bool:
 def main() -> None:
     """Post until the time is over."""
     host, port, seed, seconds, mode, path = sys.argv[1:]
-    draw, known = random.Random(int(seed)), Path(path).read_text().split()
-    until = time.monotonic() + float(seconds)
+    draw, known_ids = random.Random(int(seed)), Path(path).read_text().split()
+    ends_at = time.monotonic() + float(seconds)
     requests = answered = failed = 0
-    while time.monotonic() < until:
+    while time.monotonic() < ends_at:
         strangers = [f"stranger-{draw.randrange(10**9)}" for _ in range(STRANGERS)]
-        body = json.dumps({"entities": strangers + draw.sample(known, KNOWN)}).encode()
+        body = json.dumps({"entities": strangers + draw.sample(known_ids, KNOWN)}).encode()
         try:
             answered += post((host, int(port)), body, is_patient=mode == "wait")
         except OSError:

@@ -30,11 +30,11 @@ def loaded(
     steps: list[tuple[float, float]] = [(time.perf_counter(), 0.0)]
     with redis.Redis.from_url(url, protocol=3) as client:
         control = Control(client, KEYS)
-        until = time.perf_counter() + seconds
+        ends_at = time.perf_counter() + seconds
 
         def advance(size_bytes: int) -> None:
             steps.append((time.perf_counter(), steps[-1][1] + size_bytes))
-            if steps[-1][0] > until:
+            if steps[-1][0] > ends_at:
                 raise TimeoutError
 
         opened = open_governor(config.governor, control) if governed else nullcontext()
@@ -51,30 +51,30 @@ def loaded(
                     if len(manifests) > 1:
                         unlink_pages(client, KEYS, manifests[-2], governor=governor)
             except TimeoutError:
-                found = np.array(steps)
+                step_array = np.array(steps)
             for manifest in manifests[-2:]:
                 unlink_pages(client, KEYS, manifest, governor=governor)
-    return found
+    return step_array
 
 
 def flat_out(url: str, case: Case, config: NightConfig, seconds: float) -> float:
     """Bytes per second of the same loads with nobody there, once they run."""
     steps = loaded(url, case, config, False, seconds)
-    began, ended = steps[0, 0] + WARM_SHARE * (steps[-1, 0] - steps[0, 0]), steps[-1, 0]
-    then = np.interp([began, ended], steps[:, 0], steps[:, 1])
-    return float((then[1] - then[0]) / (ended - began))
+    rate_starts_at, ends_at = steps[0, 0] + WARM_SHARE * (steps[-1, 0] - steps[0, 0]), steps[-1, 0]
+    then = np.interp([rate_starts_at, ends_at], steps[:, 0], steps[:, 1])
+    return float((then[1] - then[0]) / (ends_at - rate_starts_at))
 
 
 def set_pipeline(client: "redis.Redis", case: Case, count: int) -> float:
     """Bytes per second of one `SET` per record, keys and values ready."""
     pipeline = client.pipeline(transaction=False)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     for at in range(0, count, AT_ONCE):
-        chosen = slice(at, at + AT_ONCE)
-        for name, record in zip(case.names[chosen], case.records[chosen], strict=True):
+        batch_slice = slice(at, at + AT_ONCE)
+        for name, record in zip(case.names[batch_slice], case.records[batch_slice], strict=True):
             pipeline.set(name, record)
         pipeline.execute()
-    spent_s = time.perf_counter() - began
+    spent_s = time.perf_counter() - started_at
     for at in range(0, count, AT_ONCE):
         client.unlink(*case.names[at : at + AT_ONCE])
     return count * LAYOUT.size_bytes / spent_s
@@ -93,9 +93,9 @@ class Baselines:
 
     def measure(self) -> None:
         """Both once more, each the median of a few, so that one stall of the host is not the figure."""
-        each_s = self._seconds / REPEATS
+        run_s = self._seconds / REPEATS
         runs = {
-            "flat_out": lambda: flat_out(self._url, self._case, self._config, each_s),
+            "flat_out": lambda: flat_out(self._url, self._case, self._config, run_s),
             "set_pipeline": lambda: set_pipeline(self._client, self._case, SETS),
         }
         self._measured.append(
@@ -104,18 +104,18 @@ class Baselines:
 
     def around(self, how: str) -> None:
         """The last two measurements stood around a stretch of this kind."""
-        before, after = self._measured[-2:]
-        self._pairs.append((how, before, after))
+        rates_before, after = self._measured[-2:]
+        self._pairs.append((how, rates_before, after))
 
     def ratios(self, how: str, rates: list[float]) -> dict[str, Ratio]:
         """Rates of the stretches of one kind over what stood around each; all stretches' pairs tell the A/A."""
-        found = {}
+        ratio_by_name = {}
         for name in ("flat_out", "set_pipeline"):
             middle = [(a[name] + b[name]) / 2 for kind, a, b in self._pairs if kind == how]
-            found[name] = Ratio(
-                statistics.median(rate / each for rate, each in zip(rates, middle, strict=True)),
-                statistics.median(after[name] / before[name] for _, before, after in self._pairs),
+            ratio_by_name[name] = Ratio(
+                statistics.median(rate / baseline_rate for rate, baseline_rate in zip(rates, middle, strict=True)),
+                statistics.median(after[name] / rates_before[name] for _, rates_before, after in self._pairs),
                 len(rates), statistics.median(rates) / 1e6, statistics.median(middle) / 1e6,
                 AA_TOLERANCE,
             )  # fmt: skip
-        return found
+        return ratio_by_name

@@ -38,10 +38,10 @@ class Stream:
 
     def draw(self, count: int) -> tuple[list[bytes], NDArray[np.int64]]:
         """Requests, and which of them comes when."""
-        which = self.rng.choice(len(self.known), count, p=self.shares)
+        request_indexes = self.rng.choice(len(self.known), count, p=self.shares)
         new = np.flatnonzero(self.rng.random(count) < UNKNOWN)
-        which[new] = len(self.known) + np.arange(len(new))
-        return self.known + [self._stranger() for _ in range(len(new))], which
+        request_indexes[new] = len(self.known) + np.arange(len(new))
+        return self.known + [self._stranger() for _ in range(len(new))], request_indexes
 
     def _stranger(self) -> bytes:
         self.strangers += 1
@@ -52,25 +52,25 @@ class Stream:
 
     def arrivals(self, url: str, *parts: tuple[float, float]) -> Arrivals:
         """Poisson arrivals: (rate, seconds) after (rate, seconds)."""
-        due, began = [], 0.0
+        due, phase_start_s = [], 0.0
         for rate, seconds in parts:
             gaps = self.rng.exponential(1 / rate, int(rate * seconds * 1.1) + 50)
-            times = began + np.cumsum(gaps)
-            due.append(times[times < began + seconds])
-            began += seconds
+            times = phase_start_s + np.cumsum(gaps)
+            due.append(times[times < phase_start_s + seconds])
+            phase_start_s += seconds
         moments = np.concatenate(due)
-        requests, which = self.draw(len(moments))
-        return Arrivals(url, requests, which, moments, CONNECTIONS, DEADLINE_S)
+        requests, request_indexes = self.draw(len(moments))
+        return Arrivals(url, requests, request_indexes, moments, CONNECTIONS, DEADLINE_S)
 
     def all_known(self, url: str) -> Arrivals:
         """Each known user twice: after it all of them are ready in L1."""
-        which = np.tile(np.arange(len(self.known)), 2)
-        return Arrivals(url, self.known, which, np.zeros(len(which)), IN_FLIGHT)
+        request_indexes = np.tile(np.arange(len(self.known)), 2)
+        return Arrivals(url, self.known, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT)
 
     def closed(self, url: str, count: int) -> Arrivals:
         """All are due at once, a few under way: as quick as it can."""
-        requests, which = self.draw(count)
-        return Arrivals(url, requests, which, np.zeros(count), IN_FLIGHT)
+        requests, request_indexes = self.draw(count)
+        return Arrivals(url, requests, request_indexes, np.zeros(count), IN_FLIGHT)
 
 
 def path_of(user: str) -> str:

@@ -52,26 +52,27 @@ class WayHop:
 
 def way(task: str, roots: Sequence[Call]) -> list[WayHop]:
     """Distinct hops that lead to the deeds of a task, deed after deed."""
-    found: dict[tuple[str, str], WayHop] = {}
-    for deed, what in DEEDS[task].items():
+    hop_by_target: dict[tuple[str, str], WayHop] = {}
+    for deed, deed_text in DEEDS[task].items():
         # Threads of their own first: what they do with users, the task's does with items once more.
         path = next(path for root in reversed(roots) if (path := _path_to(deed, root)))
-        for place in path:
-            module, function = place
-            found.setdefault(
-                place, WayHop(task, module, function, what if place == path[-1] else "")
+        for call_target in path:
+            module, function = call_target
+            hop_by_target.setdefault(
+                call_target,
+                WayHop(task, module, function, deed_text if call_target == path[-1] else ""),
             )
-    return list(found.values())
+    return list(hop_by_target.values())
 
 
 def _path_to(deed: str, call: Call, above: str = "") -> tuple[tuple[str, str], ...]:
     """Calls into other modules down to the first call of the deed; none where it is not below."""
-    here = () if call.module == above else ((call.module, call.function),)
+    own_hops = () if call.module == above else ((call.module, call.function),)
     if deed == f"{call.module}.{call.function}":
         return ((call.module, call.function),)
-    for each in call.calls:
-        if path := _path_to(deed, each, call.module):
-            return (*here, *path)
+    for inner_call in call.calls:
+        if path := _path_to(deed, inner_call, call.module):
+            return (*own_hops, *path)
     return ()
 
 

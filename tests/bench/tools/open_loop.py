@@ -116,17 +116,17 @@ class _Drive:
         for _ in range(self._arrivals.connections):
             self._connect()
         self._settle()
-        spent, began = time.process_time(), time.monotonic()
+        spent, started_at = time.process_time(), time.monotonic()
         try:
-            ended = self._loop(began)
+            elapsed_s = self._loop(started_at)
         finally:
             for line in self._lines.values():
                 line.wire.close()
             self._poll.close()
-        busy = (time.process_time() - spent) / (time.monotonic() - began)
+        busy = (time.process_time() - spent) / (time.monotonic() - started_at)
         return Outcomes(
             self._arrivals.due, self._seconds, self._status, self._source, self._is_shed,
-            ended, self._given_up, busy,
+            elapsed_s, self._given_up, busy,
         )  # fmt: skip
 
     def _settle(self) -> None:
@@ -145,32 +145,32 @@ class _Drive:
         self._poll.register(line.wire.fileno(), select.EPOLLIN)
         self._idle.append(line)
 
-    def _loop(self, began: float) -> float:
+    def _loop(self, started_at: float) -> float:
         due, count, patience_s = self._due, len(self._due), self._arrivals.patience_s
         waiting: deque[int] = deque()
-        up_to, last = 0, began
-        give_up = began + due[-1] + _AFTER_S + count / _RATE_MIN
+        up_to, last = 0, started_at
+        give_up = started_at + due[-1] + _AFTER_S + count / _RATE_MIN
         while up_to < count or waiting or self._open:
-            now = time.monotonic()
-            if now > give_up:
+            now_s = time.monotonic()
+            if now_s > give_up:
                 break
-            while up_to < count and began + due[up_to] <= now:
+            while up_to < count and started_at + due[up_to] <= now_s:
                 waiting.append(up_to)
                 up_to += 1
-            while waiting and (self._idle or now - began - due[waiting[0]] > patience_s):
+            while waiting and (self._idle or now_s - started_at - due[waiting[0]] > patience_s):
                 at = waiting.popleft()
-                if now - began - due[at] > patience_s:
+                if now_s - started_at - due[at] > patience_s:
                     self._given_up += 1
                 else:
                     self._send(self._idle.pop(), at)
-            rest_s = began + due[up_to] - time.monotonic() if up_to < count else 0.05
+            rest_s = started_at + due[up_to] - time.monotonic() if up_to < count else 0.05
             # `poll` rounds up to milliseconds: what is due in between would come in clumps.
             ready, _, _ = select.select([self._poll], [], [], min(max(rest_s, 0.0), 0.05))
             for number, _ in self._poll.poll(0) if ready else ():
-                if self._receive(self._lines[number], began):
+                if self._receive(self._lines[number], started_at):
                     last = time.monotonic()
         self._given_up += len(waiting)
-        return last - began
+        return last - started_at
 
     def _send(self, line: _Line, at: int) -> None:
         line.at, line.data = at, b""
@@ -191,7 +191,7 @@ class _Drive:
         line.wire.close()
         self._connect()
 
-    def _receive(self, line: _Line, began: float) -> bool:
+    def _receive(self, line: _Line, started_at: float) -> bool:
         """Whether an answer is whole."""
         try:
             data = line.wire.recv(1 << 18)
@@ -204,12 +204,14 @@ class _Drive:
         if not _is_whole(data):
             return False
         number = line.at
-        self._seconds[number] = time.monotonic() - began - self._due[number]
+        self._seconds[number] = time.monotonic() - started_at - self._due[number]
         self._status[number] = int(data[9:12])
-        mark = data.find(_MARK)
-        if mark > 0:
-            self._source[number] = _CODES[data[mark + len(_MARK) : mark + len(_MARK) + 2]]
-            self._is_shed[number] = data.find(_OVERLOADED, mark) > 0
+        source_start = data.find(_MARK)
+        if source_start > 0:
+            self._source[number] = _CODES[
+                data[source_start + len(_MARK) : source_start + len(_MARK) + 2]
+            ]
+            self._is_shed[number] = data.find(_OVERLOADED, source_start) > 0
         line.at = -1
         self._open -= 1
         self._idle.append(line)

@@ -21,11 +21,11 @@ def pin(pid: int, core: int | None) -> str:
     available = cores_at_start
     if core is None or len(available) < 2:
         return "anywhere"
-    chosen = available[core % len(available)]
+    core_id = available[core % len(available)]
     tasks = Path(f"/proc/{pid or 'self'}/task")
-    for task in [int(each.name) for each in tasks.iterdir()] if tasks.exists() else [pid]:
-        os.sched_setaffinity(task, {chosen})
-    return f"core {chosen}"
+    for task in [int(task_path.name) for task_path in tasks.iterdir()] if tasks.exists() else [pid]:
+        os.sched_setaffinity(task, {core_id})
+    return f"core {core_id}"
 
 
 def unpin() -> None:

@@ -22,7 +22,7 @@ def app_of(body: bytes, redis_url: str) -> FastAPI:
         return Response(body, media_type="application/json")
 
     @app.get("/redis/{name}")
-    async def stored(name: str) -> Response:
+    async def read_redis(name: str) -> Response:
         return Response(await client.get(name), media_type="application/octet-stream")
 
     return app
@@ -33,8 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("body", type=Path, help="file with the bytes to send")
     parser.add_argument("redis_url")
-    sent = parser.parse_args()
-    serve(app_of(sent.body.read_bytes(), sent.redis_url), "plain")
+    arguments = parser.parse_args()
+    serve(app_of(arguments.body.read_bytes(), arguments.redis_url), "plain")
 
 
 if __name__ == "__main__":

@@ -62,16 +62,16 @@ class Sieve:
         while (node := nodes[at])[0]:
             node[0] = 0
             at = node[1] if node[1] >= 0 else self._tail
-        _, newer, older = nodes.pop(at)
-        self._hand = newer
-        if newer >= 0:
-            nodes[newer][2] = older
+        _, newer_key, older = nodes.pop(at)
+        self._hand = newer_key
+        if newer_key >= 0:
+            nodes[newer_key][2] = older
         else:
             self._head = older
         if older >= 0:
-            nodes[older][1] = newer
+            nodes[older][1] = newer_key
         else:
-            self._tail = newer
+            self._tail = newer_key
 
 
 class S3Fifo:

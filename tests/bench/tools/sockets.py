@@ -70,14 +70,14 @@ def drive(
     sockets = [socket.create_connection((where.hostname, where.port)) for _ in range(connections)]
     try:
         with selectors.DefaultSelector() as selector:
-            for each in sockets:
-                selector.register(each, selectors.EVENT_READ, bytearray())
-            began, before = time.monotonic(), target.cpu_s()
+            for connection in sockets:
+                selector.register(connection, selectors.EVENT_READ, bytearray())
+            started_at, cpu_s_before = time.monotonic(), target.cpu_s()
             _drive(selector, sockets, requests, count)
-            return Driven(count, time.monotonic() - began, target.cpu_s() - before)
+            return Driven(count, time.monotonic() - started_at, target.cpu_s() - cpu_s_before)
     finally:
-        for each in sockets:
-            each.close()
+        for connection in sockets:
+            connection.close()
 
 
 def _drive(
@@ -86,24 +86,24 @@ def _drive(
     requests: Sequence[bytes],
     count: int,
 ) -> None:
-    sent = done = 0
-    for each in sockets[:count]:
-        each.sendall(requests[sent % len(requests)])
-        sent += 1
+    sent_count = answered_count = 0
+    for client_socket in sockets[:count]:
+        client_socket.sendall(requests[sent_count % len(requests)])
+        sent_count += 1
     give_up = time.monotonic() + _PATIENCE_S + count / 50
-    while done < count:
+    while answered_count < count:
         if time.monotonic() > give_up:
-            raise RuntimeError(f"{count - done} of {count} requests were not answered")
+            raise RuntimeError(f"{count - answered_count} of {count} requests were not answered")
         for key, _ in selector.select(1.0):
             connection: socket.socket = key.fileobj  # type: ignore[assignment]
             key.data.extend(connection.recv(1 << 20))
             if not _is_whole(key.data):
                 continue
             key.data.clear()
-            done += 1
-            if sent < count:
-                connection.sendall(requests[sent % len(requests)])
-                sent += 1
+            answered_count += 1
+            if sent_count < count:
+                connection.sendall(requests[sent_count % len(requests)])
+                sent_count += 1
 
 
 def _is_whole(data: bytearray) -> bool:

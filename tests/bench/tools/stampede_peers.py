@@ -105,13 +105,15 @@ async def stampede(library: str, url: str, keys: int, waiters: int) -> dict[str,
     await get("warm")
     loads = 0
     names = [f"{time.time_ns()}-{number}" for number in range(keys)]
-    began, cpu = time.perf_counter(), time.process_time()
-    done = await asyncio.gather(*(get(name) for name in names * waiters), return_exceptions=True)
+    started_at, cpu = time.perf_counter(), time.process_time()
+    outcomes = await asyncio.gather(
+        *(get(name) for name in names * waiters), return_exceptions=True
+    )
     return {
         "version": version(library.partition("_")[0]),
         "loads": loads,
-        "errors": sum(each != VALUE for each in done),
-        "seconds": round(time.perf_counter() - began, 3),
+        "errors": sum(outcome != VALUE for outcome in outcomes),
+        "seconds": round(time.perf_counter() - started_at, 3),
         "cpu_s": round(time.process_time() - cpu, 3),
     }
 

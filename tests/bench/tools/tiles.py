@@ -34,14 +34,14 @@ def seconds(run: Callable[[], object], rounds: int = 3) -> float:
     """Median of some rounds, after one that compiles."""
     import torch
 
-    found = []
+    durations_s = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return sorted(found[1:])[rounds // 2]
+        durations_s.append(time.perf_counter() - started)
+    return sorted(durations_s[1:])[rounds // 2]
 
 
 def held(items: Any, device: Any, group: int) -> Any:
@@ -70,15 +70,17 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
-    wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-    look = partial(fused.kept_of, on, columns, queries, wanted, CAPACITY, tiles, estimating=True)
-    kept, left_out = look()
-    keys = fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles)
+    required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
+    compute_bounds = partial(
+        fused.kept_of, on, columns, queries, required_counts, CAPACITY, tiles, estimating=True
+    )
+    kept_entries, left_out = compute_bounds()
+    keys = fused.keys_of(on, columns, queries, hidden, kept_entries, left_out, tiles)
     runs: dict[str, Callable[[], object]] = {
         "copies": lambda: on.queries(users, users),
         "histories": lambda: fused.hidden_of(pairs, count, len(items)),
-        "bounds": look,
-        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept, left_out, tiles),
+        "bounds": compute_bounds,
+        "exact": lambda: fused.keys_of(on, columns, queries, hidden, kept_entries, left_out, tiles),
         "best": lambda: fused.leading_of(keys, K, tiles),
     }
     return {stage: seconds(run) * 1e6 / count for stage, run in runs.items()}
@@ -88,23 +90,25 @@ def square_users_per_s(dims: int, device: Any) -> float:
     """Users per second at the rate of a large square bfloat16 product."""
     import torch
 
-    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(left)
-    took_s = seconds(lambda: [torch.mm(left, right, out=out) for _ in range(10)])
+    left_matrix, right = (
+        torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    product_buffer = torch.empty_like(left_matrix)
+    took_s = seconds(lambda: [torch.mm(left_matrix, right, out=product_buffer) for _ in range(10)])
     return 10 * 8192**3 / took_s / (ITEMS * dims)
 
 
 def main() -> None:
     """Try shapes while there is time, and print what each reaches."""
-    found = [each for each in devices("auto") if each.startswith("cuda")]
-    if not found:
+    gpu_devices = [device_name for device_name in devices("auto") if device_name.startswith("cuda")]
+    if not gpu_devices:
         raise SystemExit("no GPU here, or no torch that sees it: nothing was tried")
     import torch
 
     from precompute.device import fused, sizes
 
-    device = torch.device(found[0])
-    until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
+    device = torch.device(gpu_devices[0])
+    ends_at = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
     rng = np.random.default_rng(0)
     for dims in (128, 256):
         items = rng.standard_normal((ITEMS, dims), np.float32)
@@ -115,16 +119,16 @@ def main() -> None:
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
         on = held(items, device, fused.GROUP)
         units = sizes.units_of(device)
-        for rows, wide, warps, stages, each in TRIED[dims]:
-            if time.monotonic() > until - (25 if dims == 128 else 0):
+        for rows, wide, warps, stages, resident in TRIED[dims]:
+            if time.monotonic() > ends_at - (25 if dims == 128 else 0):
                 break
-            count = rows * max(1, units * each // 4)
+            count = rows * max(1, units * resident // 4)
             queries = on.queries(users[:count], users[:count])
-            wanted = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-            tiles = sizes.Tiles(rows, wide, warps, stages, each)
+            required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
+            tiles = sizes.Tiles(rows, wide, warps, stages, resident)
             try:
                 took_s = seconds(
-                    partial(fused.kept_of, on, on.whole, queries, wanted, CAPACITY, tiles)
+                    partial(fused.kept_of, on, on.whole, queries, required_counts, CAPACITY, tiles)
                 )
             except Exception as error:
                 print(f"  {tiles}: {type(error).__name__} {str(error)[:80]}", flush=True)

@@ -42,16 +42,16 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
         rows = [np.array(line.split()[1:], np.int64) for line in lines]
     histories = Histories.of(rows)
     owners = np.repeat(np.arange(len(rows)), np.diff(histories.indptr))
-    names = [str(each) for each in range(int(histories.indices.max()) + 1)]
+    names = [str(item_number) for item_number in range(int(histories.indices.max()) + 1)]
     bundle = train(
         ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=SpectralShape()
     )
-    chosen = np.random.default_rng(seed).permutation(len(rows))[:users]
-    given = histories.take(np.sort(chosen))
+    user_rows = np.random.default_rng(seed).permutation(len(rows))[:users]
+    input_histories = histories.take(np.sort(user_rows))
     return Case(
-        _vectors(bundle, "history", given),
+        _vectors(bundle, "history", input_histories),
         _vectors(bundle, "item_index", np.arange(len(names))),
-        given,
+        input_histories,
     )
 
 

@@ -47,42 +47,42 @@ def gowalla(file: Path, *, mean_session: float = 4.0, seed: int = 0) -> dict[str
     with gzip.open(file, "rt") as lines:
         rows = [np.array(line.split(), np.int64) for line in lines]
     users = np.repeat([row[0] for row in rows], [len(row) - 1 for row in rows])
-    places = np.concatenate([rng.permutation(row[1:]) for row in rows])
+    locations = np.concatenate([rng.permutation(row[1:]) for row in rows])
     begins = rng.random(len(users)) < 1 / mean_session
     begins[np.flatnonzero(np.diff(users, prepend=-1))] = True
     session = np.cumsum(begins) - 1
     gaps = np.cumsum(rng.exponential(0.001, len(users)))
     when = rng.random(session[-1] + 1)[session] + gaps - gaps[begins][session]
     order = np.argsort(when)
-    return {"users": users[order], "places": places[order]}
+    return {"users": users[order], "places": locations[order]}
 
 
-def capacities_of(keys: Keys, shares: Sequence[float]) -> list[int]:
+def capacities_of(keys: Keys, key_shares: Sequence[float]) -> list[int]:
     """Cache sizes in keys, as shares of all keys of the stream."""
     count = int(keys.max()) + 1
-    return [max(1, int(count * share)) for share in shares]
+    return [max(1, int(count * key_share)) for key_share in key_shares]
 
 
 def lru_hit_ratio(keys: Sequence[int], sizes: Sequence[int] | None, capacity: int) -> float:
     """Of a cache that holds `capacity`, empty at first; `sizes` are by key, None: one each."""
-    held: OrderedDict[int, int] = OrderedDict()
+    size_by_key: OrderedDict[int, int] = OrderedDict()
     used = hits = 0
     for key in keys:
-        if key in held:
+        if key in size_by_key:
             hits += 1
-            held.move_to_end(key)
+            size_by_key.move_to_end(key)
             continue
         size = 1 if sizes is None else sizes[key]
-        held[key] = size
+        size_by_key[key] = size
         used += size
         while used > capacity:
-            used -= held.popitem(last=False)[1]
+            used -= size_by_key.popitem(last=False)[1]
     return hits / len(keys)
 
 
 def spots_of(keys: Keys, seed: int) -> NDArray[np.uint64]:
     """A hash of each key, by key."""
-    raws = (each.to_bytes(8, "little") for each in range(int(keys.max()) + 1))
+    raws = (key.to_bytes(8, "little") for key in range(int(keys.max()) + 1))
     return np.array([xxhash.xxh3_64_intdigest(raw, seed) for raw in raws], np.uint64)
 
 

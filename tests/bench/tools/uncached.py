@@ -17,27 +17,27 @@ _NOWHERE = Missed(MissReason.NOT_IN_GENERATION)
 class NoTiers(Tiered):
     """Holds nothing and asks nobody."""
 
-    def peek(self, view: View, want: Want) -> Found | None:
+    def peek(self, view: View, record_key: Want) -> Found | None:
         """Never a hit."""
         return None
 
     async def get_many(
-        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool = True
+        self, view: View, record_keys: Sequence[Want], deadline: float, *, is_counted: bool = True
     ) -> list[Outcome]:
         """Nothing is stored."""
-        return [_NOWHERE] * len(wants)
+        return [_NOWHERE] * len(record_keys)
 
-    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
+    def probe(self, view: View, record_key: Want, on_reply: Callable[[bool], None]) -> None:
         """There is nothing to ask."""
 
     def put_live(
         self,
         view: View,
-        want: Want,
+        record_key: Want,
         record: bytes,
         digest: bytes,
         ttl_s: float,
-        mark: Mark | None = None,
+        lease_mark: Mark | None = None,
     ) -> None:
         """Nothing is kept."""
 

@@ -47,7 +47,11 @@ class Caller:
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
-        length = next(each for each in head.lower().split(b"\r\n") if b"content-length" in each)
+        length = next(
+            header_line
+            for header_line in head.lower().split(b"\r\n")
+            if b"content-length" in header_line
+        )
         return await reader.readexactly(int(length.split(b":")[1]))
 
     async def aclose(self) -> None:
@@ -84,7 +88,9 @@ async def walked(caller: Caller, request: bytes) -> list[Call]:
     with recorder.recording():
         await caller.ask(request)
         await asyncio.sleep(0)  # what is done once the answer is on its way
-    return [each for each in recorder.roots if not each.module.startswith(BACKGROUND)]
+    return [
+        root_call for root_call in recorder.roots if not root_call.module.startswith(BACKGROUND)
+    ]
 
 
 def get(path: str) -> bytes:
@@ -103,18 +109,18 @@ async def walks(night: NightConfig, users: Sequence[str], **changes: Any) -> dic
 
     The service has answered others before, on the same connection.
     """
-    found = {}
+    roots_by_request = {}
     async with served(night, **changes) as (caller, _):
         for user in users[:3]:
             await caller.ask(get(f"/v1/lookup/user_topk/{user}"))
         await caller.ask(get("/v1/lookup/user_topk/nobody-0"))
-        found["get"] = await walked(caller, get(f"/v1/lookup/user_topk/{users[3]}"))
-        found["unknown"] = await walked(caller, get("/v1/lookup/user_topk/nobody-1"))
+        roots_by_request["get"] = await walked(caller, get(f"/v1/lookup/user_topk/{users[3]}"))
+        roots_by_request["unknown"] = await walked(caller, get("/v1/lookup/user_topk/nobody-1"))
         bodies = [orjson.dumps({"entities": users[at : at + 100]}) for at in (100, 200, 300)]
         for body in bodies[:-1]:
             await caller.ask(post("/v1/lookup/user_topk", body))
-        found["post"] = await walked(caller, post("/v1/lookup/user_topk", bodies[-1]))
-    return found
+        roots_by_request["post"] = await walked(caller, post("/v1/lookup/user_topk", bodies[-1]))
+    return roots_by_request
 
 
 def main() -> None:
@@ -122,10 +128,10 @@ def main() -> None:
     with TemporaryDirectory() as folder, server(Path(folder) / "redis") as redis:
         night = build_night(Path(folder) / "night", redis.url)
         users = sorted(histories(night))
-        for way in sys.argv[1:] or ("plain", "fast"):
-            print(f"\n# {way}")
-            found = asyncio.run(walks(night, users, fast_http=way == "fast"))
-            for name, roots in found.items():
+        for http_mode in sys.argv[1:] or ("plain", "fast"):
+            print(f"\n# {http_mode}")
+            roots_by_request = asyncio.run(walks(night, users, fast_http=http_mode == "fast"))
+            for name, roots in roots_by_request.items():
                 walk = hops(roots)
                 every = calls_of(roots, lambda _: True)
                 print(

@@ -56,10 +56,10 @@ def write_case(folder: Path, case: Case) -> None:
         ),
     )  # fmt: skip
     owners = np.repeat(np.arange(case.users), HISTORY)
-    chosen = rng.integers(0, case.items, len(owners))
+    item_indexes = rng.integers(0, case.items, len(owners))
     table = {
         "user": pa.array(owners).cast(pa.string()),
-        "item": pa.array(names).take(pa.array(chosen)),
+        "item": pa.array(names).take(pa.array(item_indexes)),
         "timestamp": np.arange(len(owners)) + 1_700_000_000,
     }
     pq.write_table(pa.table(table), folder / "interactions.parquet")
@@ -115,7 +115,7 @@ def shape_of(folder: Path, config: NightConfig) -> Shape:
     return Shape(
         users=case.users, items=case.items, dims=DIMS, shards=case.shards, page_bytes=config.page_bytes,
         layouts={"user_topk": ("user", layout_of(bundle, config.tables["user_topk"]))}, item_id_bytes=12,
-        model_bytes={each.name: each.path.stat().st_size for each in bundle.models},
+        model_bytes={model.name: model.path.stat().st_size for model in bundle.models},
         model_items=case.items, model_dims=DIMS, metrics=1,
         interactions=case.users * HISTORY, feature_bytes=4 * case.width,
     )  # fmt: skip

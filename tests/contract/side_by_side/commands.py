@@ -52,17 +52,17 @@ def outcomes(
 ) -> list[Outcome]:
     """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
     variables = checkout.environment({**environ, "LARDER_CHECKOUT": str(checkout.root)})
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [checkout.python, LAUNCH / "many_commands.py"], cwd=folder, env=variables,
-        input=json.dumps([list(words) for words in commands]), capture_output=True, text=True, check=False,
+        input=json.dumps([list(arguments) for arguments in commands]), capture_output=True, text=True, check=False,
         timeout=_WITHIN_S,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4_000:]
+    assert completed_process.returncode == 0, completed_process.stderr[-4_000:]
     return [
         Outcome(
             tuple(row["words"]), row["code"], row["output"].replace(str(folder), "."), row["errors"]
         )
-        for row in json.loads(done.stdout.splitlines()[-1])
+        for row in json.loads(completed_process.stdout.splitlines()[-1])
     ]
 
 

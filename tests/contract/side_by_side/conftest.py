@@ -41,10 +41,10 @@ def nights(checkouts: Checkouts, tmp_path_factory: pytest.TempPathFactory) -> It
     """A night of each checkout over the same sources, each in a store and a Redis of its own."""
     folder = tmp_path_factory.mktemp("nights")
     with (
-        running_redis(folder / "redis-left") as left,
+        running_redis(folder / "redis-left") as left_url,
         running_redis(folder / "redis-right") as right,
     ):
-        yield run_nights(folder, checkouts, (left, right))
+        yield run_nights(folder, checkouts, (left_url, right))
 
 
 @pytest.fixture(scope="session")

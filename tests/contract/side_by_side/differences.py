@@ -159,7 +159,9 @@ def _difference_of_streams(left: bytes, right: bytes) -> Difference | None:
 
 def _is_momentary(*columns: pa.ChunkedArray) -> bool:
     return all(
-        word is None or word in MOMENTARY_STALE for column in columns for word in column.to_pylist()
+        stale_reason is None or stale_reason in MOMENTARY_STALE
+        for column in columns
+        for stale_reason in column.to_pylist()
     )
 
 

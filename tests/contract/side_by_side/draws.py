@@ -36,9 +36,9 @@ class Draw:
     rng: random.Random
     known: Known
 
-    def chance(self, share: float) -> bool:
+    def chance(self, probability: float) -> bool:
         """True for that share of the draws."""
-        return self.rng.random() < share
+        return self.rng.random() < probability
 
     def table(self) -> str:
         """Name of a table, those of lists for users more often."""
@@ -77,9 +77,9 @@ class Draw:
             return f"new-{self.rng.randrange(60)}"
         return self.rng.choice((*self.known.blocked_items, "item-nowhere"))
 
-    def history(self, most: int = 30) -> list[Any]:
+    def history(self, length_max: int = 30) -> list[Any]:
         """Items in an order, some of them unknown."""
-        return [self.item() for _ in range(self.rng.randrange(1, most))]
+        return [self.item() for _ in range(self.rng.randrange(1, length_max))]
 
     def near_history(self) -> list[str]:
         """One of few histories, but for one item of it."""
@@ -92,32 +92,34 @@ class Draw:
         rng = self.rng
         if table in OF_ITEMS:
             return {"looks": [round(rng.gauss(0, 1), 3) for _ in range(DIMS)]}
-        sent: dict[str, Any] = {"country": rng.randrange(COUNTRIES)}
+        feature_values: dict[str, Any] = {"country": rng.randrange(COUNTRIES)}
         if table == "user_mood" or self.chance(0.3):
-            sent["mood"] = [rng.choice((0, 1, 0.5, rng.random())), round(rng.random(), 3)]
+            feature_values["mood"] = [rng.choice((0, 1, 0.5, rng.random())), round(rng.random(), 3)]
         if self.chance(0.1):
-            sent["other"] = rng.choice(("text", 7, 0.25, ["a", "b"], [1, 2.5]))
+            feature_values["other"] = rng.choice(("text", 7, 0.25, ["a", "b"], [1, 2.5]))
         if self.chance(0.03):
-            del sent["country"]
-        return sent
+            del feature_values["country"]
+        return feature_values
 
     def entity_input(self, table: str) -> Any:
         """Entity of a body: an id, or an object with an input."""
         if self.chance(0.55):
             return self.entity(table) if self.chance(0.97) else self.rng.randrange(100)
-        sent: dict[str, Any] = {}
+        entity_object: dict[str, Any] = {}
         if self.chance(0.7):
-            sent["id"] = self.entity(table)
+            entity_object["id"] = self.entity(table)
         if table == "near_topk":
-            return {**sent, "history": self.near_history(), "features": {"country": 1}}
+            return {**entity_object, "history": self.near_history(), "features": {"country": 1}}
         if self.chance(0.75):
-            sent["history"] = self.history()
-        if self.chance(0.9) or not sent:
-            sent["features"] = self.features(table) or {"country": 1}
+            entity_object["history"] = self.history()
+        if self.chance(0.9) or not entity_object:
+            entity_object["features"] = self.features(table) or {"country": 1}
         if self.chance(0.05):
-            sent.setdefault("history", None)
+            entity_object.setdefault("history", None)
         return (
-            sent if sent.keys() & {"id", "history"} or sent.get("features") else {"id": "somebody"}
+            entity_object
+            if entity_object.keys() & {"id", "history"} or entity_object.get("features")
+            else {"id": "somebody"}
         )
 
     def filter(self) -> Any:
@@ -138,14 +140,14 @@ class Draw:
 
     def reranking(self) -> Any:
         """Re-ranking of either kind, or of both."""
-        rng, sent = self.rng, dict[str, Any]()
+        rng, rerank_spec = self.rng, dict[str, Any]()
         if self.chance(0.6):
             factors = (0.25, 0.5, 1, 2.5, 4)
-            sent["boost"] = [
+            rerank_spec["boost"] = [
                 {"filter": self.filter(), "factor": rng.choice(factors)}
                 for _ in range(rng.randrange(1, 3))
             ]
-        if self.chance(0.6) or not sent:
+        if self.chance(0.6) or not rerank_spec:
             diversify: dict[str, Any] = {"mmr": rng.choice((0.2, 0.8, 1))}
             if self.chance(0.7):
                 diversify |= {
@@ -154,8 +156,8 @@ class Draw:
                 }
             if self.chance(0.4) and "most" in diversify:
                 del diversify["mmr"]
-            sent["diversify"] = diversify
-        return sent
+            rerank_spec["diversify"] = diversify
+        return rerank_spec
 
     def options(self, table: str, *, is_score: bool = False) -> dict[str, Any]:
         """Options of a request, most often few."""
@@ -178,39 +180,41 @@ class Draw:
             "rerank": lambda: rng.choice(("varied", "fresh", self.reranking(), self.reranking())),
         }
         weights = {"k": 0.35, "filter": 0.12, "rerank": 0.1, "fresh": 0.1}
-        sent = {
+        request_options = {
             name: make() for name, make in makers.items() if rng.random() < weights.get(name, 0.04)
         }
         if table in ("brands", *TABLES[4:]) and not is_score and not self.chance(0.05):
-            sent.pop("filter", None)
-            sent.pop("rerank", None)
-        return sent
+            request_options.pop("filter", None)
+            request_options.pop("rerank", None)
+        return request_options
 
     def body_options(self, table: str, *, is_score: bool = False) -> dict[str, Any]:
         """Options of a body, which may also be null, and say what to leave out."""
-        sent = self.options(table, is_score=is_score)
+        request_options = self.options(table, is_score=is_score)
         if not is_score and self.chance(0.15):
-            sent["exclude"] = self.history(60)
+            request_options["exclude"] = self.history(60)
         if self.chance(0.03):
-            sent[self.rng.choice(("k", "filter", "arm", "generation", "as_of"))] = None
-        return sent
+            request_options[self.rng.choice(("k", "filter", "arm", "generation", "as_of"))] = None
+        return request_options
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Headers that are options, and others that change nothing."""
-        rng, sent = self.rng, list[tuple[str, str]]()
+        rng, header_pairs = self.rng, list[tuple[str, str]]()
         if self.chance(0.05):
-            sent.append(("X-Deadline-Ms", rng.choice(("20000", "3e4", "25000.5"))))
+            header_pairs.append(("X-Deadline-Ms", rng.choice(("20000", "3e4", "25000.5"))))
         if self.chance(0.08):
-            sent.append(("X-Larder-Canary-Key", f"key-{rng.randrange(60)}"))
+            header_pairs.append(("X-Larder-Canary-Key", f"key-{rng.randrange(60)}"))
         if self.chance(0.05):
-            sent.append(("X-Larder-Arm", rng.choice(("ranker=b", "ranker=control"))))
+            header_pairs.append(("X-Larder-Arm", rng.choice(("ranker=b", "ranker=control"))))
         if self.chance(0.05):
-            sent.append(("X-Larder-Timing", "1"))
+            header_pairs.append(("X-Larder-Timing", "1"))
         if self.chance(0.05):
-            sent.append(("X-Request-Id", f"request-{rng.randrange(1_000)}"))
+            header_pairs.append(("X-Request-Id", f"request-{rng.randrange(1_000)}"))
         if self.chance(0.05):
-            sent.append(("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"))
-        return tuple(sent)
+            header_pairs.append(
+                ("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+            )
+        return tuple(header_pairs)
 
     def word(self) -> str:
         """A word that is the name of nothing."""

@@ -50,13 +50,13 @@ class Request:
         """Command line that sends the same."""
         if self.wire:
             return f"printf %b {shlex.quote(repr(self.wire)[2:-1])} | nc 127.0.0.1 8000"
-        words = ["curl", "-i", "--path-as-is", "-X", self.method, f"{base}{self.target}"]
+        command = ["curl", "-i", "--path-as-is", "-X", self.method, f"{base}{self.target}"]
         for name, value in self.headers:
-            words += ["-H", f"{name}: {value}"]
+            command += ["-H", f"{name}: {value}"]
         if self.body:
             text = self.body.decode(errors="backslashreplace")
-            words += ["--data-binary", text if len(text) < 4_000 else f"{text[:4_000]}..."]
-        return shlex.join(words)
+            command += ["--data-binary", text if len(text) < 4_000 else f"{text[:4_000]}..."]
+        return shlex.join(command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Answer:
 
     def header(self, name: str) -> str:
         """Value of a header, "" without one."""
-        return next((value for known, value in self.headers if known == name), "")
+        return next((value for header_name, value in self.headers if header_name == name), "")
 
 
 class Line:
@@ -126,9 +126,9 @@ class Line:
     def _take(self, size: int) -> bytes:
         while len(self._buffer) < size:
             self._fill()
-        taken = bytes(self._buffer[:size])
+        piece = bytes(self._buffer[:size])
         del self._buffer[:size]
-        return taken
+        return piece
 
     def _fill(self) -> None:
         assert self._socket is not None

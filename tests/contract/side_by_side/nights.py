@@ -44,23 +44,25 @@ def run_nights(folder: Path, checkouts: Checkouts, redis_urls: tuple[str, str]) 
     shops = sources.copied_to(folder / "left"), sources.copied_to(folder / "right")
     environs = [shop.environ(url) for shop, url in zip(shops, redis_urls, strict=True)]
     with ThreadPoolExecutor(2) as pool:
-        left, right = [
+        left_future, right = [
             pool.submit(outcomes, checkout, shop.folder, environ, COMMANDS)
             for checkout, shop, environ in zip(checkouts, shops, environs, strict=True)
         ]
-        return Nights(shops, redis_urls, (left.result(), right.result()))
+        return Nights(shops, redis_urls, (left_future.result(), right.result()))
 
 
 def differences_of_nights(nights: Nights) -> list[str]:
     """Differences of both nights: files, their bytes, fields of manifests, exit codes and keys of `--json`."""
-    left, right = nights.files(0), nights.files(1)
-    manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left, right)]
-    published = [{path for path in files if not INTERNAL.match(path)} for files in (left, right)]
+    left_files, right = nights.files(0), nights.files(1)
+    manifests = [orjson.loads(files.pop(MANIFEST)) for files in (left_files, right)]
+    published = [
+        {path for path in files if not INTERNAL.match(path)} for files in (left_files, right)
+    ]
     lines = [f"{path}: on one side alone" for path in sorted(published[0] ^ published[1])]
     lines += [
         f"{path}: other bytes"
         for path in sorted(published[0] & published[1])
-        if left[path] != right[path]
+        if left_files[path] != right[path]
     ]
     lines += [
         str(difference)

@@ -97,9 +97,9 @@ def _no_stream(draw: Draw) -> Request:
 
 
 def _bad_id(draw: Draw) -> Request:
-    bad = draw.rng.choice(BAD_IDS)
+    bad_id = draw.rng.choice(BAD_IDS)
     body: Any = draw.rng.choice((
-        {"entities": [bad]}, {"entities": ["a", {"id": bad}]}, {"entities": [{"id": "a", "history": [bad]}]},
+        {"entities": [bad_id]}, {"entities": ["a", {"id": bad_id}]}, {"entities": [{"id": "a", "history": [bad_id]}]},
         {"entities": [{"history": "x"}]}, {"entities": [{}]}, {"entities": [{"id": None}]}, {"entities": [None]},
     ))  # fmt: skip
     if draw.chance(0.2):

@@ -31,9 +31,11 @@ class Recipe(NamedTuple):
     draw: Callable[[Draw, int], Request]
 
 
-def request(seed: int, number: int, known: Known, headers: tuple[tuple[str, str], ...]) -> Request:
+def request(
+    seed: int, number: int, shop_facts: Known, headers: tuple[tuple[str, str], ...]
+) -> Request:
     """Request of this number in the run of this seed, with the headers that all have."""
-    draw = Draw(random.Random(f"{seed}:{number}"), known)
+    draw = Draw(random.Random(f"{seed}:{number}"), shop_facts)
     recipe = draw.rng.choices(RECIPES, [recipe.weight for recipe in RECIPES])[0]
     drawn = recipe.draw(draw, number)
     if drawn.wire or any(name == "Authorization" for name, _ in drawn.headers):
@@ -72,7 +74,9 @@ def _arrow_batch(draw: Draw, _number: int) -> Request:
     ids = [draw.entity(table) for _ in range(_size(draw))]
     options = draw.options(table) if draw.chance(0.4) else {}
     kind = pa.large_utf8() if draw.chance(0.1) else pa.utf8()
-    sent = pa.table({"id": pa.array(ids, kind)}).replace_schema_metadata(_texts(options) or None)
+    id_table = pa.table({"id": pa.array(ids, kind)}).replace_schema_metadata(
+        _texts(options) or None
+    )
     headers: tuple[tuple[str, str], ...] = (_ARROW_SENT, *draw.headers())
     if draw.chance(0.8):
         headers = (*headers, _ARROW_WANTED)
@@ -81,7 +85,7 @@ def _arrow_batch(draw: Draw, _number: int) -> Request:
         "POST",
         f"/v1/lookup/{table}",
         headers,
-        stream_of(sent),
+        stream_of(id_table),
         options=tuple(options),
     )
 
@@ -181,22 +185,22 @@ def _values(draw: Draw, number: int) -> Request:
     rng, events = draw.rng, list[dict[str, Any]]()
     for at in range(rng.randrange(1, 4)):
         event: dict[str, Any] = {"id": f"v-{number}-{at}"}
-        share = rng.random()
-        if share < 0.5:
+        drawn_fraction = rng.random()
+        if drawn_fraction < 0.5:
             price: Any = rng.choice((round(rng.uniform(0, 100), 2), None))
             event |= {
                 "item": rng.choice(draw.known.items[10:50]),
                 "attributes": {"price": price, "stock": rng.random() < 0.5, "tags": ["sale"]},
             }
-        elif share < 0.7:
+        elif drawn_fraction < 0.7:
             event |= {
                 "user": rng.choice(draw.known.users[4:34]),
                 "attributes": {"country": rng.randrange(5)},
             }
         else:
-            looks = [round(rng.gauss(0, 1.5), 4) for _ in range(DIMS)]
+            looks_vector = [round(rng.gauss(0, 1.5), 4) for _ in range(DIMS)]
             event |= {
-                "item": f"new-{rng.randrange(60)}", "features": {"looks": looks, "brand": "acme"},
+                "item": f"new-{rng.randrange(60)}", "features": {"looks": looks_vector, "brand": "acme"},
                 "attributes": {"stock": rng.random() < 0.5, "price": round(rng.uniform(0, 100), 2)},
             }  # fmt: skip
         events.append(event)
@@ -204,7 +208,7 @@ def _values(draw: Draw, number: int) -> Request:
 
 
 def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
-    plain = {
+    valid_event = {
         "id": f"b-{number}",
         "user": draw.known.users[9],
         "item": draw.known.items[9],
@@ -212,10 +216,11 @@ def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
     }
     alone = {"id": f"b-{number}", "item": "new-99"}
     return (
-        5, {}, {"id": "x"}, {**plain, "id": ""}, {**plain, "id": "a" * 129}, {**plain, "user": 1.5},
-        {**plain, "time": "2100-01-01T00:00:00Z"}, {**plain, "time": "soon"}, {**plain, "time": -1},
-        {**plain, "weight": "x"}, {**plain, "type": ""}, {**plain, "colour": 1}, {**plain, "attributes": {"a": 1}},
-        {**plain, "user": draw.known.blocked_users[0]}, alone, {**alone, "features": {"brand": "acme"}},
+        5, {}, {"id": "x"}, {**valid_event, "id": ""}, {**valid_event, "id": "a" * 129}, {**valid_event, "user": 1.5},
+        {**valid_event, "time": "2100-01-01T00:00:00Z"}, {**valid_event, "time": "soon"}, {**valid_event, "time": -1},
+        {**valid_event, "weight": "x"}, {**valid_event, "type": ""}, {**valid_event, "colour": 1},
+        {**valid_event, "attributes": {"a": 1}},
+        {**valid_event, "user": draw.known.blocked_users[0]}, alone, {**alone, "features": {"brand": "acme"}},
         {**alone, "vector": [0.5] * DIMS}, {**alone, "features": {"looks": [1.0]}}, {**alone, "attributes": {}},
         {**alone, "attributes": {"a": {"b": 1}}}, {**alone, "attributes": {"a": "x" * 1_025}},
         {**alone, "attributes": {f"a{at}": "x" * 1_000 for at in range(5)}}, {**alone, "features": {"looks": True}},
@@ -260,13 +265,13 @@ def _bad_option(draw: Draw, _number: int) -> Request:
         target = f"/v1/lookup/{table}/{quoted(draw, entity)}{_query({name: value})}"
         return Request("lookup", "GET", target, options=(name,))
     if form == 1:
-        sent = pa.table({"id": [entity]}).replace_schema_metadata(_texts({name: value}))
+        id_table = pa.table({"id": [entity]}).replace_schema_metadata(_texts({name: value}))
         return Request(
             "lookupBatch",
             "POST",
             f"/v1/lookup/{table}",
             (_ARROW_SENT,),
-            stream_of(sent),
+            stream_of(id_table),
             options=(name,),
         )
     if form == 2:
@@ -325,8 +330,8 @@ def stream_of(table: pa.Table) -> bytes:
 
 
 def _size(draw: Draw) -> int:
-    least, most, _ = draw.rng.choices(_SIZES, [share for _, _, share in _SIZES])[0]
-    return draw.rng.randint(least, most)
+    size_min, size_max, _ = draw.rng.choices(_SIZES, [weight for _, _, weight in _SIZES])[0]
+    return draw.rng.randint(size_min, size_max)
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:

@@ -30,26 +30,28 @@ class Met:
     statuses: Counter[int] = field(default_factory=Counter)
     forms: Counter[str] = field(default_factory=Counter)
 
-    def note(self, asked: Request, answer: Answer) -> None:
+    def note(self, sent_request: Request, answer: Answer) -> None:
         """Count a request and its answer."""
-        self.kinds[asked.kind] += 1
+        self.kinds[sent_request.kind] += 1
         self.statuses[answer.status] += 1
         if answer.status < 300:
-            self.options.update(asked.options)
+            self.options.update(sent_request.options)
         if answer.header("content-type") == ARROW:
             self.forms["arrow"] += 1
             with pa.ipc.open_stream(answer.body) as stream:
                 table = stream.read_all()
             for name in ("reason", "live", "source", "producer", "reranked"):
-                self.words.update((name, word) for word in table[name].to_pylist() if word)
+                self.words.update(
+                    (name, field_value) for field_value in table[name].to_pylist() if field_value
+                )
         else:
             self.forms["json"] += 1
             pairs = _WORDS.findall(answer.body)
-            self.words.update((name.decode(), word.decode()) for name, word in pairs)
+            self.words.update((name.decode(), raw_value.decode()) for name, raw_value in pairs)
 
     def of(self, name: str) -> set[str]:
         """Words that were met in a field."""
-        return {word for known, word in self.words if known == name}
+        return {field_value for field_name, field_value in self.words if field_name == name}
 
     def __str__(self) -> str:
         lines = [f"{name}: {_listed(counts)}" for name, counts in (
@@ -57,7 +59,11 @@ class Met:
         )]  # fmt: skip
         for name in sorted({name for name, _ in self.words}):
             counts = Counter(
-                {word: count for (known, word), count in self.words.items() if known == name}
+                {
+                    field_value: count
+                    for (field_name, field_value), count in self.words.items()
+                    if field_name == name
+                }
             )
             lines.append(f"{name}: {_listed(counts)}")
         return "\n".join(lines)
@@ -78,22 +84,24 @@ class Run:
 
     def ask(self, numbers: Iterable[int]) -> None:
         """Send the requests of these numbers, until so many were answered differently that it is enough."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         for number in numbers:
             self.send(request(self.seed, number, self.known, self.twins.headers))
             if len(self.differing) >= self.most:
                 break
-        self.seconds += time.monotonic() - began
+        self.seconds += time.monotonic() - started_at
 
-    def send(self, asked: Request) -> tuple[Answer, Answer]:
+    def send(self, sent_request: Request) -> tuple[Answer, Answer]:
         """Send one; its answers."""
-        answers, change = self.twins.compare(asked)
-        self.met.note(asked, answers[0])
+        answers, change = self.twins.compare(sent_request)
+        self.met.note(sent_request, answers[0])
         if change is not None:
-            heading = f"request {asked.number} of seed {self.seed} ({asked.kind})"
-            self.differing.append(f"{heading}\n  {asked.curl(self.twins.urls[0])}\n  {change}")
+            heading = f"request {sent_request.number} of seed {self.seed} ({sent_request.kind})"
+            self.differing.append(
+                f"{heading}\n  {sent_request.curl(self.twins.urls[0])}\n  {change}"
+            )
         elif answers[0].status == 202 and orjson.loads(answers[0].body)["accepted"]:
-            has_values = any(word in asked.body for word in _VALUES)
+            has_values = any(value_field in sent_request.body for value_field in _VALUES)
             self.twins.follow_events(answers, has_values=has_values)
         return answers
 

@@ -62,9 +62,11 @@ def _abandon(config: NightConfig) -> None:
     trial.abandon(config, None, reason="a test", attempt="abandoned")
 
 
-def _await(twins: Twins, holds: Callable[[dict[str, Any]], bool]) -> None:
+def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:
     assert until(
-        lambda: all(holds(view) for view in twins.both("/v1/generations")), SETTLE_S, every_s=0.05
+        lambda: all(is_reached(view) for view in twins.both("/v1/generations")),
+        SETTLE_S,
+        every_s=0.05,
     ), twins.both("/v1/generations")
 
 
@@ -84,11 +86,15 @@ def _await_experiments(twins: Twins, *, status: int) -> None:
 
 def _level(twins: Twins) -> None:
     """Have both read all records of all generations into L1: how many a flip reads ahead depends on time."""
-    known = twins.shop.known
-    of_items = dict.fromkeys(OF_ITEMS, known.items)
-    for generation in known.generations:
+    shop_facts = twins.shop.known
+    of_items = dict.fromkeys(OF_ITEMS, shop_facts.items)
+    for generation in shop_facts.generations:
         for table in TABLES:
-            ids = BRANDS if table == "brands" else of_items.get(table, (*known.users, *known.gone))
+            ids = (
+                BRANDS
+                if table == "brands"
+                else of_items.get(table, (*shop_facts.users, *shop_facts.gone))
+            )
             for options in ({}, {"filter": "in_stock"}) if table == "user_topk" else ({},):
                 body = {"entities": ids, "generation": generation, **options}
                 twins.ask(twins.request("POST", f"/v1/lookup/{table}", body))

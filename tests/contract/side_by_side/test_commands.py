@@ -26,11 +26,11 @@ ENDLESS = {"demo", "redis", "serve"}
 """Commands that go on until they are stopped."""
 
 
-def commands_of(known: Known) -> list[list[str]]:
+def commands_of(shop_facts: Known) -> list[list[str]]:
     """Commands over a shop, in this order: what each leaves is what the next one meets; many are refused."""
-    live, previous, tried, _ = known.generations
-    user, item = known.users[40], known.items[40]
-    why = ["--reason", "a test"]
+    live, previous, tried, _ = shop_facts.generations
+    user, item = shop_facts.users[40], shop_facts.items[40]
+    reason_options = ["--reason", "a test"]
     arms = ["--arm", f"control={NAMESPACE}:0.5", "--arm", f"b={ARM_NAMESPACE}:0.5"]
     return [
         [], ["--help"], ["--version"], ["nothing"], ["night", "--nothing"], ["night", "--help"],
@@ -38,12 +38,15 @@ def commands_of(known: Known) -> list[list[str]]:
         ["plan", "--json", "--qps", "x"],
         ["audit", "--json"], ["audit", "--json", "--since", "2026-01-01"], ["audit", "--since", "soon"],
         ["worklist", "--json"], ["worklist", "--json", "--limit", "2"],
-        ["pin", previous, *why, "--json"], ["pin", "nothing", *why, "--json"], ["pin", previous],
+        ["pin", previous, *reason_options, "--json"], ["pin", "nothing", *reason_options, "--json"], ["pin", previous],
         ["unpin", previous, "--json"], ["unpin", "nothing", "--json"],
-        ["block", "--item", item, "--json", *why], ["unblock", "--item", item, "--json"], ["block", "--json"],
+        ["block", "--item", item, "--json", *reason_options], ["unblock", "--item", item, "--json"],
+        ["block", "--json"],
         ["block", "--entity", user, "--item", item, "--json"], ["unblock", "--entity", user, "--json"],
-        ["erase", user, "--json", *why], ["erase", "--list", "--json"], ["erase", user, "--status", "--json"],
-        ["erase", user, "--forget", "--json", *why], ["erase", "--json"], ["erase", "nobody", "--status", "--json"],
+        ["erase", user, "--json", *reason_options], ["erase", "--list", "--json"],
+        ["erase", user, "--status", "--json"],
+        ["erase", user, "--forget", "--json", *reason_options], ["erase", "--json"],
+        ["erase", "nobody", "--status", "--json"],
         ["experiment", "start", "ranker", "--share", "0.4", *arms, "--json"],
         ["experiment", "start", "other", "--json"],
         ["experiment", "start", "other", "--arm", "control=nothing:1", "--json"],
@@ -51,13 +54,15 @@ def commands_of(known: Known) -> list[list[str]]:
         ["experiment", "share", "ranker", "--share", "0.6", "--json"],
         ["experiment", "share", "--holdout", "0.05", "--json"],
         ["experiment", "share", "ranker", "--share", "7", "--json"], ["experiment", "exposures", "--json"],
-        ["experiment", "stop", "ranker", *why, "--json"], ["experiment", "retire", "ranker", "--json"],
+        ["experiment", "stop", "ranker", *reason_options, "--json"], ["experiment", "retire", "ranker", "--json"],
         ["canary", "status", "--json"], ["canary", "start", "nothing", "--json"],
         ["canary", "start", tried, "--percent", "20", "--json"], ["canary", "status", "--json"],
-        ["canary", "abandon", "--json"], ["canary", "abandon", *why, "--json"], ["canary", "publish", "--json"],
-        ["override", tried, "--rule", "nothing", *why, "--json"], ["override", tried, "--json"],
+        ["canary", "abandon", "--json"], ["canary", "abandon", *reason_options, "--json"],
+        ["canary", "publish", "--json"],
+        ["override", tried, "--rule", "nothing", *reason_options, "--json"], ["override", tried, "--json"],
         ["verify", tried, "--json"], ["publish", tried, "--json"], ["publish", "nothing", "--json"],
-        ["roll-back", "--json"], ["roll-back", *why, "--json"], ["roll-back", "--to", "nothing", *why, "--json"],
+        ["roll-back", "--json"], ["roll-back", *reason_options, "--json"],
+        ["roll-back", "--to", "nothing", *reason_options, "--json"],
         ["warm", live, "--json"], ["retire", live], ["retire", "--json"],
         ["restore", "--json"], ["restore", "--adopt", "--json"],
         ["take-events", "--json"], ["night", "--data-until", CUTS[0], "--json"],
@@ -83,24 +88,25 @@ def commands_of(known: Known) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def asking(url: str, known: str) -> list[list[str]]:
+def asking(url: str, user_id: str) -> list[list[str]]:
     """Commands that ask a running service."""
     at = ["--url", url, "--json"]
     return [
-        ["lookup", "user_topk", known, *at], ["lookup", "user_topk", known, "--k", "3", *at],
-        ["lookup", "user_topk", known, "--k", "999", *at], ["lookup", "nothing", known, *at],
+        ["lookup", "user_topk", user_id, *at], ["lookup", "user_topk", user_id, "--k", "3", *at],
+        ["lookup", "user_topk", user_id, "--k", "999", *at], ["lookup", "nothing", user_id, *at],
         ["lookup", "user_topk", "new", "--history", "i-00001,i-00002", "--features", '{"country": 1}', *at],
-        ["lookup", "user_topk", known, "--filter", "in_stock", "--rerank", "varied", *at],
-        ["lookup", "user_topk", known, "--filter", "{", *at], ["lookup", "user_topk", known, "--generation", "x", *at],
-        ["explain", "user_topk", known, *at], ["explain", "user_vector", "nobody", *at],
+        ["lookup", "user_topk", user_id, "--filter", "in_stock", "--rerank", "varied", *at],
+        ["lookup", "user_topk", user_id, "--filter", "{", *at],
+        ["lookup", "user_topk", user_id, "--generation", "x", *at],
+        ["explain", "user_topk", user_id, *at], ["explain", "user_vector", "nobody", *at],
         ["explain", "user_topk", "new", "--history", "i-00001", "--features", '{"country": 1}', *at],
-        ["explain", "nothing", known, *at], ["top", *at],
+        ["explain", "nothing", user_id, *at], ["top", *at],
     ]  # fmt: skip
 
 
 def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) -> None:
-    known = shop.known
-    commands = commands_of(known)
+    shop_facts = shop.known
+    commands = commands_of(shop_facts)
     sides = []
     for side, checkout in zip(("left", "right"), checkouts, strict=True):
         with running_redis(tmp_path / f"redis-{side}") as url:
@@ -113,7 +119,8 @@ def test_commands_of_a_shop(checkouts: Checkouts, shop: Shop, tmp_path: Path) ->
         codes[outcome.words[0] if outcome.words else ""].add(outcome.code)
     print(
         "\n".join(
-            f"{name}: {', '.join(map(str, sorted(ended)))}" for name, ended in sorted(codes.items())
+            f"{name}: {', '.join(map(str, sorted(exit_codes)))}"
+            for name, exit_codes in sorted(codes.items())
         )
     )
     assert_alike(sides)
@@ -139,8 +146,8 @@ def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path:
 def assert_alike(sides: Sequence[Sequence[Outcome]]) -> None:
     """Raise AssertionError with the commands that did not end alike."""
     differing = [
-        f"larder {' '.join(left.words)}: {change}"
-        for left, right in zip(*sides, strict=True)
-        if (change := difference_of_outcomes(left, right)) is not None
+        f"larder {' '.join(left_outcome.words)}: {change}"
+        for left_outcome, right in zip(*sides, strict=True)
+        if (change := difference_of_outcomes(left_outcome, right)) is not None
     ]
     assert not differing, "\n".join(differing)

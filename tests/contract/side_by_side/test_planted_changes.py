@@ -104,11 +104,14 @@ def test_a_change_of_the_service_is_found(
 ) -> None:
     pair = checkouts[0], planted(ANSWERS[name], checkouts[0], tmp_path / "planted")
 
-    with twins(tmp_path, shop, pair, token=TOKENS["all"]) as asked:
-        run = Run(asked, seed, shop.known, most=1)
-        await_ready(asked)
+    with twins(tmp_path, shop, pair, token=TOKENS["all"]) as twin_services:
+        run = Run(twin_services, seed, shop.known, most=1)
+        await_ready(twin_services)
         run.ask(range(COUNT))
-        texts = [answer.body.decode() for answer in asked.ask(asked.request("GET", "/metrics"))]
+        texts = [
+            answer.body.decode()
+            for answer in twin_services.ask(twin_services.request("GET", "/metrics"))
+        ]
 
     of_metrics = difference_of_metrics(texts[0], texts[1])
     print(run.differing, of_metrics)
@@ -122,10 +125,10 @@ def test_a_change_of_the_night_or_a_command_is_found(
     pair = checkouts[0], planted(NIGHTS[name], checkouts[0], tmp_path / "planted")
 
     with (
-        running_redis(tmp_path / "redis-left") as left,
+        running_redis(tmp_path / "redis-left") as left_url,
         running_redis(tmp_path / "redis-right") as right,
     ):
-        nights = run_nights(tmp_path, pair, (left, right))
+        nights = run_nights(tmp_path, pair, (left_url, right))
     changes = differences_of_nights(nights)
 
     print(changes)
@@ -136,9 +139,9 @@ def test_without_a_change_nothing_is_found(checkouts: Checkouts, tmp_path: Path)
     pair = checkouts[0], checkouts[0]
 
     with (
-        running_redis(tmp_path / "redis-left") as left,
+        running_redis(tmp_path / "redis-left") as left_url,
         running_redis(tmp_path / "redis-right") as right,
     ):
-        nights = run_nights(tmp_path, pair, (left, right))
+        nights = run_nights(tmp_path, pair, (left_url, right))
 
     assert differences_of_nights(nights) == []

@@ -41,15 +41,17 @@ def test_both_give_the_same_answers(run: Run) -> None:
 
 def test_metrics_have_the_same_names_types_and_labels(run: Run) -> None:
     """Once both have looked at the history of releases, which each does at its own moments."""
-    seen: list[Difference | None] = []
+    metric_differences: list[Difference | None] = []
 
     def is_same() -> bool:
-        left, right = run.twins.ask(run.twins.request("GET", "/metrics"))
-        assert left.header("content-type") == right.header("content-type")
-        seen.append(difference_of_metrics(left.body.decode(), right.body.decode()))
-        return seen[-1] is None
+        left_answer, right = run.twins.ask(run.twins.request("GET", "/metrics"))
+        assert left_answer.header("content-type") == right.header("content-type")
+        metric_differences.append(
+            difference_of_metrics(left_answer.body.decode(), right.body.decode())
+        )
+        return metric_differences[-1] is None
 
-    assert until(is_same, every_s=0.2), str(seen[-1])
+    assert until(is_same, every_s=0.2), str(metric_differences[-1])
 
 
 def test_both_have_the_same_night(nights: Nights) -> None:

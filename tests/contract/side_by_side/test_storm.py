@@ -89,7 +89,7 @@ def test_a_service_without_a_generation_events_and_a_dashboard(
 ) -> None:
     bare = {"LARDER_NAMESPACE": "nothing", "LARDER_DASHBOARD_S": "0"}
     with twins(folder, shop, checkouts, settings="bare", **bare) as pair:
-        for asked in (
+        for request in (
             pair.request("GET", "/v1/lookup/user_topk/u-00042"),
             pair.request("POST", "/v1/lookup/user_topk", {"entities": ["a"]}),
             pair.request("POST", "/v1/score", {"user": "a", "items": ["b"]}),
@@ -101,15 +101,15 @@ def test_a_service_without_a_generation_events_and_a_dashboard(
                 for path in ("/v1/generations", "/dashboard/data", "/readyz", "/healthz")
             ),
         ):
-            answers = pair.ask(asked)
-            met.note(asked, answers[0])
+            answers = pair.ask(request)
+            met.note(request, answers[0])
             change = difference(*answers)
-            assert change is None, f"{asked.curl(pair.urls[0])}\n{change}"
+            assert change is None, f"{request.curl(pair.urls[0])}\n{change}"
 
 
 def test_all_that_the_document_names_was_met(checkouts: Checkouts, met: Met) -> None:
     document = _document(checkouts)
-    words = {
+    values_by_enum = {
         name: set(schema["enum"])
         for name, schema in document["components"]["schemas"].items()
         if "enum" in schema
@@ -125,19 +125,19 @@ def test_all_that_the_document_names_was_met(checkouts: Checkouts, met: Met) -> 
     }
     print(met)
 
-    assert words["KnownErrorCode"] - met.of("code") == UNREACHED_CODES.keys()
-    assert words["KnownReason"] - met.of("reason") == UNREACHED_REASONS.keys()
-    assert words["KnownLiveReason"] - met.of("live") == UNREACHED_LIVE_REASONS.keys()
-    assert words["Source"] <= met.of("source")
+    assert values_by_enum["KnownErrorCode"] - met.of("code") == UNREACHED_CODES.keys()
+    assert values_by_enum["KnownReason"] - met.of("reason") == UNREACHED_REASONS.keys()
+    assert values_by_enum["KnownLiveReason"] - met.of("live") == UNREACHED_LIVE_REASONS.keys()
+    assert values_by_enum["Source"] <= met.of("source")
     assert operations.keys() - met.kinds.keys() == {"getMetrics"}  # compared by names
     assert operations["lookup"] | {"exclude"} == met.options.keys()
     assert met.forms["arrow"] and met.forms["json"]
 
 
 def _document(checkouts: Checkouts) -> dict[str, Any]:
-    done = checkouts[0].run("serving.http.reference", "--document", environ={})
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = orjson.loads(done.stdout)
+    completed_process = checkouts[0].run("serving.http.reference", "--document", environ={})
+    assert completed_process.returncode == 0, completed_process.stderr
+    document: dict[str, Any] = orjson.loads(completed_process.stdout)
     return document
 
 
@@ -149,7 +149,7 @@ def _lose_redis(run: Run) -> None:
             client.shutdown(nosave=True)
     assert until(lambda: all(health["stale"] for health in pair.both("/readyz")))
     strangers = [f"never-{number}" for number in range(3)]
-    for kind, asked in (
+    for kind, request in (
         ("lookup", pair.request("GET", f"/v1/lookup/user_vector/{strangers[0]}")),
         (
             "lookupBatch",
@@ -163,4 +163,8 @@ def _lose_redis(run: Run) -> None:
             pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]}),
         ),
     ):
-        run.send(Request(kind, asked.method, asked.target, asked.headers, asked.body, settles=True))
+        run.send(
+            Request(
+                kind, request.method, request.target, request.headers, request.body, settles=True
+            )
+        )

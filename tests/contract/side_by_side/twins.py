@@ -47,10 +47,10 @@ class Twins:
         for line, position in zip(self._lines, self._as_of, strict=True):
             line.send(_with_position(request, raw, position))
         is_head = request.method == "HEAD"
-        left, right = (
+        left_answer, right = (
             line.receive(is_head=is_head, ends=bool(request.wire)) for line in self._lines
         )
-        return left, right
+        return left_answer, right
 
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
         """Answers of both and their difference, once what may lag behind has settled."""
@@ -92,19 +92,19 @@ class Twins:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
         receipts = self.ask(self.request("POST", "/v1/events", {"events": events}))
         assert {answer.status for answer in receipts} == {202}, receipts
-        counted = f"/v1/explain/user_vector/{user}"
-        passing = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}
-        priced = self.request("POST", "/v1/score", passing)
+        explain_path = f"/v1/explain/user_vector/{user}"
+        score_body = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}
+        priced = self.request("POST", "/v1/score", score_body)
 
         def have_followed() -> bool:
-            if not all(explanation["events"] for explanation in self.both(counted)):
+            if not all(explanation["events"] for explanation in self.both(explain_path)):
                 return False
             return not has_values or all(
                 not orjson.loads(answer.body)["filtered"] for answer in self.ask(priced)
             )
 
         assert until(have_followed, SETTLE_S), (
-            f"events are not followed: {self.both(counted)} {self.ask(priced)}"
+            f"events are not followed: {self.both(explain_path)} {self.ask(priced)}"
         )
 
     def request(self, method: str, target: str, body: Any = None) -> Request:

@@ -173,10 +173,10 @@ class RedisCopy:
     def of(cls, url: str, names: Sequence[str] = ()) -> "RedisCopy":
         """The keys of these names, by default all but heartbeats."""
         with redis.Redis.from_url(url, protocol=3) as client:
-            chosen: list[Any] = list(names) or sorted(
+            key_names: list[Any] = list(names) or sorted(
                 name for name in client.scan_iter() if not name.endswith(b":replicas")
             )
-            rows: list[Any] = [(name, client.pttl(name), client.dump(name)) for name in chosen]
+            rows: list[Any] = [(name, client.pttl(name), client.dump(name)) for name in key_names]
         return cls(
             tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped)
         )
@@ -281,20 +281,20 @@ class Shop:
         """Take the rows of some users out of the sources, for the nights that follow; the users."""
         path = self.folder / "interactions.parquet"
         clicks = pq.read_table(path)
-        chosen = sorted(set(clicks["user"].to_pylist()))[3 : 3 + count]
-        keep = pa.array([user not in chosen for user in clicks["user"].to_pylist()])
+        removed_users = sorted(set(clicks["user"].to_pylist()))[3 : 3 + count]
+        keep = pa.array([user not in removed_users for user in clicks["user"].to_pylist()])
         pq.write_table(clicks.filter(keep), path)
         users = pq.read_table(self.folder / "users.parquet")
-        keep = pa.array([user not in chosen for user in users["user"].to_pylist()])
+        keep = pa.array([user not in removed_users for user in users["user"].to_pylist()])
         pq.write_table(users.filter(keep), self.folder / "users.parquet")
-        return tuple(chosen)
+        return tuple(removed_users)
 
 
 def finish_shop(shop: Shop, redis_url: str) -> None:
     """Add to a first night all that the shop has: more generations, an arm, a canary, a blocklist, damaged pages."""
     config, arm = shop.config(redis_url), shop.config(redis_url, "arm")
     previous = _live(config, redis_url)
-    gone = shop.without_users(8)
+    removed_users = shop.without_users(8)
     live = publish_night(config, CUTS[1])
     of_arm = publish_night(arm, CUTS[0])
     tried = build_verified(config, CUTS[2])
@@ -312,7 +312,13 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
     _damage(redis_url, live)
     shop.redis = RedisCopy.of(redis_url)
     shop.known = Known(
-        users, gone, items, blocked_items, blocked_users, (live, previous, tried, of_arm), TOKENS
+        users,
+        removed_users,
+        items,
+        blocked_items,
+        blocked_users,
+        (live, previous, tried, of_arm),
+        TOKENS,
     )
 
 

@@ -19,7 +19,10 @@ def main(cuts: Sequence[str]) -> None:
     dag = DagBag(dag_folder=str(DAGS / "nightly_precompute.py")).dags["nightly_precompute"]
     for cut in cuts:
         run = dag.test(run_conf={"data_until": cut})
-        states = {each.task_id: str(each.state) for each in run.get_task_instances()}
+        states = {
+            task_instance.task_id: str(task_instance.state)
+            for task_instance in run.get_task_instances()
+        }
         print(SAID + json.dumps(states), flush=True)
 
 

@@ -33,21 +33,21 @@ def lineage_of(
     extractor = ExtractorManager().extractors[kind](operator)
     returned = EVENTS if task_id == "take_events" else build
     instance = SimpleNamespace(xcom_pull=lambda task_ids: returned)
-    found: OperatorLineage = extractor.extract_on_complete(instance)
-    return found
+    lineage: OperatorLineage = extractor.extract_on_complete(instance)
+    return lineage
 
 
 def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> str:
     """The event of a task that has ended."""
-    found = lineage_of(task_id, build, dag_id)
-    made = Serde.to_json(
+    lineage = lineage_of(task_id, build, dag_id)
+    event_json = Serde.to_json(
         RunEvent(
             eventTime="2026-01-31T00:00:00Z", eventType=RunState.COMPLETE,
-            run=Run(RUN_ID, facets=found.run_facets), job=Job("test", task_id, facets=found.job_facets),
-            inputs=found.inputs, outputs=found.outputs, producer="https://example.org",
+            run=Run(RUN_ID, facets=lineage.run_facets), job=Job("test", task_id, facets=lineage.job_facets),
+            inputs=lineage.inputs, outputs=lineage.outputs, producer="https://example.org",
         )
     )  # fmt: skip
-    return str(made)
+    return str(event_json)
 
 
 def main(build: dict[str, Any]) -> None:

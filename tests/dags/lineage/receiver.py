@@ -58,13 +58,13 @@ class Silent:
 
     def connections(self) -> int:
         """Number of connections since the last look."""
-        found = 0
+        connection_count = 0
         self._listening.setblocking(False)
         with suppress(BlockingIOError):
             while True:
                 self._listening.accept()[0].close()
-                found += 1
-        return found
+                connection_count += 1
+        return connection_count
 
 
 @contextmanager

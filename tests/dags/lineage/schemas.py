@@ -18,33 +18,33 @@ _EVENT = "/OpenLineage.json"
 @cache
 def schemas() -> Mapping[str, Any]:
     """All schemas of the specification, by their ids."""
-    read = [json.loads(each.read_text()) for each in Path(SPEC).rglob("*.json")]
-    return {each["$id"]: each for each in read if "$id" in each}
+    read = [json.loads(path.read_text()) for path in Path(SPEC).rglob("*.json")]
+    return {schema["$id"]: schema for schema in read if "$id" in schema}
 
 
 def complaints(event: Mapping[str, Any]) -> list[str]:
     """All that is wrong with an event and with its facets."""
-    (core,) = [each for each in schemas() if each.endswith(_EVENT)]
-    found = _held(f"{core}#/$defs/RunEvent", event)
+    (core,) = [schema_id for schema_id in schemas() if schema_id.endswith(_EVENT)]
+    messages = _held(f"{core}#/$defs/RunEvent", event)
     for name, facet in _facets(event):
         url = facet["_schemaURL"]
         if url.startswith("https://openlineage.io/spec/facets/"):  # others are Airflow's own
-            found += [f"{name}: {each}" for each in _held(url, facet)]
-    return found
+            messages += [f"{name}: {message}" for message in _held(url, facet)]
+    return messages
 
 
 def _held(url: str, value: Any) -> list[str]:
     if url.partition("#")[0] not in schemas():
         return [f"there is no schema {url}"]
-    resources = [(name, Resource.from_contents(each)) for name, each in schemas().items()]
+    resources = [(name, Resource.from_contents(schema)) for name, schema in schemas().items()]
     validator = Draft202012Validator({"$ref": url}, registry=Registry().with_resources(resources))
-    return [each.message for each in validator.iter_errors(value)]
+    return [error.message for error in validator.iter_errors(value)]
 
 
 def _facets(event: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     datasets = [*event.get("inputs", ()), *event.get("outputs", ())]
-    held = [event["run"].get("facets"), event["job"].get("facets")]
+    facet_maps = [event["run"].get("facets"), event["job"].get("facets")]
     kinds = ("facets", "inputFacets", "outputFacets")
-    held += [each.get(kind) for each in datasets for kind in kinds]
-    for facets in held:
+    facet_maps += [dataset.get(kind) for dataset in datasets for kind in kinds]
+    for facets in facet_maps:
         yield from (facets or {}).items()

@@ -61,12 +61,12 @@ def ran(night: NightConfig, tmp_path: Path) -> Run:
             "LARDER_CONFIG": str(night.path("larder.toml")), "REDIS_URL": str(night.redis_url),
             "AIRFLOW__OPENLINEAGE__EXTRACTORS": "infra.lineage.extractor.NightExtractor", **more,
         }  # fmt: skip
-        told = subprocess.run(
+        completed_process = subprocess.run(
             [sys.executable, "-m", f"tests.dags.lineage.{module}", json.dumps(build)],
             env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-        assert told.returncode == 0, told.stderr[-2000:]
-        return told.stdout
+        assert completed_process.returncode == 0, completed_process.stderr[-2000:]
+        return completed_process.stdout
 
     return run
 
@@ -77,27 +77,27 @@ def extracted(ran: Run) -> Callable[[str], Events]:
 
     def extract(generation: str) -> Events:
         lines = ran("extracted", generation).splitlines()
-        found = [json.loads(line) for line in lines if line.startswith('{"')]
-        *ours, other = found
-        return {**{each["job"]["name"]: each for each in ours}, "other": other}
+        events = [json.loads(line) for line in lines if line.startswith('{"')]
+        *night_events, other_event = events
+        return {**{event["job"]["name"]: event for event in night_events}, "other": other_event}
 
     return extract
 
 
 def by_name(datasets: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {each["name"].rpartition("/")[2]: each for each in datasets}
+    return {dataset["name"].rpartition("/")[2]: dataset for dataset in datasets}
 
 
-def are_of_the_stream(night: NightConfig, taken: dict[str, Any]) -> bool:
+def are_of_the_stream(night: NightConfig, run_event: dict[str, Any]) -> bool:
     """Whether three events came from their stream in Redis into the files of the store, up to one position."""
-    (stream,), (files,) = taken["inputs"], taken["outputs"]
+    (stream,), (files,) = run_event["inputs"], run_event["outputs"]
     assert stream["name"] == f"7/{night.keyspace().events}"
     assert (files["namespace"], files["name"]) == ("file", str(night.store().local("events")))
     counts = (
         stream["inputFacets"]["inputStatistics"]["rowCount"],
         files["outputFacets"]["outputStatistics"]["rowCount"],
     )
-    versions = {each["facets"]["version"]["datasetVersion"] for each in (stream, files)}
+    versions = {dataset["facets"]["version"]["datasetVersion"] for dataset in (stream, files)}
     return counts == (3, 3) and versions == {"1769731200000-0"}
 
 
@@ -110,28 +110,30 @@ def test_each_task_says_what_it_read_and_wrote_and_how_much(
     events = extracted(generation)
 
     # Of another DAG's task it says what the provider says of one without an extractor.
-    other = events.pop("other")
+    other_event = events.pop("other")
     assert (
-        other["inputs"] == other["outputs"] == []
-        and "unknownSourceAttribute" in other["run"]["facets"]
+        other_event["inputs"] == other_event["outputs"] == []
+        and "unknownSourceAttribute" in other_event["run"]["facets"]
     )
-    datasets = [each for one in events.values() for each in (*one["inputs"], *one["outputs"])]
-    assert {generation not in each["name"] for each in datasets} == {True}
-    sources, begun = by_name(events["begin"]["inputs"]), by_name(events["begin"]["outputs"])
+    datasets = [
+        dataset for event in events.values() for dataset in (*event["inputs"], *event["outputs"])
+    ]
+    assert {generation not in dataset["name"] for dataset in datasets} == {True}
+    sources, begin_outputs = by_name(events["begin"]["inputs"]), by_name(events["begin"]["outputs"])
     clicks = sources["interactions.csv"]
     assert (clicks["namespace"], clicks["name"]) == ("file", str(night.path("interactions.csv")))
     rows = len(night.path("interactions.csv").read_text().splitlines()) - 1
     assert clicks["inputFacets"]["inputStatistics"]["rowCount"] == rows
-    assert begun["partition"]["outputFacets"]["outputStatistics"]["rowCount"] == USERS
+    assert begin_outputs["partition"]["outputFacets"]["outputStatistics"]["rowCount"] == USERS
     shard = by_name(events["score_shard"]["outputs"])["user_topk"]
     assert (
         shard["outputFacets"]["outputStatistics"]["rowCount"]
         == manifest.tables["user_topk"].parts[1].count
     )
     assert shard["facets"]["version"]["datasetVersion"] == generation
-    (place,) = shard["facets"]["symlinks"]["identifiers"]
-    assert Path(place["name"]).is_dir() and generation in place["name"]
-    pages = {each["name"]: each for each in events["load"]["outputs"]}
+    (symlink,) = shard["facets"]["symlinks"]["identifiers"]
+    assert Path(symlink["name"]).is_dir() and generation in symlink["name"]
+    pages = {dataset["name"]: dataset for dataset in events["load"]["outputs"]}
     page = pages["7/larder:1:default:g:user_topk"]
     assert page["namespace"].startswith("redis://127.0.0.1:")
     assert page["outputFacets"]["outputStatistics"]["rowCount"] == USERS
@@ -140,13 +142,23 @@ def test_each_task_says_what_it_read_and_wrote_and_how_much(
     assert are_of_the_stream(night, events.pop("take_events"))
     # What one task writes is what the next one reads, under the same name: begin to the pointer.
     written = {
-        (each["namespace"], each["name"]) for one in events.values() for each in one["outputs"]
+        (dataset["namespace"], dataset["name"])
+        for event in events.values()
+        for dataset in event["outputs"]
     }
-    read = {(each["namespace"], each["name"]) for one in events.values() for each in one["inputs"]}
-    ours = {each for each in read if "/generations" in each[1] or each[0] != "file"}
-    assert ours <= written
+    read = {
+        (dataset["namespace"], dataset["name"])
+        for event in events.values()
+        for dataset in event["inputs"]
+    }
+    internal_reads = {
+        dataset_id
+        for dataset_id in read
+        if "/generations" in dataset_id[1] or dataset_id[0] != "file"
+    }
+    assert internal_reads <= written
     gates = events["verify"]["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
-    assert len(gates) == len(manifest.gates) and all(each["success"] for each in gates)
+    assert len(gates) == len(manifest.gates) and all(gate["success"] for gate in gates)
     assert events["retire"]["inputs"] == events["retire"]["outputs"] == []
 
 
@@ -156,7 +168,11 @@ def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
     write_interactions(night.path("interactions.csv"), seed=7, users=USERS // 2)
     with pytest.raises(Refused) as refused:
         run_night(Night(night, "second", "2026-01-30T00:00:00Z"))
-    generation = next(each for each in night.store().names("generations") if each > "20260130")
+    generation = next(
+        generation_id
+        for generation_id in night.store().names("generations")
+        if generation_id > "20260130"
+    )
 
     # A receiver that never answers is asked once, and the one beside it gets the event.
     file = tmp_path / "events.jsonl"
@@ -173,10 +189,12 @@ def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
     assert (event["eventType"], event["job"]["name"]) == ("FAIL", "nightly_precompute.verify")
     assert "coverage_of_live" in event["run"]["facets"]["errorMessage"]["message"]
     gates = event["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
-    failed = {each["assertion"]: each for each in gates if not each["success"]}
-    told = failed["coverage_of_live"]
-    assert (told["expected"], told["severity"]) == ("0.8", "error")
-    assert float(told["actual"]) < 0.8 and told["actual"] in str(refused.value)
+    failed = {assertion["assertion"]: assertion for assertion in gates if not assertion["success"]}
+    failed_assertion = failed["coverage_of_live"]
+    assert (failed_assertion["expected"], failed_assertion["severity"]) == ("0.8", "error")
+    assert float(failed_assertion["actual"]) < 0.8 and failed_assertion["actual"] in str(
+        refused.value
+    )
 
 
 @pytest.mark.skipif(not SPEC, reason=NOT_NAMED)
@@ -185,6 +203,6 @@ def test_events_are_as_the_specification_has_them(
 ) -> None:
     events = extracted(night.store().names("generations")[0])
 
-    assert [each for event in events.values() for each in complaints(event)] == []
+    assert [complaint for event in events.values() for complaint in complaints(event)] == []
     del events["begin"]["job"]["name"]
     assert complaints(events["begin"]) != []

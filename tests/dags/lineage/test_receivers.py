@@ -41,14 +41,16 @@ class Nights:
 
     def run(self, transport: Mapping[str, Any], cut: str) -> tuple[dict[str, str], float]:
         """States of the tasks of one run, with this transport for events, and its seconds."""
-        began = time.monotonic()
-        told = subprocess.run(
+        started_at = time.monotonic()
+        completed_process = subprocess.run(
             [sys.executable, "-m", "tests.dags.lineage.dag_runs", cut],
             env={**self.environ, "AIRFLOW__OPENLINEAGE__TRANSPORT": json.dumps(transport)},
             cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=True,
         )  # fmt: skip
-        (states,) = [line for line in told.stdout.splitlines() if line.startswith(SAID)]
-        return json.loads(states.removeprefix(SAID)), time.monotonic() - began
+        (states,) = [
+            line for line in completed_process.stdout.splitlines() if line.startswith(SAID)
+        ]
+        return json.loads(states.removeprefix(SAID)), time.monotonic() - started_at
 
 
 @pytest.fixture
@@ -87,24 +89,28 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
         good, seconds = nights.run(transport, "2026-01-29T00:00:00Z")
         count = len(receiver.events)
         write_interactions(nights.folder / "interactions.csv", seed=7, users=USERS // 2)
-        bad, _ = nights.run(transport, "2026-01-30T00:00:00Z")
+        refused_states, _ = nights.run(transport, "2026-01-30T00:00:00Z")
 
     # then: both receivers have the same events, as the specification has them where it is at hand
-    assert set(good.values()) == {"success"} and bad["verify"] == "failed"
+    assert set(good.values()) == {"success"} and refused_states["verify"] == "failed"
     assert [json.loads(line) for line in file.read_text().splitlines()] == receiver.events
     if SPEC:
-        assert [each for event in receiver.events for each in complaints(event)] == []
-    ended = [each for each in receiver.events[:count] if each["eventType"] == "COMPLETE"]
-    assert {each["job"]["name"].rpartition(".")[2] for each in ended} >= set(good)
+        assert [complaint for event in receiver.events for complaint in complaints(event)] == []
+    completed_events = [
+        event for event in receiver.events[:count] if event["eventType"] == "COMPLETE"
+    ]
+    assert {event["job"]["name"].rpartition(".")[2] for event in completed_events} >= set(good)
 
     # and: the refused one is a failure that names rule, value and threshold
     (failed,) = [
-        each
-        for each in receiver.events[count:]
-        if each["eventType"] == "FAIL" and each["job"]["name"] == "nightly_precompute.verify"
+        event
+        for event in receiver.events[count:]
+        if event["eventType"] == "FAIL" and event["job"]["name"] == "nightly_precompute.verify"
     ]
     assertions = failed["inputs"][0]["inputFacets"]["dataQualityAssertions"]["assertions"]
-    (rule,) = [each for each in assertions if each["assertion"] == "coverage_of_live"]
+    (rule,) = [
+        assertion for assertion in assertions if assertion["assertion"] == "coverage_of_live"
+    ]
     assert not rule["success"] and rule["expected"] == "0.8" and float(rule["actual"]) < 0.8
     message = failed["run"]["facets"]["errorMessage"]["message"]
     assert "coverage_of_live" in message and rule["actual"] in message and "0.8" in message

@@ -25,13 +25,17 @@ def wrong(config: NightConfig) -> list[Event]:
         (None, items[2], {"looks": [0.5] * 3}), (None, items[3], {"looks": "good"}),
         (None, items[4], {"looks": None}), (users[0], None, {"country": "far"}), (users[1], None, {"country": [2]}),
     ]  # fmt: skip
-    events = [Event("", 0, user, item, attributes=each) for user, item, each in values]
-    events += [Event("", 0, b"stranger-%d" % each, b"nowhere") for each in range(STRANGERS)]
+    events = [Event("", 0, user, item, attributes=attributes) for user, item, attributes in values]
+    events += [
+        Event("", 0, b"stranger-%d" % stranger_number, b"nowhere")
+        for stranger_number in range(STRANGERS)
+    ]
     # Of whom a value is usable, but who did nothing: no list is asked for.
     events += [
-        Event("", 0, b"new-%d" % each, attributes={"country": 2}) for each in range(STRANGERS)
+        Event("", 0, b"new-%d" % newcomer_number, attributes={"country": 2})
+        for newcomer_number in range(STRANGERS)
     ]
-    return [replace(each, id=f"e{number}") for number, each in enumerate(events)]
+    return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
 
 def test_wrong_events_are_told_and_refuse_no_night(tmp_path: Path, redis_url: str) -> None:
@@ -46,7 +50,9 @@ def test_wrong_events_are_told_and_refuse_no_night(tmp_path: Path, redis_url: st
 
     facts = read_manifest(config.store(), generation).facts
     assert facts["users_in_source"] == 120
-    told = {name: each["left_out"] for name, each in facts["unusable"].items()}
-    assert {name: rows for name, rows in told.items() if rows} == {
+    left_out_counts = {
+        name: unusable_rows["left_out"] for name, unusable_rows in facts["unusable"].items()
+    }
+    assert {name: rows for name, rows in left_out_counts.items() if rows} == {
         "events.stock": 2, "events.brand": 1, "events.looks": 2, "events.item_features": 3, "events.country": 2,
     }  # fmt: skip

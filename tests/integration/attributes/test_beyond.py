@@ -34,50 +34,63 @@ HUGE = 3e38
 @pytest.fixture
 def config(tmp_path: Path, redis_url: str) -> NightConfig:
     """A night of strict gates that takes events over."""
-    found = prepared(tmp_path, redis_url)
-    gates = replace(found.gates, unusable_rows=0.001, coverage_of_source=0.95)
-    return replace(found, events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
+    prepared_config = prepared(tmp_path, redis_url)
+    gates = replace(prepared_config.gates, unusable_rows=0.001, coverage_of_source=0.95)
+    return replace(
+        prepared_config, events=EventsConfig(enabled=True), events_url=redis_url, gates=gates
+    )
 
 
 def sets(config: NightConfig, users: Mapping[int, Any], items: Mapping[int, Any]) -> list[Event]:
     """Events that set these users' countries, and these items' looks."""
     named = [rows_of(config, f"{name}.parquet") for name in ("users", "items")]
-    found = [
+    events = [
         Event("", 0, named[0][row]["user"].encode(), None, attributes={"country": value})
         for row, value in users.items()
     ]
-    found += [
+    events += [
         Event("", 0, None, named[1][row]["item"].encode(), attributes={"looks": value})
         for row, value in items.items()
     ]
-    return [replace(each, id=f"e{number}") for number, each in enumerate(found)]
+    return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
 
 def left_out(manifest: Manifest) -> dict[str, int]:
-    told = {name: each["left_out"] for name, each in manifest.facts["unusable"].items()}
-    return {name: rows for name, rows in told.items() if rows}
+    left_out_counts = {
+        name: unusable_rows["left_out"]
+        for name, unusable_rows in manifest.facts["unusable"].items()
+    }
+    return {name: rows for name, rows in left_out_counts.items() if rows}
 
 
 def test_what_a_model_cannot_take_of_events_costs_nobody_else_anything(config: NightConfig) -> None:
     good = sets(config, {5: 2, 6: 0}, {7: [0.5] * 16})
-    bad = sets(config, {0: 2**40, 1: -9, 2: 5}, {0: [HUGE] * 16, 1: [1e30] * 16})
-    bad += [Event("both", 0, None, bad[-1].item, attributes={"looks": [HUGE] * 16, "stock": False})]
-    click(config, [*good, *(replace(each, id=f"bad-{each.id}") for each in bad)])
+    unusable_events = sets(config, {0: 2**40, 1: -9, 2: 5}, {0: [HUGE] * 16, 1: [1e30] * 16})
+    unusable_events += [
+        Event(
+            "both",
+            0,
+            None,
+            unusable_events[-1].item,
+            attributes={"looks": [HUGE] * 16, "stock": False},
+        )
+    ]
+    click(config, [*good, *(replace(event, id=f"bad-{event.id}") for event in unusable_events)])
     take_events.run(config)
 
-    found = nights.publish_night(config, FIRST)
+    generation_id = nights.publish_night(config, FIRST)
 
-    told = read_manifest(config.store(), found)
-    assert left_out(told) == {"events.user_tower": 3, "events.item_tower": 2}
-    reasons = told.facts["unusable"]["events.user_tower"]["reasons"]
+    manifest = read_manifest(config.store(), generation_id)
+    assert left_out(manifest) == {"events.user_tower": 3, "events.item_tower": 2}
+    reasons = manifest.facts["unusable"]["events.user_tower"]["reasons"]
     assert [*reasons] == [event_trials.RAISES]
     # The tables' own values stand, and of filters' attributes what the event set.
-    stock = Event("stock", 0, None, bad[-1].item, attributes={"stock": False})
-    changed = with_changed_tables(config, [*good, stock])
-    wanted = contents(changed, nights.publish_night(changed, FIRST))
-    ours = contents(config, found)
+    stock = Event("stock", 0, None, unusable_events[-1].item, attributes={"stock": False})
+    changed_config = with_changed_tables(config, [*good, stock])
+    expected_contents = contents(changed_config, nights.publish_night(changed_config, FIRST))
+    event_contents = contents(config, generation_id)
     for name in ("tables", "entity_sets", "items", "filters", "seen"):
-        assert ours[name] == wanted[name], name
+        assert event_contents[name] == expected_contents[name], name
 
 
 def test_what_only_real_inputs_overflow_is_told_of_the_events_and_refuses_nothing(
@@ -87,9 +100,11 @@ def test_what_only_real_inputs_overflow_is_told_of_the_events_and_refuses_nothin
     take_events.run(config)
     monkeypatch.setattr(event_trials, "_usable", lambda *args: args[3])
 
-    found = nights.publish_night(config, FIRST)
+    generation_id = nights.publish_night(config, FIRST)
 
-    assert left_out(read_manifest(config.store(), found)) == {"events.outputs of item_tower": 9}
+    assert left_out(read_manifest(config.store(), generation_id)) == {
+        "events.outputs of item_tower": 9
+    }
 
 
 def test_a_value_of_the_teams_own_is_named_with_its_user_and_column(config: NightConfig) -> None:

@@ -31,9 +31,9 @@ SET_AT = datetime(2026, 2, 9, 10, tzinfo=UTC)
 def set_values(config: NightConfig, events: list[Event]) -> None:
     """Events in the stream, as they were accepted then."""
     with redis.Redis.from_url(config.events_redis, protocol=3) as client:
-        for number, each in enumerate(events):
+        for number, event in enumerate(events):
             position = f"{int(SET_AT.timestamp() * 1000)}-{number}"
-            client.xadd(config.keyspace().events, {"e": each.to_bytes()}, id=position)
+            client.xadd(config.keyspace().events, {"e": event.to_bytes()}, id=position)
 
 
 def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: str) -> None:
@@ -47,25 +47,26 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
         Event("b", 0, None, item["item"].encode(), attributes={"stock": not item["stock"]}),
     ])  # fmt: skip
     take_events.run(config)
-    countries, shown = [], []
+    countries, stock_row_counts = [], []
 
     for cut in (DAY.format(10, 0), DAY.format(12, 9), DAY.format(12, 11), DAY.format(20, 0)):
         full = replace(alone(config, f"full-{cut[8:13]}"), redis_url=beside(redis_url))
-        ours, theirs = (
-            config.path(each.artifacts) / config.namespace / "events" for each in (config, full)
+        events_folder, theirs = (
+            config.path(night_config.artifacts) / config.namespace / "events"
+            for night_config in (config, full)
         )
-        shutil.copytree(ours, theirs)
+        shutil.copytree(events_folder, theirs)
         generation = nights.publish_night(config, cut)
         manifest = read_manifest(config.store(), generation)
         hash_ = hash_id(user["user"].encode(), manifest.entity_sets["user"].seed)
         countries.append(inputs_of(config, generation)[1][hash_].features["country"])
-        shown.append(manifest.facts["unusable"].get("events.stock", {}).get("rows", 0))
+        stock_row_counts.append(manifest.facts["unusable"].get("events.stock", {}).get("rows", 0))
         # A night of that cut that copies nothing is the same.
         assert nights.build_verified(full, cut) == generation
         assert contents(config, generation) == contents(full, generation)
 
     assert countries == [country, country, user["country"], user["country"]]
-    assert shown == [1, 1, 0, 0]
+    assert stock_row_counts == [1, 1, 0, 0]
 
 
 def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_while_no_table_has_it(
@@ -75,29 +76,29 @@ def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_whil
     events = EventsConfig(enabled=True, keep_values_days=3.0)
     config = replace(config, events=events, events_url=redis_url)
     rows = rows_of(config, "items.parquet")
-    looks = (0.5,) * 16
-    new = {"item": "new", "looks": list(looks), "stock": True, "brand": "acme"}
+    looks_vector = (0.5,) * 16
+    new = {"item": "new", "looks": list(looks_vector), "stock": True, "brand": "acme"}
     set_values(config, [
-        Event("a", 0, None, b"new", features={"looks": looks}, attributes={"stock": True}),
-        Event("b", 0, None, rows[0]["item"].encode(), features={"looks": looks}),
+        Event("a", 0, None, b"new", features={"looks": looks_vector}, attributes={"stock": True}),
+        Event("b", 0, None, rows[0]["item"].encode(), features={"looks": looks_vector}),
     ])  # fmt: skip
     take_events.run(config)
-    told, listed, words = [], [], []
+    unlisted_counts, catalogued_flags, remark_flags = [], [], []
 
-    def look(cut: str) -> None:
+    def record_begin(cut: str) -> None:
         row = begin.in_night(Night(config, "a", data_until=cut))
         build = Build(config, config.store(), row.found["generation"])
-        begun = build.need("begin")
-        told.append(begun["unlisted_items"])
-        listed.append(open_items(build.root, begun).ordinal_of(b"new") >= 0)
-        words.append("are in no table: 1; each is gone 3 days" in row.what)
+        begin_report = build.need("begin")
+        unlisted_counts.append(begin_report["unlisted_items"])
+        catalogued_flags.append(open_items(build.root, begin_report).ordinal_of(b"new") >= 0)
+        remark_flags.append("are in no table: 1; each is gone 3 days" in row.what)
 
     for day, hour in ((10, 0), (12, 9), (12, 11)):
-        look(DAY.format(day, hour))
+        record_begin(DAY.format(day, hour))
     table = config.path("items.parquet")
-    whole = pa.Table.from_pylist([*rows, new], pq.read_schema(table))
-    pq.write_table(whole, table)
-    look(DAY.format(12, 9))
+    full_table = pa.Table.from_pylist([*rows, new], pq.read_schema(table))
+    pq.write_table(full_table, table)
+    record_begin(DAY.format(12, 9))
 
-    assert (told, listed) == ([1, 1, 0, 0], [True, True, False, True])
-    assert words == [True, True, False, False]
+    assert (unlisted_counts, catalogued_flags) == ([1, 1, 0, 0], [True, True, False, True])
+    assert remark_flags == [True, True, False, False]

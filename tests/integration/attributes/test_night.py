@@ -61,8 +61,8 @@ def prepared(folder: Path, redis_url: str) -> NightConfig:
 
 
 def rows_of(config: NightConfig, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(config.path(name)).to_pylist()
-    return found
+    rows: list[dict[str, Any]] = pq.read_table(config.path(name)).to_pylist()
+    return rows
 
 
 def told(config: NightConfig) -> list[Event]:
@@ -79,14 +79,14 @@ def told(config: NightConfig) -> list[Event]:
         Event("", 0, None, items[31], attributes={"brand": None}),
         Event("", 0, None, b"no-such-item", attributes={"stock": True}),
     ]  # fmt: skip
-    return [replace(each, id=f"e{number}") for number, each in enumerate(events)]
+    return [replace(event, id=f"e{number}") for number, event in enumerate(events)]
 
 
 def write_events(path: Path, events: Iterable[Event]) -> None:
     """A file of events as nights keep them, as far as it is read for attributes."""
-    listed = [each.to_bytes().decode() for each in events]
-    numbers = [Position(JUST_BEFORE.ms, number).number for number in range(len(listed))]
-    pq.write_table(pa.table({"position": numbers, "event": listed}), path)
+    event_texts = [event.to_bytes().decode() for event in events]
+    numbers = [Position(JUST_BEFORE.ms, number).number for number in range(len(event_texts))]
+    pq.write_table(pa.table({"position": numbers, "event": event_texts}), path)
 
 
 def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightConfig:
@@ -94,12 +94,12 @@ def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightCo
     users = {row["user"]: row for row in rows_of(config, "users.parquet")}
     items = {row["item"]: row for row in rows_of(config, "items.parquet")}
     for event in events:
-        raw, kept = event.source.decode(), dict(event.attributes or {})
-        kept.pop("mood", None)
+        raw, attributes = event.source.decode(), dict(event.attributes or {})
+        attributes.pop("mood", None)
         if event.kind == "user":
-            users.setdefault(raw, {"user": raw}).update(kept)
+            users.setdefault(raw, {"user": raw}).update(attributes)
         elif raw in items:
-            items[raw].update(kept)
+            items[raw].update(attributes)
     for name, rows in (("users", users), ("items", items)):
         schema = pq.read_schema(config.path(f"{name}.parquet"))
         table = pa.Table.from_pylist(list(rows.values()), schema=schema)
@@ -115,7 +115,7 @@ def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightCo
 def contents(config: NightConfig, generation: str) -> Mapping[str, Any]:
     """What a generation is, by checksums of its files: all but its name, figures, and the index' own bytes."""
     manifest: Manifest = open_generation(config.store(), generation)[0]
-    found: dict[str, Any] = orjson.loads(manifest.to_bytes())
+    manifest_document: dict[str, Any] = orjson.loads(manifest.to_bytes())
     for name in (
         "namespace",
         "generation",
@@ -125,12 +125,14 @@ def contents(config: NightConfig, generation: str) -> Mapping[str, Any]:
         "facts",
         "gates",
     ):
-        del found[name]
-    for index in found["indexes"].values():
+        del manifest_document[name]
+    for index in manifest_document["indexes"].values():
         del index["file"]
-    for model in found["models"].values():  # seconds are measured beside what it agrees in
+    for model in manifest_document[
+        "models"
+    ].values():  # seconds are measured beside what it agrees in
         del model["agreement"]
-    return found
+    return manifest_document
 
 
 def test_a_night_takes_over_what_events_set(
@@ -145,10 +147,10 @@ def test_a_night_takes_over_what_events_set(
     with monkeypatch.context() as patch:
         files = [config.path("events.parquet")]
         patch.setattr(EventValues, "read", lambda _files, *others: read(files, *others))
-        found = nights.publish_night(config, SECOND)
+        generation_id = nights.publish_night(config, SECOND)
 
-    changed = replace(with_changed_tables(config, events), reuse="off")
-    wanted = nights.publish_night(changed, SECOND)
-    assert contents(config, found) == contents(changed, wanted)
-    begun = Build(config, config.store(), found).need("begin")
-    assert begun["base"]["generation"] and begun["base"]["read_because"] == VALUES
+    changed_config = replace(with_changed_tables(config, events), reuse="off")
+    expected_generation_id = nights.publish_night(changed_config, SECOND)
+    assert contents(config, generation_id) == contents(changed_config, expected_generation_id)
+    begin_report = Build(config, config.store(), generation_id).need("begin")
+    assert begin_report["base"]["generation"] and begin_report["base"]["read_because"] == VALUES

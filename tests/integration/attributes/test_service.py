@@ -48,10 +48,10 @@ class Stream:
     def accept(self, *events: Event) -> list[Position | None]:
         """Positions of events, as the script accepts them."""
         keys, args = call_of(
-            self.keyspace, BOUNDS, [packed(self.keyspace, each) for each in events]
+            self.keyspace, BOUNDS, [packed(self.keyspace, event) for event in events]
         )
         replies: Any = self.client.eval(SCRIPT, len(keys), *keys, *args)
-        return [each.position for each in outcomes(replies)]
+        return [outcome.position for outcome in outcomes(replies)]
 
     def follow(self, service: Any) -> None:
         """Gives on what is new in it."""
@@ -68,7 +68,7 @@ def sets(number: int, item: str, **attributes: Any) -> Event:
 
 def with_values(shop: Shop, values: dict[str, dict[str, Any]]) -> Shop:
     """The shop as a night would know it then."""
-    attributes = [dict(each) for each in shop.attributes]
+    attributes = [dict(item_attributes) for item_attributes in shop.attributes]
     for at, id_ in enumerate(shop.ids):
         for name, value in values.get(id_, {}).items():
             attributes[at].pop(name, None)
@@ -79,7 +79,9 @@ def with_values(shop: Shop, values: dict[str, dict[str, Any]]) -> Shop:
 
 async def filtered(running: Running, users: list[str], filter_: Any) -> list[list[str]]:
     body = {"entities": users, "filter": filter_, "k": K}
-    return [each["items"] for each in (await running.post("/v1/lookup/user_topk", body))["answers"]]
+    return [
+        answer["items"] for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]
+    ]
 
 
 async def test_filters_see_what_events_set_as_a_night_would_have_it(
@@ -93,7 +95,7 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
         }
         for id_ in rng.sample(shop.ids, 200)
     }  # fmt: skip
-    now = with_values(shop, values)
+    updated_shop = with_values(shop, values)
     users = sorted(shop.users)[:25]
     filters = [IN_STOCK, {"==": ["brand", "brand-new"]}, {"contains": ["tags", "hot"]}]
     filters += [filter_of(rng) for _ in range(15)]
@@ -101,30 +103,38 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(
         shop.night, l2_deadline_ms=2_500.0, events=EventsConfig(enabled=True)
     ) as running:
         assert await filtered(running, users, IN_STOCK) == expected(shop, users, IN_STOCK)
-        accepted = stream.accept(*(sets(at, id_, **each) for at, (id_, each) in enumerate(values.items())))  # fmt: skip
+        accepted = stream.accept(
+            *(sets(at, id_, **item_values) for at, (id_, item_values) in enumerate(values.items()))
+        )
         assert None not in accepted
         stream.follow(running.service)
 
         async def is_seen() -> bool:
-            return await filtered(running, users, IN_STOCK) == expected(now, users, IN_STOCK)
+            return await filtered(running, users, IN_STOCK) == expected(
+                updated_shop, users, IN_STOCK
+            )
 
         # Then with the next look of the background
         assert await eventually(is_seen) and VALUES_S <= 0.25
         for filter_ in filters:
-            assert await filtered(running, users, filter_) == expected(now, users, filter_), filter_
+            assert await filtered(running, users, filter_) == expected(
+                updated_shop, users, filter_
+            ), filter_
         # A name means its expression, also where a night made the lists
-        assert await filtered(running, users, "in_stock") == expected(now, users, IN_STOCK)
-        one = await running.get(f"/v1/lookup/user_topk/{users[0]}", filter="in_stock", k=K)
-        assert one["items"] == expected(now, users[:1], IN_STOCK)[0]
+        assert await filtered(running, users, "in_stock") == expected(updated_shop, users, IN_STOCK)
+        answer = await running.get(f"/v1/lookup/user_topk/{users[0]}", filter="in_stock", k=K)
+        assert answer["items"] == expected(updated_shop, users[:1], IN_STOCK)[0]
         scored = await running.post(
             "/v1/score", {"user": users[0], "items": shop.ids, "filter": IN_STOCK}
         )
         stocked = {
-            id_ for id_, each in zip(shop.ids, now.attributes, strict=True) if each.get("stock")
+            id_
+            for id_, item_attributes in zip(shop.ids, updated_shop.attributes, strict=True)
+            if item_attributes.get("stock")
         }
         assert set(scored["items"]) <= stocked and set(scored["filtered"]) == {*shop.ids} - stocked
-        told = await running.counted("larder_event_values_total")
-        assert told["set",] == 4 * len(values)
+        value_counts = await running.counted("larder_event_values_total")
+        assert value_counts["set",] == 4 * len(values)
 
 
 def expected(shop: Shop, users: list[str], filter_: Any) -> list[list[str]]:
@@ -139,23 +149,26 @@ def ways(shop: Shop) -> Iterator[Ways]:
 def test_an_answer_that_lay_ready_does_not_outlive_a_value(
     shop: Shop, stream: Stream, ways: Ways
 ) -> None:
-    plain = Asked("GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode())
-    under = replace(plain, query=b"filter=in_stock&k=5")
-    for asked in (plain, under):
+    unfiltered_request = Asked("GET", b"/v1/lookup/user_topk/%b" % quote(max(shop.users)).encode())
+    under = replace(unfiltered_request, query=b"filter=in_stock&k=5")
+    for request in (unfiltered_request, under):
         for _ in range(4):  # from Redis, from memory, and ready from then on
-            before = ways.ask(asked)
-        assert ways.hot.answer(asked.path + (b"?" + asked.query if asked.query else b""))
-    gone = orjson.loads(before.body)["items"][0]
-    lay_ready = ways.ask(plain)
+            ready_response = ways.ask(request)
+        assert ways.hot.answer(request.path + (b"?" + request.query if request.query else b""))
+    sold_out_item = orjson.loads(ready_response.body)["items"][0]
+    lay_ready = ways.ask(unfiltered_request)
 
-    stream.accept(sets(1, gone, stock=False))
+    stream.accept(sets(1, sold_out_item, stock=False))
     stream.follow(ways.service)
     ways.runner.run(ways.service.follower.shelf.take_values())
 
     # What depends on no attribute lies ready still, what does is made anew
-    assert ways.hot.answer(plain.path) and ways.ask(plain).body == lay_ready.body
+    assert (
+        ways.hot.answer(unfiltered_request.path)
+        and ways.ask(unfiltered_request).body == lay_ready.body
+    )
     assert ways.hot.answer(under.path + b"?" + under.query) is None
     after = [ways.ask(under) for _ in range(4)]
-    assert gone not in orjson.loads(after[0].body)["items"]
-    wanted = orjson.loads(ways.ask(under, hot=False).body)["items"]
-    assert all(orjson.loads(each.body)["items"] == wanted for each in after)
+    assert sold_out_item not in orjson.loads(after[0].body)["items"]
+    expected_items = orjson.loads(ways.ask(under, is_fast=False).body)["items"]
+    assert all(orjson.loads(response.body)["items"] == expected_items for response in after)

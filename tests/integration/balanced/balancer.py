@@ -77,32 +77,32 @@ class Balancer:
         """UP, DOWN, DRAIN, MAINT: as its page of figures has it."""
         lines = [line.split(",") for line in self._tell("show stat").splitlines()]
         column = lines[0].index("status")
-        (found,) = [line[column] for line in lines if line[:2] == ["pods", f"pod{slot}"]]
-        return found.split()[0]
+        (slot_status,) = [line[column] for line in lines if line[:2] == ["pods", f"pod{slot}"]]
+        return slot_status.split()[0]
 
     def _tell(self, command: str) -> str:
         with socket.socket(socket.AF_UNIX) as admin:
             admin.settimeout(5)
             admin.connect(str(self._folder / "admin"))
             admin.sendall(command.encode() + b"\n")
-            said = b""
+            reply = b""
             while piece := admin.recv(1 << 16):
-                said += piece
-        return said.decode()
+                reply += piece
+        return reply.decode()
 
 
 @contextmanager
 def balancer(folder: Path) -> Iterator[Balancer]:
     """A running one; there has to be a `PROGRAM`."""
     assert PROGRAM is not None
-    made = Balancer(folder)
+    running_balancer = Balancer(folder)
     file = folder / "haproxy.cfg"
-    file.write_text(SETTINGS.format(folder=folder, port=made.port, slots=SLOTS))
+    file.write_text(SETTINGS.format(folder=folder, port=running_balancer.port, slots=SLOTS))
     with Guarded([PROGRAM, "-f", file], log=folder / "log", cwd=ROOT) as process:
         give_up = time.monotonic() + 10
         while not (folder / "admin").exists() and process.running and time.monotonic() < give_up:
             time.sleep(0.01)
         assert process.running, process.tail()
         with suppress(OSError):
-            made.status(1)
-        yield made
+            running_balancer.status(1)
+        yield running_balancer

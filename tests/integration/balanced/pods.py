@@ -99,8 +99,8 @@ class Deployment:
 class Load:
     """Callers that never try again: half of them keep their connection, half open one for each request."""
 
-    def __init__(self, url: str, seen: Seen) -> None:
-        self.seen = seen
+    def __init__(self, url: str, answer_judge: Seen) -> None:
+        self.seen = answer_judge
         self._url = url
         self._done = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

@@ -36,13 +36,15 @@ def under_load(
     night = prepare(folder / "night", server.url, users=100, items=60)
     live = publish_night(night, UNTIL)
     users = sorted(histories(night))
-    items = sorted({item for seen in histories(night).values() for item in seen})
-    seen = Seen({live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED))
+    items = sorted({item for history in histories(night).values() for item in history})
+    answer_judge = Seen(
+        {live: top_lists(night, live, users)}, users, items, np.random.default_rng(SEED)
+    )
     with balancer(folder / "balancer") as front:
         pods = Deployment(night, folder, front)
         try:
             pods.scale(count)
-            with Load(front.url, seen).going_on() as load:
+            with Load(front.url, answer_judge).going_on() as load:
                 assert load.asked(20)
                 yield night, pods, load
         finally:
@@ -56,8 +58,8 @@ def lose_redis(server: DurableRedis, night: NightConfig, load: Load) -> None:
     server.start()
     assert load.asked(20)
     restore(night)
-    before = load.seen.sources["l2"]
-    assert until(lambda: load.seen.sources["l2"] > before, 60)
+    l2_count_before = load.seen.sources["l2"]
+    assert until(lambda: load.seen.sources["l2"] > l2_count_before, 60)
 
 
 def killed_pods_are_noticed(pods: Deployment, load: Load) -> None:
@@ -83,24 +85,26 @@ def test_a_replaced_pod_and_a_killed_redis_fail_no_request(
 @pytest.mark.storm
 def test_a_day_of_a_deployment_fails_no_request(tmp_path: Path, server: DurableRedis) -> None:
     with under_load(tmp_path, server, 2) as (night, pods, load):
-        told = []
+        report_lines = []
 
-        def done(what: str) -> None:
+        def report_stage(stage: str) -> None:
             assert load.asked(100)
-            told.append(f"{what}: {load.seen.requests} requests, {len(load.seen.wrong)} failed")
-            print(told[-1])
+            report_lines.append(
+                f"{stage}: {load.seen.requests} requests, {len(load.seen.wrong)} failed"
+            )
+            print(report_lines[-1])
 
         pods.roll_out(LARDER_L1_BYTES="32768")
-        done("another configuration")
+        report_stage("another configuration")
         pods.scale(6)
-        done("2 to 6")
+        report_stage("2 to 6")
         pods.scale(2)
-        done("6 to 2")
+        report_stage("6 to 2")
         lose_redis(server, night, load)
-        done("Redis killed, back empty, restored")
+        report_stage("Redis killed, back empty, restored")
         pods.start()  # an eviction: the Deployment starts another one at the same time
         pods.stop(pods.pods[0])
-        done("a drained host")
+        report_stage("a drained host")
 
         assert load.seen.wrong == []
         assert load.seen.requests > 1_000

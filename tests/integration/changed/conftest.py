@@ -12,9 +12,9 @@ from tests.integration.changed.prepared import Prepared
 @pytest.fixture
 def seed() -> int:
     """Seed of all that is drawn."""
-    found = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
-    print(f"seed {found} (LARDER_SEED={found} repeats it)")
-    return found
+    drawn_seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
+    print(f"seed {drawn_seed} (LARDER_SEED={drawn_seed} repeats it)")
+    return drawn_seed
 
 
 @pytest.fixture(scope="session")

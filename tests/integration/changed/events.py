@@ -53,7 +53,7 @@ def nothing(month: Month) -> None:
 
 def avid_day(month: Month) -> None:
     """One user, of whom a night takes some items only, clicks on many, beside an odd row or two."""
-    items = [str(each) for each in month.rng.permutation(month.ids("item"))[:60]]
+    items = [str(item_id) for item_id in month.rng.permutation(month.ids("item"))[:60]]
     users: list[str | None] = [AVID] * len(items)
     file = month.file(month.night).with_name(f"day-{month.night:03d}-avid.parquet")
     month.clicks([*users, None, "x" * 300], [*items, *items[:2]], file=file)
@@ -76,10 +76,10 @@ def rewritten(month: Month) -> None:
     """Histories are shorter than they were, one user is gone for good, and another has more."""
     table = pq.read_table(month.file(0))
     users = table["user"].to_pylist()
-    least = min(sorted(set(users)), key=users.count)
-    table = table.filter(pa.array([each != least for each in users]))
-    kept = month.rng.random(len(table)) > 0.02
-    pq.write_table(table.filter(pa.array(kept)), month.file(0))
+    rarest_user = min(sorted(set(users)), key=users.count)
+    table = table.filter(pa.array([user_id != rarest_user for user_id in users]))
+    is_kept = month.rng.random(len(table)) > 0.02
+    pq.write_table(table.filter(pa.array(is_kept)), month.file(0))
 
 
 def items_gone(month: Month) -> None:
@@ -98,21 +98,21 @@ def erased(kind: EntityKind) -> Callable[[Month], None]:
 
 
 def other_column(
-    name: str, column: str, share: float, values: Callable[[Month, int], Sequence[Any]]
+    name: str, column: str, fraction: float, values: Callable[[Month, int], Sequence[Any]]
 ) -> Callable[[Month], None]:
     """A share of a table's rows, at least one, have another value in a column."""
 
     def happen(month: Month) -> None:
         path = month.config.path(name)
         table = pq.read_table(path)
-        count = max(1, int(share * len(table)))
+        count = max(1, int(fraction * len(table)))
         rows = month.rng.choice(len(table), count, replace=False)
-        found = table[column].to_pylist()
+        column_values = table[column].to_pylist()
         for row, value in zip(rows.tolist(), values(month, count), strict=True):
-            found[row] = value
-        changed = pa.array(found, table.schema.field(column).type)
+            column_values[row] = value
+        changed_column = pa.array(column_values, table.schema.field(column).type)
         at = table.column_names.index(column)
-        pq.write_table(table.set_column(at, column, changed), path)
+        pq.write_table(table.set_column(at, column, changed_column), path)
 
     return happen
 
@@ -127,34 +127,38 @@ def drawn_vectors(width: int) -> Callable[[Month, int], Sequence[Any]]:
 
 def whole_vectors(month: Month, count: int) -> Sequence[Any]:
     """New vectors of items, longer than most: they are wanted by some."""
-    found = 3 * month.rng.standard_normal((count, 16)).astype("f4")
-    return [each.tolist() for each in found]
+    item_vectors = 3 * month.rng.standard_normal((count, 16)).astype("f4")
+    return [vector.tolist() for vector in item_vectors]
 
 
 def stock(month: Month, count: int) -> Sequence[Any]:
     """Whether items are in stock: half of them are."""
-    return [bool(each) for each in month.rng.random(count) < 0.5]
+    return [bool(is_in_stock) for is_in_stock in month.rng.random(count) < 0.5]
 
 
 def countries(month: Month, count: int) -> Sequence[Any]:
     """Countries that users moved to, or stayed in."""
-    found: list[int] = month.rng.integers(COUNTRIES, size=count).tolist()
-    return found
+    country_numbers: list[int] = month.rng.integers(COUNTRIES, size=count).tolist()
+    return country_numbers
 
 
 def new_items(count: int) -> Callable[[Month], None]:
     """Items come that nobody named before."""
-    return lambda month: come(month, [f"new-item-{month.night}-{each}" for each in range(count)])
+    return lambda month: come(
+        month, [f"new-item-{month.night}-{number}" for number in range(count)]
+    )
 
 
 def come(month: Month, ids: Sequence[str]) -> None:
     """Items are in the catalogue from now on."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
-    looks = vectors_column(len(ids), month.night).to_pylist()
+    looks_vectors = vectors_column(len(ids), month.night).to_pylist()
     more: Mapping[str, Any] = {
         "item": ids,
-        "looks": [[3 * number for number in each] for each in looks],  # long, so wanted by some
+        "looks": [
+            [3 * number for number in vector] for vector in looks_vectors
+        ],  # long, so wanted by some
         "scent": vectors_column(len(ids), month.night, SCENTS),
     }
     rows = pa.table({name: more[name] for name in table.column_names}, schema=table.schema)
@@ -263,18 +267,21 @@ VECTORS = Event(
 
 def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     """What a night says of its copies fits what had happened before it."""
-    noted = month.build(generation).need("begin")["base"]
-    why = next((each.why for each in events if each.why), "")
-    reads = {each.reads for each in events if each.reads}
-    assert noted["why"] == why
-    if why == SETTINGS:
-        assert noted["generation"] is None and noted["read_because"] == why
+    base_note = month.build(generation).need("begin")["base"]
+    expected_reason = next((event.why for event in events if event.why), "")
+    reads = {event.reads for event in events if event.reads}
+    assert base_note["why"] == expected_reason
+    if expected_reason == SETTINGS:
+        assert base_note["generation"] is None and base_note["read_because"] == expected_reason
     else:
-        assert noted["generation"] == month.made[-2]
-        assert noted["read_because"] in (reads or {""}), (noted, reads)
-        assert noted["took_over"] == (not reads)
+        assert base_note["generation"] == month.made[-2]
+        assert base_note["read_because"] in (reads or {""}), (base_note, reads)
+        assert base_note["took_over"] == (not reads)
     reasons = month.reasons(generation)
-    assert bool(reasons.get("copied")) == all(each.copies for each in events), reasons
-    if not why:
-        for each in filter(None, (event.computed for event in events)):
-            assert any(reasons[REASONS[reason]] for reason in each), (each, reasons)
+    assert bool(reasons.get("copied")) == all(event.copies for event in events), reasons
+    if not expected_reason:
+        for computed_reasons in filter(None, (event.computed for event in events)):
+            assert any(reasons[REASONS[reason]] for reason in computed_reasons), (
+                computed_reasons,
+                reasons,
+            )

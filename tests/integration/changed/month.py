@@ -53,8 +53,12 @@ class Month:
         """Months over what `nights.prepare` made, its interactions cut off at the first night."""
         folder = config.path("interactions")
         folder.mkdir()
-        whole = pq.read_table(config.path("interactions.parquet"))
-        first = whole.filter(pc.less(whole["timestamp"], pa.scalar(FIRST, whole["timestamp"].type)))
+        all_interactions = pq.read_table(config.path("interactions.parquet"))
+        first = all_interactions.filter(
+            pc.less(
+                all_interactions["timestamp"], pa.scalar(FIRST, all_interactions["timestamp"].type)
+            )
+        )
         pq.write_table(first, folder / "day-000.parquet")
         config = replace(config, sources=replace(config.sources, interactions=("interactions",)))
         full = replace(
@@ -75,12 +79,14 @@ class Month:
         """Users of the first day, or items of the catalogue."""
         if name == "user":
             return sorted(set(pq.read_table(self.file(0))["user"].to_pylist()))
-        found: list[str] = pq.read_table(self.config.path("items.parquet"))["item"].to_pylist()
-        return found
+        item_ids: list[str] = pq.read_table(self.config.path("items.parquet"))["item"].to_pylist()
+        return item_ids
 
     def configure(self, **changes: Any) -> None:
         """Other settings, of both nights."""
-        self.config, self.full = (replace(each, **changes) for each in (self.config, self.full))
+        self.config, self.full = (
+            replace(night_config, **changes) for night_config in (self.config, self.full)
+        )
 
     def clicks(
         self,
@@ -93,19 +99,22 @@ class Month:
         """One file of a day's interactions."""
         start = self.cut - timedelta(days=1)
         times = at or [
-            start + timedelta(seconds=int(each))
-            for each in self.rng.integers(86_400, size=len(users))
+            start + timedelta(seconds=int(offset_s))
+            for offset_s in self.rng.integers(86_400, size=len(users))
         ]
         kind = pq.read_schema(self.file(0)).field("timestamp").type
         table = pa.table({"user": users, "item": items, "timestamp": pa.array(times, kind)})
         pq.write_table(table, file or self.file(self.night))
 
-    def a_day(self, share: float = 0.1, new_users: int = 1) -> None:
+    def a_day(self, active_fraction: float = 0.1, new_users: int = 1) -> None:
         """A tenth of the users, by Zipf, click on a few items, by Zipf as well."""
         users, items = self.ids("user"), self.ids("item")
         weights = 1 / np.arange(1, len(users) + 1)
         active = self.rng.choice(
-            users, max(1, int(share * len(users))), replace=False, p=weights / weights.sum()
+            users,
+            max(1, int(active_fraction * len(users))),
+            replace=False,
+            p=weights / weights.sum(),
         )
         rows = [
             (user, items[int(len(items) * self.rng.random() ** 2)])
@@ -120,8 +129,8 @@ class Month:
         table = pq.read_table(self.config.path("items.parquet"))
         rows = self.rng.choice(len(table), count, replace=False)
         self.gone += table.take(pa.array(rows)).to_pylist()
-        kept = np.setdiff1d(np.arange(len(table)), rows)
-        pq.write_table(table.take(pa.array(kept)), self.config.path("items.parquet"))
+        kept_rows = np.setdiff1d(np.arange(len(table)), rows)
+        pq.write_table(table.take(pa.array(kept_rows)), self.config.path("items.parquet"))
 
     def bring_items_back(self, count: int) -> None:
         """Items that left are there again."""
@@ -134,8 +143,8 @@ class Month:
     def shorten(self, night: int) -> None:
         """A third of the rows of an earlier day are gone."""
         table = pq.read_table(self.file(night))
-        kept = self.rng.random(len(table)) > 0.3
-        pq.write_table(table.filter(pa.array(kept)), self.file(night))
+        is_kept = self.rng.random(len(table)) > 0.3
+        pq.write_table(table.filter(pa.array(is_kept)), self.file(night))
 
     def erase(self, name: str, kind: EntityKind) -> None:
         """Somebody asked for it."""
@@ -163,28 +172,37 @@ class Month:
         """Everything in which two generations differ."""
         if generation != full:
             return [f"{generation} is not {full}"]
-        ours, theirs = (Build(each, each.store(), generation) for each in (self.config, self.full))
-        found = [
+        copying_build, theirs = (
+            Build(night_config, night_config.store(), generation)
+            for night_config in (self.config, self.full)
+        )
+        difference_lines = [
             name
-            for name in files_of(ours.root, theirs.root)
-            if not same_file(ours.root / name, theirs.root / name)
+            for name in files_of(copying_build.root, theirs.root)
+            if not same_file(copying_build.root / name, theirs.root / name)
         ]
-        found += told("begin", ours.need("begin"), theirs.need("begin"), SAID)
+        difference_lines += told("begin", copying_build.need("begin"), theirs.need("begin"), SAID)
         for shard in range(self.config.shards):
-            mine, other = (each.need(shard_report(shard)) for each in (ours, theirs))
-            found += told(f"shard {shard}", mine["users"], other["users"], SHARD_SAID)
-            found += told(f"items {shard}", mine["items"], other["items"], ("scored", "unusable"))
-        return found
+            mine, full_report = (
+                build.need(shard_report(shard)) for build in (copying_build, theirs)
+            )
+            difference_lines += told(
+                f"shard {shard}", mine["users"], full_report["users"], SHARD_SAID
+            )
+            difference_lines += told(
+                f"items {shard}", mine["items"], full_report["items"], ("scored", "unusable")
+            )
+        return difference_lines
 
     def reasons(self, generation: str) -> dict[str, int]:
         """Users by reason."""
         build = self.build(generation)
-        found: dict[str, int] = {}
+        count_by_reason: dict[str, int] = {}
         for shard in range(self.config.shards):
             users = build.need(shard_report(shard))["users"]
             for name, count in (users["reasons"] or {"all": users["scored"]}).items():
-                found[name] = found.get(name, 0) + count
-        return found
+                count_by_reason[name] = count_by_reason.get(name, 0) + count
+        return count_by_reason
 
 
 def scored(config: NightConfig, cut: datetime) -> str:
@@ -201,26 +219,30 @@ def files_of(*roots: Path) -> Iterator[str]:
     for root in roots:
         for folder in COMPARED:
             names |= {
-                each.relative_to(root).as_posix()
-                for each in (root / folder).rglob("*")
-                if each.is_file() and each.suffix != ".part"  # what a kill leaves, a sweep removes
+                path.relative_to(root).as_posix()
+                for path in (root / folder).rglob("*")
+                if path.is_file() and path.suffix != ".part"  # what a kill leaves, a sweep removes
             }
     yield from sorted(names)
 
 
-def same_file(ours: Path, theirs: Path) -> bool:
+def same_file(copied_path: Path, theirs: Path) -> bool:
     """True if both are there with the same bytes."""
-    return ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()
+    return (
+        copied_path.is_file()
+        and theirs.is_file()
+        and copied_path.read_bytes() == theirs.read_bytes()
+    )
 
 
 def told(
-    where: str, ours: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
+    where: str, copied_report: dict[str, Any], theirs: dict[str, Any], names: tuple[str, ...]
 ) -> list[str]:
     """Differences of two reports in these fields."""
     return [
-        f"{where}: {name} is {ours.get(name)}, in full {theirs.get(name)}"
+        f"{where}: {name} is {copied_report.get(name)}, in full {theirs.get(name)}"
         for name in names
-        if ours.get(name) != theirs.get(name)
+        if copied_report.get(name) != theirs.get(name)
     ]
 
 
@@ -229,6 +251,6 @@ def spoil(config: NightConfig, generation: str, name: str) -> None:
     path = config.store().local(generation_path(generation, name))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    beside = path.with_suffix(".spoilt")
-    beside.write_bytes(data)
-    shutil.move(beside, path)
+    draft_path = path.with_suffix(".spoilt")
+    draft_path.write_bytes(data)
+    shutil.move(draft_path, path)

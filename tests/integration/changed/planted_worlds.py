@@ -24,9 +24,9 @@ def twins(month: Month) -> None:
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
     names = [f"twin-{number}" for number in range(400)]
-    first = np.argsort(hash_ids([each.encode() for each in names], 0))[:5]
+    first = np.argsort(hash_ids([name.encode() for name in names], 0))[:5]
     rows = table.take(pa.array(month.rng.choice(len(table), 5, replace=False)))
-    rows = rows.set_column(0, "item", pa.array([names[each] for each in first.tolist()]))
+    rows = rows.set_column(0, "item", pa.array([names[index] for index in first.tolist()]))
     pq.write_table(pa.concat_tables([table, rows]), path)
 
 
@@ -35,8 +35,8 @@ def unclicked(month: Month) -> None:
     path = month.file(0).with_name("day-000-avid.parquet")
     table = pq.read_table(path).sort_by("timestamp")
     users = table["user"].to_pylist()
-    gone = [row for row, user in enumerate(users) if user == events.AVID][:-16]
-    pq.write_table(table.take(pa.array(sorted({*range(len(users))} - {*gone}))), path)
+    removed_rows = [row for row, user in enumerate(users) if user == events.AVID][:-16]
+    pq.write_table(table.take(pa.array(sorted({*range(len(users))} - {*removed_rows}))), path)
 
 
 def turned(brand: str) -> Callable[[Month], None]:
@@ -45,9 +45,12 @@ def turned(brand: str) -> Callable[[Month], None]:
     def happen(month: Month) -> None:
         path = month.config.path("items.parquet")
         table = pq.read_table(path).to_pylist()
-        ours = [row for row in table if row["brand"] == brand]
-        out, there = ([row for row in ours if row["stock"] is each] for each in (False, True))
-        for row in [*out[:3], there[0]]:
+        brand_rows = [row for row in table if row["brand"] == brand]
+        out_of_stock_rows, in_stock_rows = (
+            [row for row in brand_rows if row["stock"] is is_in_stock]
+            for is_in_stock in (False, True)
+        )
+        for row in [*out_of_stock_rows[:3], in_stock_rows[0]]:
             row["stock"] = not row["stock"]
         pq.write_table(pa.Table.from_pylist(table, schema=pq.read_schema(path)), path)
 

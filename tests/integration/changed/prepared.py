@@ -34,21 +34,24 @@ class Prepared:
     full: str
 
     @classmethod
-    def of(cls, month: Month, before: Sequence[Event], changes: Sequence[Event]) -> "Prepared":
+    def of(
+        cls, month: Month, earlier_events: Sequence[Event], changes: Sequence[Event]
+    ) -> "Prepared":
         """Publish a base after some events, let others happen, and compute the night after them in full."""
-        for each in before:
-            each.happen(month)
+        for event in earlier_events:
+            event.happen(month)
         month.publish()
         month.night = 1
-        for each in changes:
-            each.happen(month)
+        for event in changes:
+            event.happen(month)
         return cls(month, month.compute())
 
     def copy(self, folder: Path) -> Month:
         """The same in a folder of its own."""
         shutil.copytree(str(self.month.config.base), folder)
         config, full = (
-            replace(each, base=str(folder)) for each in (self.month.config, self.month.full)
+            replace(night_config, base=str(folder))
+            for night_config in (self.month.config, self.month.full)
         )
         return Month(config, full, np.random.default_rng(0), 1, made=list(self.month.made))
 
@@ -74,8 +77,8 @@ def redigested(month: Month, digests: Any) -> None:
         entities: ShardInput = read_shard(
             base.root / PARTITION, shard, history_limit=month.config.history_limit
         )
-        found: Digests = digests(entities, items)
-        base.path(inputs_file(shard)).write_bytes(paired(entities, found).tobytes())
+        user_digests: Digests = digests(entities, items)
+        base.path(inputs_file(shard)).write_bytes(paired(entities, user_digests).tobytes())
         report = base.need(shard_report(shard))
         report["users"]["inputs"] = asdict(base.describe(inputs_file(shard)))
         base.report(shard_report(shard), report)

@@ -30,13 +30,20 @@ def month(tmp_path: Path, own_redis: RedisServer) -> Month:
 def typical_items(month: Month, generation: str) -> list[str]:
     """Items that are in as many lists, and in as many histories, as the average."""
     files = [pq.read_table(month.file(number)) for number in range(month.night + 1)]
-    had = {(user, item) for each in files for user, item in zip(*pairs(each), strict=True)}
+    interaction_pairs = {
+        (user, item) for day_table in files for user, item in zip(*pairs(day_table), strict=True)
+    }
     lists = top_lists(month.config, generation, month.ids("user"))
-    both = Counter(item for _, item in had), Counter(i for each in lists.values() for i in each)
-    means = [sum(counts.values()) / ITEMS for counts in both]
+    item_counts = (
+        Counter(item for _, item in interaction_pairs),
+        Counter(i for listed_items in lists.values() for i in listed_items),
+    )
+    means = [sum(counts.values()) / ITEMS for counts in item_counts]
 
     def off(item: str) -> float:
-        return sum(abs(counts[item] / mean - 1) for counts, mean in zip(both, means, strict=True))
+        return sum(
+            abs(counts[item] / mean - 1) for counts, mean in zip(item_counts, means, strict=True)
+        )
 
     return sorted(month.ids("item"), key=off)[:GONE]
 
@@ -50,27 +57,27 @@ def without(month: Month, items: list[str]) -> pa.Table:
     """The catalogue without these, written; what it was."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
-    kept = pc.invert(pc.is_in(table["item"], pa.array(items)))
-    pq.write_table(table.filter(kept), path)
+    is_kept = pc.invert(pc.is_in(table["item"], pa.array(items)))
+    pq.write_table(table.filter(is_kept), path)
     return table
 
 
 def foretold(month: Month, items_changed: float) -> CopyingNight:
     """The night to come."""
-    asked = PlanParameters(
+    plan_parameters = PlanParameters(
         data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed
     )
-    found = forecast(month.config, asked)
-    (copying,) = found.copying
-    assert 0 < copying.scoring.cpu_s < found.timings.all.cpu_s
-    assert "in the last day before the cut" in found.copying_note
+    night_forecast = forecast(month.config, plan_parameters)
+    (copying,) = night_forecast.copying
+    assert 0 < copying.scoring.cpu_s < night_forecast.timings.all.cpu_s
+    assert "in the last day before the cut" in night_forecast.copying_note
     return copying
 
 
 def shares(month: Month, generation: str) -> dict[str, float]:
     """Users by reason, as shares."""
-    found = month.reasons(generation)
-    return {name: count / sum(found.values()) for name, count in found.items()}
+    count_by_reason = month.reasons(generation)
+    return {name: count / sum(count_by_reason.values()) for name, count in count_by_reason.items()}
 
 
 def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
@@ -79,25 +86,25 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     # a day like any other: users alone
     month.night = 1
     month.a_day()
-    told, found = foretold(month, 0.0), shares(month, month.publish())
-    assert found["inputs"] == pytest.approx(told.inputs, abs=0.01)
-    assert found["copied"] == pytest.approx(told.copied, abs=0.01)
+    predicted_night, measured_shares = foretold(month, 0.0), shares(month, month.publish())
+    assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.01)
+    assert measured_shares["copied"] == pytest.approx(predicted_night.copied, abs=0.01)
 
     # a day on which items go
     month.night = 2
     month.a_day()
-    gone = typical_items(month, first)
-    catalogue = without(month, gone)
-    told, found = foretold(month, GONE / ITEMS), shares(month, month.publish())
-    assert found["inputs"] == pytest.approx(told.inputs, abs=0.06)
-    assert found["lost"] == pytest.approx(told.lost, abs=0.06)
-    assert found["copied"] >= told.copied - 0.05
+    removed_items = typical_items(month, first)
+    catalogue = without(month, removed_items)
+    predicted_night, measured_shares = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.06)
+    assert measured_shares["lost"] == pytest.approx(predicted_night.lost, abs=0.06)
+    assert measured_shares["copied"] >= predicted_night.copied - 0.05
 
     # and one on which they are there again: lists are entered, none loses an item
     month.night = 3
     month.a_day()
     pq.write_table(catalogue, month.config.path("items.parquet"))
-    told, found = foretold(month, GONE / ITEMS), shares(month, month.publish())
-    assert found["lost"] == 0.0
-    assert found["entered"] == pytest.approx(told.lost, abs=0.06)
-    assert found["copied"] >= told.copied - 0.05
+    predicted_night, measured_shares = foretold(month, GONE / ITEMS), shares(month, month.publish())
+    assert measured_shares["lost"] == 0.0
+    assert measured_shares["entered"] == pytest.approx(predicted_night.lost, abs=0.06)
+    assert measured_shares["copied"] >= predicted_night.copied - 0.05

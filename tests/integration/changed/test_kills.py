@@ -17,16 +17,16 @@ from tests.integration.killing import run
 @pytest.fixture
 def month(tmp_path: Path, own_redis: RedisServer, seed: int) -> Month:
     """A month whose first night is published."""
-    found = reference(tmp_path / "night", own_redis.url, seed, users=200)
-    found.publish()
-    return found
+    prepared_month = reference(tmp_path / "night", own_redis.url, seed, users=200)
+    prepared_month.publish()
+    return prepared_month
 
 
 def next_night(month: Month) -> partial[dict[str, str]]:
     """The night after a day on which users did something, an item left and others are in stock."""
     month.night += 1
-    for each in (USUAL, STOCK, *([GONE] if month.night % 2 else [])):
-        each.happen(month)
+    for event in (USUAL, STOCK, *([GONE] if month.night % 2 else [])):
+        event.happen(month)
     return partial(night, month.config, month.cut.isoformat(), f"night-{month.night}")
 
 
@@ -39,12 +39,12 @@ def survive(month: Month, seed: int, kills: int) -> None:
         work = next_night(month)
         for _ in range(4):
             died += run(work, undisturbed.point(moments)) is None
-        ended = run(work)
-        assert ended is not None
-        month.made.append(ended.result["generation"])
+        completed_run = run(work)
+        assert completed_run is not None
+        month.made.append(completed_run.result["generation"])
         assert month.differences(month.made[-1], month.compute()) == []
-        noted = month.build(month.made[-1]).need("begin")["base"]
-        assert month.reasons(month.made[-1]).get("copied"), (month.night, died, noted)
+        base_note = month.build(month.made[-1]).need("begin")["base"]
+        assert month.reasons(month.made[-1]).get("copied"), (month.night, died, base_note)
     print(f"killed {died} times")
 
 

@@ -23,11 +23,15 @@ def test_a_late_begin_with_another_base_renumbers_nothing_wrongly(
     build = begin.run(month.config, data_until=month.cut.isoformat(), run_after=None)
     embed_items.run(month.config, build)
     generation = str(build["generation"])
-    made = month.build(generation)
-    begun = made.need("begin")
-    assert begun["base"]["generation"] != earlier
-    made.report(
-        "begin", {**begun, "base": {**begun["base"], "generation": earlier, "took_over": False}}
+    generation_build = month.build(generation)
+    begin_report = generation_build.need("begin")
+    assert begin_report["base"]["generation"] != earlier
+    generation_build.report(
+        "begin",
+        {
+            **begin_report,
+            "base": {**begin_report["base"], "generation": earlier, "took_over": False},
+        },
     )
     score.run(month.config, build, build["shards"])
 

@@ -68,8 +68,8 @@ def run(month: Month, nights: Nights) -> None:
     assert month.differences(month.publish(), month.compute()) == []
     for number, happened in enumerate(nights, 1):
         month.night = number
-        for each in happened:
-            each.happen(month)
+        for event in happened:
+            event.happen(month)
         generation = month.publish()
         assert month.differences(generation, month.compute()) == [], (number, happened)
         check(month, generation, happened)
@@ -87,7 +87,11 @@ def test_a_bundle_without_features_takes_no_table_of_them_over(
 ) -> None:
     """Else who is known by features alone would be among its users."""
     month = features(tmp_path / "night", redis_url, seed, users=60, items=40)
-    tables = {name: each for name, each in month.config.tables.items() if each.kind != "value"}
+    tables = {
+        name: table_config
+        for name, table_config in month.config.tables.items()
+        if table_config.kind != "value"
+    }
     month.configure(tables=tables)
     table = pq.read_table(month.config.path("users.parquet"))
     alone = table.slice(0, 3).set_column(0, "user", pa.array(["a", "b", "c"]))

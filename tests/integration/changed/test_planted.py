@@ -36,27 +36,32 @@ def stale_digest(patch: Patch, month: Month) -> None:
 
 
 def capped_digest(patch: Patch, month: Month) -> None:
-    def newest(entities: Any, hashes: Any) -> Any:
+    def digest_capped_histories(entities: Any, hashes: Any) -> Any:
         histories = Histories(entities.indptr, entities.ordinals)
         rows = [histories.take(np.array([row])).indices[-16:] for row in range(len(histories))]
-        kept = Histories.of(rows)
-        return of_users(replace(entities, indptr=kept.indptr, ordinals=kept.indices), hashes)
+        capped_histories = Histories.of(rows)
+        return of_users(
+            replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices),
+            hashes,
+        )
 
-    redigested(month, newest)
-    patch.setattr(reading, "of_users", newest)
+    redigested(month, digest_capped_histories)
+    patch.setattr(reading, "of_users", digest_capped_histories)
 
 
 def tie_is_no(patch: Patch, month: Month) -> None:
     def above(
-        vectors: Any, entering: Any, ordinals: Any, floor: Any, seen: Histories, metric: Any
+        vectors: Any, entering: Any, ordinals: Any, floor: Any, exclusions: Histories, metric: Any
     ) -> NDArray[np.bool_]:
         every = np.tile(np.arange(len(entering)), (len(vectors), 1))
         scores = score(vectors, entering, every, metric).astype(np.float64)
         for row in range(len(vectors)):
-            had = seen.indices[seen.indptr[row] : seen.indptr[row + 1]]
-            scores[row, np.isin(ordinals, had)] = -np.inf
-        found: NDArray[np.bool_] = (scores > floor[:, None]).any(axis=1)
-        return found
+            excluded_ordinals = exclusions.indices[
+                exclusions.indptr[row] : exclusions.indptr[row + 1]
+            ]
+            scores[row, np.isin(ordinals, excluded_ordinals)] = -np.inf
+        can_enter: NDArray[np.bool_] = (scores > floor[:, None]).any(axis=1)
+        return can_enter
 
     for module in (shard_reuse, item_records):
         patch.setattr(module, "could_enter", above)
@@ -75,16 +80,18 @@ def with_floors(change: Callable[[Any, Any, Any], Any]) -> Callable[[Patch, Mont
     return plant
 
 
-def stored(layout: Any, records: Any, found: Any) -> Any:
+def stored(layout: Any, records: Any, lower_bounds: Any) -> Any:
     last = np.ldexp(records["numbers"][:, -1].astype(np.float64), records["exponent"].astype(int))
-    return np.where(np.isneginf(found), found, last)
+    return np.where(np.isneginf(lower_bounds), lower_bounds, last)
 
 
-def last_of_short(layout: Any, records: Any, found: Any) -> Any:
+def last_of_short(layout: Any, records: Any, lower_bounds: Any) -> Any:
     at = np.maximum(records["count"].astype(int) - 1, 0)
     last = records["numbers"][np.arange(len(records)), at].astype(np.float64)
     last = np.where(records["count"] == 0, np.inf, last)
-    return np.where(np.isneginf(found), np.ldexp(last, records["exponent"].astype(int)), found)
+    return np.where(
+        np.isneginf(lower_bounds), np.ldexp(last, records["exponent"].astype(int)), lower_bounds
+    )
 
 
 def lost_forgets(patch: Patch, month: Month) -> None:
@@ -110,16 +117,16 @@ def entering_forgets_filters(patch: Patch, month: Month) -> None:
 
 def ordinals_stay(patch: Patch, month: Month) -> None:
     for module in (shard_reuse, item_records):
-        patch.setattr(module, "renumbered", lambda records, places: None)
+        patch.setattr(module, "renumbered", lambda records, new_ordinals: None)
 
 
 def scored_at_stays(patch: Patch, month: Month) -> None:
     real = ShardReuse.records
 
-    def records(self: ShardReuse, name: str, places: Any, at: int) -> Any:
-        found = real(self, name, places, at)
-        found["scored_at"] = self.kept.tables[name][places]["scored_at"]
-        return found
+    def records(self: ShardReuse, name: str, base_positions: Any, at: int) -> Any:
+        copied_records = real(self, name, base_positions, at)
+        copied_records["scored_at"] = self.kept.tables[name][base_positions]["scored_at"]
+        return copied_records
 
     patch.setattr(ShardReuse, "records", records)
 
@@ -128,25 +135,31 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
     real = KeptShard.find
 
     def nearest(self: KeptShard, hashes: Any) -> Any:
-        found = self.pairs["hash"].searchsorted(hashes)
-        return np.minimum(found, len(self.pairs) - 1)
+        positions = self.pairs["hash"].searchsorted(hashes)
+        return np.minimum(positions, len(self.pairs) - 1)
 
-    def ask(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> Decisions:
+    def decide_new_as_copied(
+        self: ShardReuse, entities: Any, digests: Any, hashes: range
+    ) -> Decisions:
         is_new = real(self.kept, entities.hashes) < 0
         theirs = self.kept.pairs["digest"][nearest(self.kept, entities.hashes)]
-        return asked(self, entities, np.where(is_new, theirs, digests), hashes)
+        return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
 
-    asked = ShardReuse.ask
+    real_decide = ShardReuse.ask
     patch.setattr(KeptShard, "find", nearest)
-    patch.setattr(ShardReuse, "ask", ask)
+    patch.setattr(ShardReuse, "ask", decide_new_as_copied)
 
 
 def texts_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(item_records, "same_inputs", lambda base, model, digests, places: places >= 0)
+    patch.setattr(
+        item_records, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0
+    )
 
 
 def vectors_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(items, "same_inputs", lambda base, model, digests, places: places >= 0)
+    patch.setattr(
+        items, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0
+    )
 
 
 def damage_unseen(patch: Patch, month: Month) -> None:
@@ -162,8 +175,8 @@ def touched_forgotten(patch: Patch, month: Month) -> None:
     real = shard_reuse._touched
 
     def half(*arguments: Any) -> Any:
-        found = real(*arguments)
-        return None if found is None else found[::2]
+        touched_hashes = real(*arguments)
+        return None if touched_hashes is None else touched_hashes[::2]
 
     patch.setattr(shard_reuse, "_touched", half)
 
@@ -181,10 +194,10 @@ def rows_shift(patch: Patch, month: Month) -> None:
 def popularity_stays(patch: Patch, month: Month) -> None:
     real = Earlier.counted
 
-    def counted(self: Earlier, count: int) -> Any:
+    def count_with_base_popularity(self: Earlier, count: int) -> Any:
         return self.popularity[:count].copy(), *real(self, count)[1:]
 
-    patch.setattr(Earlier, "counted", counted)
+    patch.setattr(Earlier, "counted", count_with_base_popularity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +242,8 @@ def test_nothing_is_found_where_nothing_is_planted(
 
     assert month.differences(generation, worlds[name].full) == []
     assert month.reasons(generation)["copied"] > 20 or name == "places"
-    found = judged(month.build(generation))
-    assert found.passed and "computed again" in found.note
+    measurement = judged(month.build(generation))
+    assert measurement.passed and "computed again" in measurement.note
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -255,6 +268,10 @@ def test_records_that_another_device_computed_are_not_judged_by_their_bits(
     generation = month.score()
     monkeypatch.setattr(identity, "computed_by", lambda device: "a GPU that is not here")
 
-    found = judged(month.build(generation))
+    measurement = judged(month.build(generation))
 
-    assert found.passed and found.value == 0 and "not those of shards [0" in found.note
+    assert (
+        measurement.passed
+        and measurement.value == 0
+        and "not those of shards [0" in measurement.note
+    )

@@ -30,15 +30,15 @@ def month(tmp_path: Path, own_redis: RedisServer) -> Month:
 def night(month: Month, number: int) -> dict[str, str]:
     """Row of each step of a night's table."""
     month.night = number
-    found = run_night(Night(month.config, f"test-{number}", month.cut.isoformat()))
-    return {name: row.what for name, row, _ in found}
+    finished_steps = run_night(Night(month.config, f"test-{number}", month.cut.isoformat()))
+    return {name: row.what for name, row, _ in finished_steps}
 
 
 def status_lines(month: Month) -> str:
     """Status as a terminal shows it, as one text without line breaks."""
     console = Console(width=400, file=io.StringIO())
-    for each in shown(report(month.config, look(month.config))):
-        console.print(each)
+    for renderable in shown(report(month.config, look(month.config))):
+        console.print(renderable)
     return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
@@ -76,18 +76,22 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     fact = Reuse.of(read_manifest(month.config.store(), second).facts)
     assert fact is not None and fact.base == first and len(fact.nights) == 2
     users = fact.night.users
-    counted = {name: count for name, count in month.reasons(second).items() if count}
-    assert {name: count for name, count in users.items() if count} == counted
+    expected_counts = {name: count for name, count in month.reasons(second).items() if count}
+    assert {name: count for name, count in users.items() if count} == expected_counts
     copied = [
-        read_manifest(month.config.store(), made).facts[FACT]["items"] for made in (first, second)
+        read_manifest(month.config.store(), generation_id).facts[FACT]["items"]
+        for generation_id in (first, second)
     ]
     assert copied == [0, 2 * 80]  # no item changed: its vector and its list of similar ones
     assert users["inputs"] > 0 and fact.night.share is not None and fact.night.share > 0.8
 
-    told = report(month.config, look(month.config))
-    newest, before = told["generations"][:2]
-    assert newest["reuse"] == fact.to_json()
-    assert before["reuse"]["share"] == 0.0 and before["reuse"]["base"] is None
+    status_report = report(month.config, look(month.config))
+    newest_generation, previous_generation = status_report["generations"][:2]
+    assert newest_generation["reuse"] == fact.to_json()
+    assert (
+        previous_generation["reuse"]["share"] == 0.0
+        and previous_generation["reuse"]["base"] is None
+    )
     text = status_lines(month)
     assert f"users of the live one: {users['copied']:,} copied, " in text
     assert f"of the last 2 nights {fact.lately.share:.1%} copied" in text
@@ -96,5 +100,5 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     store = month.config.store()
     history = GenerationHistory(store, ReleaseWatch(store, asyncio.to_thread).records)
     nights = history.read(None)[1]
-    assert [each["generation"] for each in nights] == [second, first]
+    assert [night_row["generation"] for night_row in nights] == [second, first]
     assert nights[0]["reuse"] == fact.to_json()

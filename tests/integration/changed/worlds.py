@@ -70,8 +70,8 @@ def vectors(
 ) -> Month:
     """Month of the reference bundle in which every other user brings a vector."""
     config = prepared(folder, redis_url, users=users, items=items)
-    some = sorted(nights.histories(config))[::2]
-    table = {"user": some, "vector": vectors_column(len(some), 4)}
+    users_with_vector = sorted(nights.histories(config))[::2]
+    table = {"user": users_with_vector, "vector": vectors_column(len(users_with_vector), 4)}
     pq.write_table(pa.table(table), config.path("user_vectors.parquet"))
     config = replace(config, sources=replace(config.sources, user_vectors="user_vectors.parquet"))
     return Month.of(config, beside(redis_url), seed)
@@ -88,28 +88,32 @@ def features(
         "user": ids,
         "country": pa.array([row % COUNTRIES for row in range(len(ids))], pa.int64()),
         "mood": pa.array(
-            [None if row % 9 == 0 else each for row, each in enumerate(moods)],
+            [None if row % 9 == 0 else mood for row, mood in enumerate(moods)],
             pa.list_(pa.float32()),
         ),
     }
     pq.write_table(pa.table(table), config.path("users.parquet"))
-    known = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
-    scents = vectors_column(len(known), 6, SCENTS).to_pylist()
-    looks = {
-        "item": known,
-        "looks": vectors_column(len(known), 3),
+    item_ids = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
+    scents = vectors_column(len(item_ids), 6, SCENTS).to_pylist()
+    item_columns = {
+        "item": item_ids,
+        "looks": vectors_column(len(item_ids), 3),
         "scent": pa.array(
-            [None if row % 7 == 0 else each for row, each in enumerate(scents)],
+            [None if row % 7 == 0 else scent for row, scent in enumerate(scents)],
             pa.list_(pa.float32()),
         ),
     }
-    pq.write_table(pa.table(looks), config.path("items.parquet"))
+    pq.write_table(pa.table(item_columns), config.path("items.parquet"))
     with_towers(config, from_history_and_country, {"mood": from_mood(), "worth": from_scent()})
     values = {
         "user_mood": TableConfig("value", value="mood", precision="f4"),
         "item_worth": TableConfig("value", value="worth"),
     }
-    lists = {name: each for name, each in config.tables.items() if each.kind != "value"}
+    lists = {
+        name: table_config
+        for name, table_config in config.tables.items()
+        if table_config.kind != "value"
+    }
     sources = replace(config.sources, user_features="users.parquet")
     return Month.of(
         replace(config, sources=sources, tables=lists | values), beside(redis_url), seed

@@ -94,12 +94,12 @@ class TinyWorld(World):
     def make(self, generation: str, records: int = 20) -> Manifest:
         """The same few pages, with a cut and a time of creation by the maker's clock."""
         cut = datetime.strptime(generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-        made = replace(
+        manifest = replace(
             super().make(generation, records),
             data_until=int(cut.timestamp()), created_at=int(self.made_at),
         )  # fmt: skip
-        self.store.write(generation_path(generation, "manifest.json"), made.to_bytes())
-        return made
+        self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+        return manifest
 
 
 class Simulation:
@@ -130,9 +130,9 @@ class Simulation:
     def _host(self, skew_s: float) -> Releases:
         return Releases(self.store, Control(self.client, self.keys), lambda: self.now + skew_s)
 
-    def count(self, what: str) -> None:
+    def count(self, counter_name: str) -> None:
         """One more of these."""
-        self.counts[what] = self.counts.get(what, 0) + 1
+        self.counts[counter_name] = self.counts.get(counter_name, 0) + 1
 
     def at(self, when: float, event: Event) -> None:
         """Let something happen."""
@@ -192,7 +192,7 @@ class Simulation:
     def _clear_of_edges(self, when: float) -> float:
         """Where clocks that differ could honestly disagree about what is due, a little later."""
         edges = [*self.ticks, *(tick + GRACE_S for tick in self.ticks)]
-        near = next((each for each in edges if abs(when - each) < 10 * MINUTE), None)
+        near = next((edge for edge in edges if abs(when - edge) < 10 * MINUTE), None)
         return when if near is None else near + 11 * MINUTE
 
     def _schedule(self, run: Run, when: float) -> None:
@@ -274,31 +274,35 @@ class Simulation:
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
         releases = self.hosts[run.host]
-        found = sweepable(releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
-        for each in found:
-            retire(releases, each, attempt=run.name, abandon_after_s=ABANDON_S)
+        sweepable_generations = sweepable(
+            releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S
+        )
+        for generation_id in sweepable_generations:
+            retire(releases, generation_id, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")
         drop_old_rows(releases, overlay_ttl_s=OVERLAY_S)
         self.swept_at = self.now
 
     def _roll_back(self) -> None:
-        name, left = f"roll-back-{self.now:.0f}", self.control.pointer()
+        name, left_pointer = f"roll-back-{self.now:.0f}", self.control.pointer()
         try:
             self.hosts[0].roll_back(to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
-            if left is not None and self.rng.random() < 0.5:
-                self.at(self.now + 10 * MINUTE, lambda: self._publish_by_hand(left.generation))
+            if left_pointer is not None and self.rng.random() < 0.5:
+                self.at(
+                    self.now + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation)
+                )
         except Conflict:
             self.count("refused as a conflict")
 
     def _publish_by_hand(self, generation: str | None = None) -> None:
         """Somebody tries a recent generation, whatever became of it; only a verified one may go live."""
-        found = sorted(name for name, at in self.created.items() if self.now - at < 4 * DAY)
-        found = found if generation is None else [generation]
-        if not found:
+        candidates = sorted(name for name, at in self.created.items() if self.now - at < 4 * DAY)
+        candidates = candidates if generation is None else [generation]
+        if not candidates:
             return
         try:
-            self.hosts[1].publish(self.rng.choice(found), attempt=f"by-hand-{self.now:.0f}")
+            self.hosts[1].publish(self.rng.choice(candidates), attempt=f"by-hand-{self.now:.0f}")
             self.count("publish by hand")
         except LarderError:
             self.count("refused as a conflict")
@@ -316,13 +320,13 @@ class Simulation:
         }
 
     def stored_keys(self) -> list[bytes]:
-        found: list[bytes] = []
+        key_names: list[bytes] = []
         for pattern in (
             f"larder:1:{self.keys.namespace}:*",
             f"larder:1:{{{self.keys.namespace}}}:*",
         ):
-            found += self.client.scan_iter(pattern, count=1000)
-        return found
+            key_names += self.client.scan_iter(pattern, count=1000)
+        return key_names
 
     def _lose_redis(self) -> None:
         self.count("Redis lost")
@@ -346,12 +350,15 @@ class Simulation:
 
     def _follow(self, reader: Reader) -> None:
         pointer = self.control.pointer()
-        verdict, before = judge(pointer, reader.seen), reader.seen
+        verdict, previous_pointer = judge(pointer, reader.seen), reader.seen
         reader.verdict = verdict
         self.count(f"reader: {verdict}")
         if verdict == "newer" and pointer is not None:
-            assert before is None or pointer.epoch > before.epoch
-            if before is not None and pointer.generation[:16] < before.generation[:16]:
+            assert previous_pointer is None or pointer.epoch > previous_pointer.epoch
+            if (
+                previous_pointer is not None
+                and pointer.generation[:16] < previous_pointer.generation[:16]
+            ):
                 self._explained(pointer)
             reader.seen = pointer
         assert verdict != "conflicting"
@@ -359,9 +366,11 @@ class Simulation:
     def _explained(self, pointer: Pointer) -> None:
         """Older data after newer: only because somebody rolled back since."""
         back = [
-            each for each in all_releases(self.store) if each.done and each.action == "roll_back"
+            release
+            for release in all_releases(self.store)
+            if release.done and release.action == "roll_back"
         ]
-        assert any(each.epoch <= pointer.epoch for each in back), pointer
+        assert any(rollback.epoch <= pointer.epoch for rollback in back), pointer
 
     def compare_with_truth(self, reader: Reader) -> None:
         """Whether a generation is missing, as the reader says by its clock and as it is."""
@@ -378,27 +387,27 @@ class Simulation:
             self.count("made at a tick, so of this one or the one before")
             return
         truth = live is None or live < due
-        said = self.schedule.is_missing(self.now + reader.skew_s, created_at)
+        is_missing = self.schedule.is_missing(self.now + reader.skew_s, created_at)
         self.count("missing" if truth else "not missing")
-        assert said == truth, (self.now, due, live, created_at)
+        assert is_missing == truth, (self.now, due, live, created_at)
 
     def check(self) -> None:
         """What must hold after every step: no leak, and no key of a generation that nobody knows."""
         pointer = self.control.pointer()
         if pointer is not None:
-            assert pointer.epoch <= max(each.epoch for each in all_releases(self.store))
+            assert pointer.epoch <= max(release.epoch for release in all_releases(self.store))
         # Only a sweep removes, so how old a night was counts when the last one looked: days may pass without a run.
         looked_from = self.swept_at - SWEPT_AFTER_S
-        begun = {name for name, at in self.created.items() if at > looked_from}
+        recent_generations = {name for name, at in self.created.items() if at > looked_from}
         # An unfinished night that a restore found counts as touched then: its loader may be at work.
-        begun |= {name for name, at in self.restored.items() if at > looked_from}
-        stored = set(self.store.names("generations"))
-        assert len(stored - begun) <= KEEP + 2, stored
+        recent_generations |= {name for name, at in self.restored.items() if at > looked_from}
+        stored_generations = set(self.store.names("generations"))
+        assert len(stored_generations - recent_generations) <= KEEP + 2, stored_generations
 
     def published(self) -> list[str]:
         """Generations in the order in which they were published."""
         return [
-            each.generation
-            for each in all_releases(self.store)
-            if each.action == "publish" and each.done
+            release.generation
+            for release in all_releases(self.store)
+            if release.action == "publish" and release.done
         ]

@@ -51,8 +51,8 @@ def generation_of(url: str) -> str:
 
 @pytest.fixture
 def step() -> Step:
-    with Steps(Console(file=io.StringIO())).step("A click") as found:
-        return found
+    with Steps(Console(file=io.StringIO())).step("A click") as click_step:
+        return click_step
 
 
 @pytest.mark.slow
@@ -77,15 +77,15 @@ def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(
         counts = asyncio.run(scrape(service.url))
 
     assert judge.violations == [] and counts.disagreements(judge.sources, judge.entities) == []
-    told = "\n".join(step.notes)
-    assert f"{click.user} clicks on {click.item}: 202" in told
-    before, after = (
-        next(each for each in step.notes if each.startswith(name)) for name in ("before", "after")
+    notes_text = "\n".join(step.notes)
+    assert f"{click.user} clicks on {click.item}: 202" in notes_text
+    note_before, after = (
+        next(note for note in step.notes if note.startswith(name)) for name in ("before", "after")
     )
-    assert click.item in before and click.item not in after
+    assert click.item in note_before and click.item not in after
     for expected in ("events 1, as of", "max_events=0", "dashboard: 1 accepted, 0.0 s behind", "it has the click",
                      "which lacks the click: events 1, and the same list"):  # fmt: skip
-        assert expected in told
+        assert expected in notes_text
 
 
 class Answered(Click):
@@ -113,19 +113,19 @@ LIVE = answer("b", "c", producer="live", source=Source.LIVE, events=1)
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("night_answer", "expected_error"),
     [
         (answer("a", "b", producer="live", events=1), "did not take the click"),
         (answer("b", "d"), "was answered \\('b', 'c'\\), and now is \\('b', 'd'\\)"),
     ],
 )
 def test_a_night_that_lacks_the_click_or_answers_otherwise_breaks_the_demo(
-    now: Answer, told: str, step: Step
+    night_answer: Answer, expected_error: str, step: Step
 ) -> None:
-    click = Answered(replace(synthetic(WORLD), profiles=None), now)
+    click = Answered(replace(synthetic(WORLD), profiles=None), night_answer)
     click._live = LIVE
 
-    with pytest.raises(Broken, match=f"fresh events: .*{told}"), holding("fresh events"):
+    with pytest.raises(Broken, match=f"fresh events: .*{expected_error}"), holding("fresh events"):
         click.taken_over(step)
     assert step.notes == []
 
@@ -151,9 +151,9 @@ def test_a_dashboard_that_somebody_has_open_is_asked_again_until_it_shows_the_cl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stale = {"counted_until": "1-0", "results": {}, "lag_s": 0.0}
-    shown = {"counted_until": "2-0", "results": {"accepted": 1}, "lag_s": 0.0}
+    fresh_events = {"counted_until": "2-0", "results": {"accepted": 1}, "lag_s": 0.0}
     uncounted = stale | {"counted_until": "2-0"}
-    documents = iter([{}, {"events": stale}, {"events": uncounted}, {"events": shown}])
+    documents = iter([{}, {"events": stale}, {"events": uncounted}, {"events": fresh_events}])
 
     async def get(_url: str, _path: str) -> tuple[int, bytes]:
         return 200, orjson.dumps(next(documents, {"events": stale}))

@@ -25,18 +25,18 @@ WORLD = World(users=400, items=200, seed=3, drift=0.3)
 def test_the_same_clicks_have_the_same_features() -> None:
     clicks = synthesize(WORLD)
 
-    one, two, other = (profiles_of(clicks, seed) for seed in (1, 1, 2))
+    first_profiles, two, other_seed_profiles = (profiles_of(clicks, seed) for seed in (1, 1, 2))
 
-    assert one == two
-    assert one.users != other.users
-    assert list(one.users) == list(clicks.user_ids)
-    assert not set(one.unseen) & set(clicks.item_ids)
-    assert all(float(each["price"]) > 0 for each in one.items.values())
+    assert first_profiles == two
+    assert first_profiles.users != other_seed_profiles.users
+    assert list(first_profiles.users) == list(clicks.user_ids)
+    assert not set(first_profiles.unseen) & set(clicks.item_ids)
+    assert all(float(item_features["price"]) > 0 for item_features in first_profiles.items.values())
 
 
 def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> None:
     still, drifting = (
-        synthesize(World(users=2_000, items=300, seed=1, drift=share)) for share in (0.0, 0.6)
+        synthesize(World(users=2_000, items=300, seed=1, drift=drift)) for drift in (0.0, 0.6)
     )
 
     def pairs(of: object) -> set[tuple[int, int]]:
@@ -46,7 +46,8 @@ def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> N
         """Total variation between what was clicked in the first and in the last third."""
         rows, third = of.item_rows, len(of.item_rows) // 3  # type: ignore[attr-defined]
         first, last = (
-            np.bincount(each, minlength=300) / len(each) for each in (rows[:third], rows[-third:])
+            np.bincount(item_rows, minlength=300) / len(item_rows)
+            for item_rows in (rows[:third], rows[-third:])
         )
         return float(np.abs(first - last).sum() / 2)
 
@@ -62,14 +63,16 @@ def test_a_regression_finds_what_labels_and_numbers_say() -> None:
     vectors = np.stack([is_a * 2.0, np.where(is_a, 1, -1) * np.log(numbers)], axis=1)
 
     # when
-    found = fit(labels, numbers, vectors.astype(np.float32))
+    regression = fit(labels, numbers, vectors.astype(np.float32))
 
     # then
-    scaled = (np.log(numbers) - found.mean) / found.deviation
-    places = np.where(is_a, 0, 1)
-    told = found.base[places] + found.slope[places] * scaled[:, None]
-    assert found.labels == ("a", "b")
-    assert np.abs(told - vectors).max() < 0.05
+    scaled = (np.log(numbers) - regression.mean) / regression.deviation
+    label_positions = np.where(is_a, 0, 1)
+    predicted = (
+        regression.base[label_positions] + regression.slope[label_positions] * scaled[:, None]
+    )
+    assert regression.labels == ("a", "b")
+    assert np.abs(predicted - vectors).max() < 0.05
 
 
 def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset, Profiles]:
@@ -100,14 +103,14 @@ async def test_features_alone_are_answered_live_and_all_else_by_the_night(
 
     # when
     with fleet(config, tmp_path / "logs", count=1) as (service,):
-        found = ask_cold(service.url, profiles, data.histories, judge)
+        cold_starts = ask_cold(service.url, profiles, data.histories, judge)
         counts = await scrape(service.url)
 
     # then
     # A night may have a record for who has features and no click: then it answers, else the model does.
-    quiet = next(each for each in found if each.asked == "quiet user")
+    quiet = next(cold_start for cold_start in cold_starts if cold_start.asked == "quiet user")
     assert (quiet.source, quiet.producer) in (("live", "live"), ("l2", "batch"))
-    assert {each[:4] for each in found if each is not quiet} == {
+    assert {cold_start[:4] for cold_start in cold_starts if cold_start is not quiet} == {
         ("known user", "user_topk", "l2", "batch"),
         ("known user", "user_affinity", "l2", "batch"),
         ("unseen item", "item_similar", "l2", "batch"),
@@ -119,8 +122,10 @@ async def test_features_alone_are_answered_live_and_all_else_by_the_night(
     assert counts.disagreements(judge.sources, judge.entities) == []
     assert set(judge.generations) == {generation}
     # What is like an item that features alone describe is of its category.
-    best = next(each for each in found if each.asked == "new item").answer
-    assert str(profiles.new_item["category"]) in best
+    new_item_answer = next(
+        cold_start for cold_start in cold_starts if cold_start.asked == "new item"
+    ).answer
+    assert str(profiles.new_item["category"]) in new_item_answer
 
 
 def test_who_has_a_history_is_answered_as_the_reference_bundle_would(
@@ -140,8 +145,8 @@ def test_who_has_a_history_is_answered_as_the_reference_bundle_would(
     served = nights.top_lists(config, generation, users)
     assert {user: list(served[user][:TOP]) for user in users} == offline
     bundle = Bundle.open(config.path(config.bundle))
-    assert {each.column for each in bundle.user_tower.spec.features} == {"country", "age"}
-    assert {each.column for each in bundle.item_tower.spec.features} == {
+    assert {feature.column for feature in bundle.user_tower.spec.features} == {"country", "age"}
+    assert {feature.column for feature in bundle.item_tower.spec.features} == {
         "item",
         "category",
         "price",

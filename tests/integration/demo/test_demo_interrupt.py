@@ -28,12 +28,12 @@ def test_an_interrupted_demo_leaves_nothing_running(
     tmp_path: Path, how: signal.Signals, after: str
 ) -> None:
     # given: a demo that has just finished one of its steps
-    mark = f"demo-under-test-{uuid.uuid4().hex}"
+    process_tag = f"demo-under-test-{uuid.uuid4().hex}"
     log = tmp_path / "demo.log"
     command = [sys.executable, "-u", "-m", "infra.demo", "--quick", "--state", str(tmp_path / "s")]
-    environ = {**os.environ, "UNDER_TEST": mark}
-    with log.open("w") as out:
-        demo = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=out, stderr=out)
+    environ = {**os.environ, "UNDER_TEST": process_tag}
+    with log.open("w") as log_file:
+        demo = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log_file, stderr=log_file)
     try:
         assert until(
             lambda: (
@@ -52,7 +52,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
 
         # then
         assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), log.read_text()
-        assert until(lambda: not marked(mark), 30.0), marked(mark)
+        assert until(lambda: not marked(process_tag), 30.0), marked(process_tag)
     finally:
         demo.kill()
         demo.wait()

@@ -19,19 +19,21 @@ async def test_served_lists_are_the_nights_own_each_asked_once_and_judged(
 ) -> None:
     monkeypatch.setattr(evaluate, "BATCH", 7)
     config = build_night(tmp_path / "night", redis_url, users=200, items=60)
-    known = histories(config)
-    users, judge = sorted(known)[:40], Judge(histories=known)
+    history_by_user = histories(config)
+    users, judge = sorted(history_by_user)[:40], Judge(histories=history_by_user)
 
     def judged(answers: Sequence[Mapping[str, Any]]) -> None:
-        judge.request([Question("user_topk", str(each["id"]), TOP) for each in answers], answers)
+        judge.request(
+            [Question("user_topk", str(answer["id"]), TOP) for answer in answers], answers
+        )
 
     with fleet(config, tmp_path / "logs", count=1) as (service,):
-        found = await served_lists(service.url, users, judged)
+        served = await served_lists(service.url, users, judged)
         counts = await scrape(service.url)
 
     (generation,) = judge.generations
     expected = top_lists(config, generation, users)
-    assert {user: tuple(found.lists[user]) for user in users} == {
+    assert {user: tuple(served.lists[user]) for user in users} == {
         user: expected[user][:TOP] for user in users
     }
     assert judge.violations == [] and counts.disagreements(judge.sources, judge.entities) == []
@@ -42,13 +44,15 @@ def test_the_measure_apart_from_larder_finds_the_nights_lists_of_the_reference_b
     tmp_path: Path, redis_url: str
 ) -> None:
     config = build_night(tmp_path / "night", redis_url, users=200, items=60)
-    known = histories(config)
-    users = sorted(known)[:40]
+    history_by_user = histories(config)
+    users = sorted(history_by_user)[:40]
 
-    offline = offline_lists(config.path(config.bundle), known, users, lambda _count: None)
+    offline = offline_lists(config.path(config.bundle), history_by_user, users, lambda _count: None)
 
     (generation,) = [
-        each for each in config.store().names("generations") if not each.startswith(".")
+        generation_id
+        for generation_id in config.store().names("generations")
+        if not generation_id.startswith(".")
     ]
     served = top_lists(config, generation, users)
     assert offline == {user: list(served[user][:TOP]) for user in users}

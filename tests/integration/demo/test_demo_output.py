@@ -35,12 +35,12 @@ LONGEST = max(CATEGORIES, key=len)
 FIGURES = {"l1": 9_999_999, "l2": 1_234_567, "live": 99_999, "previous": 0, "default": 12_345}
 
 
-def printed(what: Callable[[Steps], None], *, is_terminal: bool) -> list[str]:
+def printed(print_section: Callable[[Steps], None], *, is_terminal: bool) -> list[str]:
     """Lines on a terminal, or in a file, of 80 columns."""
-    out = io.StringIO()
-    console = Console(file=out, width=COLUMNS, force_terminal=is_terminal, color_system=None)
-    what(Steps(console))
-    return CONTROL.sub("", out.getvalue()).splitlines()
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=COLUMNS, force_terminal=is_terminal, color_system=None)
+    print_section(Steps(console))
+    return CONTROL.sub("", buffer.getvalue()).splitlines()
 
 
 def a_step(steps: Steps) -> None:
@@ -56,9 +56,9 @@ def the_summary(steps: Steps) -> None:
         ColdStart("unseen item", "item_similar", "previous", "defaults", f"{LONGEST}, {LONGEST}"),
         ColdStart("known user", "user_affinity", "live", "batch", f"{LONGEST} 0.99"),
     ]
-    found = Findings(GENERATION, GENERATION, quality, quality, cold, slow, slow, 123_456.7)
+    findings = Findings(GENERATION, GENERATION, quality, quality, cold, slow, slow, 123_456.7)
     counts = ServiceCounts(sum(FIGURES.values()), FIGURES, {}, 0)
-    summarize(steps, found, "train-and-test-of-gowalla", counts, 12_345_678)
+    summarize(steps, findings, "train-and-test-of-gowalla", counts, 12_345_678)
 
 
 def an_invitation(steps: Steps) -> None:
@@ -69,11 +69,11 @@ def an_invitation(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize("what", [a_step, the_summary, an_invitation])
+@pytest.mark.parametrize("print_section", [a_step, the_summary, an_invitation])
 def test_no_line_is_longer_than_a_terminal(
-    what: Callable[[Steps], None], is_terminal: bool
+    print_section: Callable[[Steps], None], is_terminal: bool
 ) -> None:
-    lines = printed(what, is_terminal=is_terminal)
+    lines = printed(print_section, is_terminal=is_terminal)
 
     assert [line for line in lines if len(line) > COLUMNS] == []
 
@@ -108,40 +108,40 @@ def test_a_value_too_long_for_a_line_is_folded_not_cut() -> None:
 def test_what_to_try_is_json_within_a_shells_quotes() -> None:
     # given
     data = replace(synthetic(SMALL), profiles=profiles_of(synthesize(SMALL)))
-    out = io.StringIO()
+    buffer = io.StringIO()
 
     # when
-    invite(Console(file=out, width=COLUMNS), "http://host:1", "http://host:2", Path("/p"), data)
+    invite(Console(file=buffer, width=COLUMNS), "http://host:1", "http://host:2", Path("/p"), data)
 
     # then
-    bodies = posted(out.getvalue())
+    bodies = posted(buffer.getvalue())
     assert len(bodies) == 3
-    assert [sorted(each) for each in bodies] == [["entities", "k"], ["entities"], ["entities", "k"]]
+    assert [sorted(body) for body in bodies] == [["entities", "k"], ["entities"], ["entities", "k"]]
     assert bodies[2]["entities"][0]["features"]["item"] == "new-item"
 
 
 def posted(text: str) -> list[Any]:
     """Bodies of the calls in a text, as a shell would hand them over."""
     calls = text[text.index("curl ") :].split("curl ")[1:]
-    words = [shlex.split(f"curl {each}") for each in calls]
-    return [json.loads(each[-1]) for each in words if "-d" in each]
+    command_argvs = [shlex.split(f"curl {call_text}") for call_text in calls]
+    return [json.loads(argv[-1]) for argv in command_argvs if "-d" in argv]
 
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """The handlers of signals as they were, afterwards."""
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(each) for each in names]
+    original_handlers = [signal.getsignal(signal_number) for signal_number in names]
     yield
-    for each, handler in zip(names, before, strict=True):
-        signal.signal(each, handler)
+    for signal_number, handler in zip(names, original_handlers, strict=True):
+        signal.signal(signal_number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
 def test_an_interrupt_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run(_sent: object, console: Console) -> int:
+    def run(_args: object, console: Console) -> int:
         with Steps(console).step("Data") as step:
             step.note("half of it")
             raise KeyboardInterrupt

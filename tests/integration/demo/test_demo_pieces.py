@@ -28,14 +28,16 @@ NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 def test_the_same_world_gives_the_same_clicks() -> None:
     # given, when
-    one, two, other = (synthesize(each) for each in (SMALL, SMALL, World(300, 120, seed=6)))
+    first_clicks, two, other_seed_clicks = (
+        synthesize(world) for world in (SMALL, SMALL, World(300, 120, seed=6))
+    )
 
     # then
     for name in ("user_rows", "item_rows", "times"):
-        assert np.array_equal(getattr(one, name), getattr(two, name))
-    assert not np.array_equal(one.times, other.times)
-    assert one.user_ids == two.user_ids
-    assert {"0000007", "team/57/a", "zoë-107", "用户 157"} <= {*one.user_ids}
+        assert np.array_equal(getattr(first_clicks, name), getattr(two, name))
+    assert not np.array_equal(first_clicks.times, other_seed_clicks.times)
+    assert first_clicks.user_ids == two.user_ids
+    assert {"0000007", "team/57/a", "zoë-107", "用户 157"} <= {*first_clicks.user_ids}
 
 
 def test_popularity_is_skewed_and_no_click_comes_twice() -> None:
@@ -73,9 +75,9 @@ def test_a_second_day_lies_beside_the_first(tmp_path: Path) -> None:
     data.write_second(tmp_path / "data")
 
     # then
-    both = pq.read_table(tmp_path / "data/interactions")
+    both_days_table = pq.read_table(tmp_path / "data/interactions")
     assert len(first) == len(data.known)
-    assert len(both) == len(data.known) + len(data.arriving)
+    assert len(both_days_table) == len(data.known) + len(data.arriving)
     assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
         "item",
         "category",
@@ -93,7 +95,7 @@ def test_lines_with_a_test_file_are_read_in_place(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("007 4 5\n8 1\n")
 
     # when
-    data = user_data(tmp_path, now=NOW)
+    data = user_data(tmp_path, current_time=NOW)
     data.write_first(tmp_path / "state")
 
     # then
@@ -109,7 +111,7 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
     # when
-    data = user_data(tmp_path, now=NOW)
+    data = user_data(tmp_path, current_time=NOW)
 
     # then
     assert len(data.known) in range(88, 93)
@@ -123,18 +125,18 @@ def test_without_times_one_item_of_each_user_is_held_out(tmp_path: Path) -> None
     (tmp_path / "clicks.csv").write_text("user,item\n" + "\n".join(rows) + "\n")
 
     # when
-    one, two = (user_data(tmp_path / "clicks.csv", now=NOW) for _ in range(2))
+    first_dataset, two = (user_data(tmp_path / "clicks.csv", current_time=NOW) for _ in range(2))
 
     # then
-    assert one.held_out == two.held_out
-    assert {len(items) for items in one.held_out.values()} == {1}
-    assert "few" not in one.held_out
-    assert len(one.histories["u3"]) == 3
+    assert first_dataset.held_out == two.held_out
+    assert {len(items) for items in first_dataset.held_out.values()} == {1}
+    assert "few" not in first_dataset.held_out
+    assert len(first_dataset.histories["u3"]) == 3
 
 
 def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no interactions"):
-        user_data(tmp_path, now=NOW)
+        user_data(tmp_path, current_time=NOW)
 
 
 def test_recall_and_ndcg_by_hand() -> None:
@@ -142,18 +144,19 @@ def test_recall_and_ndcg_by_hand() -> None:
     histories = {"ann": ["a"], "bob": ["b", "c"], "cat": []}
     popular = ["a", "b", "c", "d"]
     lists = {
-        user: [each for each in popular if each not in seen][:2] for user, seen in histories.items()
+        user: [item for item in popular if item not in history][:2]
+        for user, history in histories.items()
     }
     held_out = {"ann": ("c", "d", "e"), "bob": ("a",), "cat": ()}
 
     # when
-    found = quality(lists, held_out, top=2)
+    ranking_quality = quality(lists, held_out, top=2)
 
     # then: ann is shown b, c and hits at rank 2; bob is shown a, d and hits at rank 1; cat has nothing held out
     ann = (1 / math.log2(3)) / (1 + 1 / math.log2(3))
-    assert found.users == 2
-    assert found.recall == pytest.approx((1 / 3 + 1) / 2)
-    assert found.ndcg == pytest.approx((ann + 1.0) / 2)
+    assert ranking_quality.users == 2
+    assert ranking_quality.recall == pytest.approx((1 / 3 + 1) / 2)
+    assert ranking_quality.ndcg == pytest.approx((ann + 1.0) / 2)
 
 
 def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
@@ -161,15 +164,17 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     data = synthetic(SMALL)
 
     # when
-    one, two = ([*itertools.islice(Stream(data, seed=3), 400)] for _ in range(2))
+    first_requests, two = ([*itertools.islice(Stream(data, seed=3), 400)] for _ in range(2))
 
     # then
-    assert one == two
-    assert {each.kind for each in one} == {
+    assert first_requests == two
+    assert {request.kind for request in first_requests} == {
         "known", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
     }  # fmt: skip
-    asked = [each.questions[0].id for each in one if each.kind == "known"]
-    assert max(asked.count(each) for each in set(asked)) > 20
+    known_user_ids = [
+        request.questions[0].id for request in first_requests if request.kind == "known"
+    ]
+    assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
 
 GOOD: dict[str, Any] = {
@@ -213,7 +218,7 @@ def test_each_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
     watching = judge()
 
     # when
-    watching.request([ASKED], [{**GOOD, **wrong}], barred={"gone"})
+    watching.request([ASKED], [{**GOOD, **wrong}], rolled_back_generations={"gone"})
     watching.published({"g1", "gone"})
 
     # then
@@ -222,10 +227,10 @@ def test_each_broken_rule_is_noticed(wrong: dict[str, Any]) -> None:
 
 def test_two_generations_in_one_request_are_noticed() -> None:
     # given
-    watching, other = judge(), Question("user_topk", "bob", 2)
+    watching, second_question = judge(), Question("user_topk", "bob", 2)
 
     # when
-    watching.request([ASKED, other], [GOOD, {**GOOD, "id": "bob", "generation": "g2"}])
+    watching.request([ASKED, second_question], [GOOD, {**GOOD, "id": "bob", "generation": "g2"}])
 
     # then
     assert "several generations" in watching.violations[0]
@@ -233,11 +238,11 @@ def test_two_generations_in_one_request_are_noticed() -> None:
 
 def test_two_answers_within_one_generation_are_noticed() -> None:
     # given
-    watching, plain = judge(), dataclasses.replace(ASKED, hidden=frozenset())
-    watching.request([plain], [GOOD])
+    watching, question_without_hidden = judge(), dataclasses.replace(ASKED, hidden=frozenset())
+    watching.request([question_without_hidden], [GOOD])
 
     # when
-    watching.request([plain], [{**GOOD, "items": ["c", "b"]}])
+    watching.request([question_without_hidden], [{**GOOD, "items": ["c", "b"]}])
 
     # then
     assert "two different answers" in watching.violations[0]
@@ -267,16 +272,16 @@ larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
 
 def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
     # given
-    with place(tmp_path) as here:
-        write(here.home / "data" / "old", "x")
+    with place(tmp_path) as demo_folder:
+        write(demo_folder.home / "data" / "old", "x")
         write(tmp_path / "artifacts" / "mine", "y")
 
     # when
-    with place(tmp_path) as again:
+    with place(tmp_path) as reopened_folder:
         # then
-        assert not (again.home / "data").exists()
+        assert not (reopened_folder.home / "data").exists()
         assert (tmp_path / "artifacts" / "mine").exists()
-        assert again.namespace != here.namespace
+        assert reopened_folder.namespace != demo_folder.namespace
         with pytest.raises(ConfigError, match="another demo"), place(tmp_path):
             pass
 
@@ -284,16 +289,16 @@ def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> 
 def test_the_written_settings_are_a_nights_settings(tmp_path: Path) -> None:
     # given
     data: Dataset = synthetic(SMALL)
-    with place(tmp_path) as here:
+    with place(tmp_path) as demo_folder:
         # when
-        here.write_config(data)
-        config = NightConfig.configured({}, here.config)
+        demo_folder.write_config(data)
+        config = NightConfig.configured({}, demo_folder.config)
 
     # then
-    assert config.namespace == here.namespace
-    assert config.path(config.artifacts) == here.artifacts
+    assert config.namespace == demo_folder.namespace
+    assert config.path(config.artifacts) == demo_folder.artifacts
     assert config.data_until == data.first_cut.isoformat()
-    assert here.environment("redis://x", {"LARDER_TOKEN": "secret"})["LARDER_TOKEN"] == ""
+    assert demo_folder.environment("redis://x", {"LARDER_TOKEN": "secret"})["LARDER_TOKEN"] == ""
 
 
 def write(path: Path, text: str) -> None:

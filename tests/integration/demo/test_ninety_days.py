@@ -46,32 +46,34 @@ def check_history(season: Simulation) -> None:
     live: str | None = None
     lifted: set[str] = set()
     published: set[str] = set()
-    for each in all_releases(season.store):
-        if each.action == "verify":
-            lifted.add(each.generation)
-        if not each.done or each.action not in ("publish", "roll_back", "restore"):
+    for release in all_releases(season.store):
+        if release.action == "verify":
+            lifted.add(release.generation)
+        if not release.done or release.action not in ("publish", "roll_back", "restore"):
             continue
-        if each.action == "publish":
-            assert live is None or each.generation[:16] >= live[:16], "older data over newer"
-            assert each.generation not in published or each.generation in lifted, "published twice"
-            published.add(each.generation)
-            lifted.discard(each.generation)
-        if each.action == "restore":
-            assert each.generation == live, "a restore made something else live"
-        live = each.generation
+        if release.action == "publish":
+            assert live is None or release.generation[:16] >= live[:16], "older data over newer"
+            assert release.generation not in published or release.generation in lifted, (
+                "published twice"
+            )
+            published.add(release.generation)
+            lifted.discard(release.generation)
+        if release.action == "restore":
+            assert release.generation == live, "a restore made something else live"
+        live = release.generation
 
 
 def check_leaks(season: Simulation) -> None:
     pages = {
-        found[1].decode()
+        key_match[1].decode()
         for name in season.stored_keys()
-        if (found := re.match(rb"larder:1:[^:]+:g:([^:]+):", name))
+        if (key_match := re.match(rb"larder:1:[^:]+:g:([^:]+):", name))
     }
     rows = set(season.control.rows())
     assert pages <= rows, "pages of a generation that the registry does not know"
     recent = {name for name, at in season.created.items() if season.now - at < 8 * 86_400}
-    stored = set(season.store.names("generations"))
-    assert len(stored - recent) <= KEEP + 2, stored
+    stored_generations = set(season.store.names("generations"))
+    assert len(stored_generations - recent) <= KEEP + 2, stored_generations
     assert len(rows - recent) <= KEEP + 6, rows
 
 
@@ -82,7 +84,13 @@ def test_ninety_days_of_nights_stay_in_order_and_the_service_knows_each_one_that
     season = live_through(seed, tmp_path, redis_url, keyspace, *ZONES[seed % len(ZONES)])
 
     assert season.counts["publish"] > 30
-    assert min(season.counts[each] for each in ("missing", "not missing", "reader: newer")) > 0
+    assert (
+        min(
+            season.counts[counter_name]
+            for counter_name in ("missing", "not missing", "reader: newer")
+        )
+        > 0
+    )
 
 
 @pytest.mark.storm

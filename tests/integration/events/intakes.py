@@ -42,14 +42,16 @@ async def intake(
     config = ServingConfig(
         namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events)
     )
-    parts = EventParts.of(config, name, lambda: found.blocklist, lambda: found.newest)
-    found = Intake(parts, keyspace)
+    parts = EventParts.of(
+        config, name, lambda: running_intake.blocklist, lambda: running_intake.newest
+    )
+    running_intake = Intake(parts, keyspace)
     if inbox:
-        await found.parts.start()
+        await running_intake.parts.start()
     try:
-        yield found
+        yield running_intake
     finally:
-        await found.parts.aclose()
+        await running_intake.parts.aclose()
 
 
 def event(number: int, user: str = "u", **more: Any) -> dict[str, Any]:

@@ -73,14 +73,16 @@ class KilledProcesses:
     _number: int = 0
 
     def __post_init__(self) -> None:
-        had = histories(self.config)
-        self.users = sorted(had)[:40]
-        self.items = sorted({item for each in had.values() for item in each})[:ITEMS]
+        history_by_user = histories(self.config)
+        self.users = sorted(history_by_user)[:40]
+        self.items = sorted({item for history in history_by_user.values() for item in history})[
+            :ITEMS
+        ]
 
     async def ordeal(self, kills: int) -> None:
         """Kills so often, while events come in both ways and answers are looked at."""
         work = (self._over_http(), self._over_http(), self._into_inbox(), self._look())
-        tasks = [asyncio.create_task(each) for each in work]
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
         order = [KINDS[number % len(KINDS)] for number in range(kills)]
         self.rng.shuffle(order)
         for kind in order:
@@ -132,9 +134,12 @@ class KilledProcesses:
                     break
                 assert status in (0, 503), f"{raw!r}\n{service.told}"
                 await asyncio.sleep(GAP_S)
-            told = orjson.loads(raw)
-            assert told["accepted"] + told["repeated"] == BATCH and told["durability"] == "always"
-            self.acknowledged.update(each["id"] for each in batch)
+            receipt = orjson.loads(raw)
+            assert (
+                receipt["accepted"] + receipt["repeated"] == BATCH
+                and receipt["durability"] == "always"
+            )
+            self.acknowledged.update(event["id"] for event in batch)
             await asyncio.sleep(GAP_S)
 
     async def _into_inbox(self) -> None:
@@ -182,21 +187,23 @@ class KilledProcesses:
         keyspace = self.config.keyspace()
         with self.events.client() as client:
             give_up = asyncio.get_running_loop().time() + timeout_s
-            while left := client.xlen(keyspace.inbox):
-                assert asyncio.get_running_loop().time() < give_up, f"{left} are in the inbox"
+            while inbox_length := client.xlen(keyspace.inbox):
+                assert asyncio.get_running_loop().time() < give_up, (
+                    f"{inbox_length} are in the inbox"
+                )
                 await asyncio.sleep(0.05)
-            found = stream_of(client, keyspace)
+            stream_events = stream_of(client, keyspace)
             assert rejected(client, keyspace) == []
-        ids = [each["id"] for each in found]
+        ids = [event["id"] for event in stream_events]
         assert len(ids) == len(set(ids)), "an event counts twice"
         assert self.acknowledged <= set(ids), "an acknowledged event is lost"
-        counts = Counter(each["user"] for each in found)
+        counts = Counter(event["user"] for event in stream_events)
         for service in self.services:
             for user in self.users:
-                while (told := (await self.answer(service, user))[1]).get("events", 0) != counts[
+                while (answer := (await self.answer(service, user))[1]).get("events", 0) != counts[
                     user
                 ]:
-                    assert asyncio.get_running_loop().time() < give_up, (told, counts[user])
+                    assert asyncio.get_running_loop().time() < give_up, (answer, counts[user])
                     await asyncio.sleep(0.05)
 
 
@@ -213,8 +220,8 @@ def _services(
         for number in range(2)
     ]
     with contextlib.ExitStack() as stack:
-        for each in services:
-            stack.callback(each.__exit__)
+        for service in services:
+            stack.callback(service.__exit__)
         with ThreadPoolExecutor(len(services)) as pool:
             list(pool.map(ServiceProcess.__enter__, services))
         yield services

@@ -30,15 +30,15 @@ def test_without_events_no_redis_is_looked_at(tmp_path: Path) -> None:
 
 
 def test_a_fit_one_is_told_with_what_it_keeps(server: DurableRedis, tmp_path: Path) -> None:
-    state, words = told(tmp_path, server.url, enabled=True, durability="everysec")
+    state, detail = told(tmp_path, server.url, enabled=True, durability="everysec")
 
-    assert state == "ok" and "durability everysec" in words and "noeviction" in words
+    assert state == "ok" and "durability everysec" in detail and "noeviction" in detail
 
 
 def test_less_than_is_demanded_is_to_be_done(server: DurableRedis, tmp_path: Path) -> None:
-    state, words = told(tmp_path, server.url, enabled=True, durability="always")
+    state, detail = told(tmp_path, server.url, enabled=True, durability="always")
 
-    assert state == "to do" and "appendfsync always" in words
+    assert state == "to do" and "appendfsync always" in detail
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl"])
@@ -48,11 +48,11 @@ def test_one_that_may_evict_events_or_their_ids_is_to_be_changed(
     with server.client() as client:
         client.config_set("maxmemory-policy", policy)
         try:
-            state, words = told(tmp_path, server.url, enabled=True)
+            state, detail = told(tmp_path, server.url, enabled=True)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 
-    assert state == "to do" and policy in words and "set noeviction" in words
+    assert state == "to do" and policy in detail and "set noeviction" in detail
 
 
 def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
@@ -64,17 +64,17 @@ def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(
     with server.client() as client:
         client.config_set("maxmemory-policy", "volatile-lru")
         try:
-            state, words = LOOKS["events"](config)
+            state, detail = LOOKS["events"](config)
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 
-    assert state == "ok" and "a repetition may count" in words
+    assert state == "ok" and "a repetition may count" in detail
 
 
 def test_one_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:
-    state, words = told(tmp_path, "redis://:secret@127.0.0.1:1/0", enabled=True)
+    state, detail = told(tmp_path, "redis://:secret@127.0.0.1:1/0", enabled=True)
 
-    assert state == "to do" and "127.0.0.1:1" in words and "secret" not in words
+    assert state == "to do" and "127.0.0.1:1" in detail and "secret" not in detail
 
 
 @pytest.mark.parametrize("kind", [NightConfig, ServingConfig])

@@ -58,20 +58,26 @@ async def test_events_are_accepted_told_and_counted(
     response = await post(app, event(1), event(1), event(2), {"id": 1})
 
     assert response.status_code == 202
-    told = response.json()
-    assert (told["accepted"], told["repeated"], told["durability"]) == (2, 1, "always")
-    assert [(each["index"], each["reason"]) for each in told["rejected"]] == [(3, "missing_field")]
-    assert [each["id"] for each in stream_of(client, Keyspace(night.namespace))] == ["e-1", "e-2"]
-    counted = await app.counted("larder_events_total")
+    receipt = response.json()
+    assert (receipt["accepted"], receipt["repeated"], receipt["durability"]) == (2, 1, "always")
+    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [
+        (3, "missing_field")
+    ]
+    assert [
+        stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))
+    ] == ["e-1", "e-2"]
+    event_counts = await app.counted("larder_events_total")
     assert (
-        counted["accepted",] == 2 and counted["repeated",] == 1 and counted["missing_field",] == 1
+        event_counts["accepted",] == 2
+        and event_counts["repeated",] == 1
+        and event_counts["missing_field",] == 1
     )
     assert (await app.counted("larder_requests_total"))["POST /v1/events", "202"] == 1
 
-    async def seen() -> bool:
+    async def is_stream_counted() -> bool:
         return await app.counted("larder_events_stream_length") == {(): 2.0}
 
-    assert await eventually(seen)
+    assert await eventually(is_stream_counted)
     assert (await app.counted("larder_events_up")) == {(): 1.0}
     assert (await app.counted("larder_events_stream_bytes"))[()] > 0
     assert (await app.counted("larder_events_inbox_length")) == {(): 0.0}
@@ -111,11 +117,13 @@ async def test_an_event_that_is_no_json_is_rejected_alone(
     response = await app.http.post("/v1/events", content=body)
 
     assert response.status_code == 202
-    told = response.json()
-    assert told["accepted"] == 3
-    assert [(each["index"], each["reason"]) for each in told["rejected"]] == [(2, "invalid_json")]
-    assert told["rejected"][0]["detail"].startswith("events[2] is not JSON")
-    accepted = [each["id"] for each in stream_of(client, Keyspace(night.namespace))]
+    receipt = response.json()
+    assert receipt["accepted"] == 3
+    assert [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]] == [
+        (2, "invalid_json")
+    ]
+    assert receipt["rejected"][0]["detail"].startswith("events[2] is not JSON")
+    accepted = [stored_event["id"] for stored_event in stream_of(client, Keyspace(night.namespace))]
     assert accepted == ["e-1", "e-2", "e-3"]
 
 
@@ -150,11 +158,11 @@ async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(
 ) -> None:
     position = (await post(app, event(1), {"id": 1})).json()["position"]
 
-    async def shown() -> bool:
+    async def is_dashboard_updated() -> bool:
         events = (await app.get("/dashboard/data"))["events"]
         return bool(events["results"] == {"accepted": 1, "missing_field": 1} and events["up"])
 
-    assert await eventually(shown)
+    assert await eventually(is_dashboard_updated)
     events = (await app.get("/dashboard/data"))["events"]
     assert (events["durability"], events["demanded"]) == ("always", SETTINGS.durability)
     # This night is of before events: none of its lists counts any, so nothing is followed.
@@ -168,10 +176,10 @@ async def test_the_inbox_is_emptied_by_a_service(
     keyspace = Keyspace(night.namespace)
     client.xadd(keyspace.inbox, {"user": "u", "item": "i", "id": "x"})
 
-    async def taken() -> bool:
+    async def is_inbox_empty() -> bool:
         return bool(client.xlen(keyspace.events) == 1 and client.xlen(keyspace.inbox) == 0)
 
-    assert await eventually(taken)
+    assert await eventually(is_inbox_empty)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +205,8 @@ async def test_events_of_who_is_blocked_are_rejected_within_a_second(
     numbers = iter(range(1_000))
 
     async def refused() -> bool:
-        told = (await post(app, event(next(numbers), "erased"))).json()
-        return [each["reason"] for each in told["rejected"]] == ["erased"]
+        receipt = (await post(app, event(next(numbers), "erased"))).json()
+        return [rejection["reason"] for rejection in receipt["rejected"]] == ["erased"]
 
     assert await eventually(refused, timeout_s=10)
 
@@ -224,17 +232,22 @@ async def test_a_redis_that_is_away_costs_lookups_nothing(
 async def test_it_needs_its_scope_and_counts_its_entities(
     night: NightConfig, server: DurableRedis, tmp_path: Path
 ) -> None:
-    place = TokenPlace(tmp_path / "tokens.json")
-    reader = place.add("reader", "read")
-    sender = place.add("sender", "events", entities_per_s=5.0)
+    token_file = TokenPlace(tmp_path / "tokens.json")
+    reader = token_file.add("reader", "read")
+    sender = token_file.add("sender", "events", entities_per_s=5.0)
     settings: dict[str, Any] = {"events": SETTINGS, "events_url": server.url}
-    async with serving(night, tokens_file=str(place.path), **settings) as running:
+    async with serving(night, tokens_file=str(token_file.path), **settings) as running:
         stranger = await post(running, event(1))
         wrong = await post(running, event(1), **reader)
         first = await post(running, *(event(n) for n in range(5)), **sender)
         second = await post(running, *(event(n) for n in range(5)), **sender)
 
-    assert [each.status_code for each in (stranger, wrong, first, second)] == [401, 403, 202, 429]
+    assert [response.status_code for response in (stranger, wrong, first, second)] == [
+        401,
+        403,
+        202,
+        429,
+    ]
     assert second.json()["error"]["quota"] == "entities_per_s"
 
 
@@ -247,21 +260,29 @@ async def test_the_client_sends_any_number_and_tells_what_became_of_them(
     policy = Policy(deadline_ms=10_000, max_batch=10)
     async with AsyncClient(BASE, transport=transport, policy=policy) as larder:
         receipt = await larder.send_events(events)
-        again = await larder.send_events(events)
-        nothing = await larder.send_events([])
+        repeat_receipt = await larder.send_events(events)
+        empty_receipt = await larder.send_events([])
         with pytest.raises(InvalidRequest):
             await AsyncClient(
                 BASE, transport=transport, policy=replace(policy, max_batch=200)
             ).send_events(events * 5)
 
     assert (receipt.accepted, receipt.repeated, receipt.durability) == (24, 0, "always")
-    assert [(each.index, each.reason) for each in receipt.rejected] == [(17, "missing_field")]
-    assert (again.accepted, again.repeated, again.position) == (0, 24, None)
-    assert (nothing.accepted, nothing.position) == (0, None)
-    found = stream_of(client, Keyspace(night.namespace))
-    assert [each["id"] for each in found] == [str(n) for n in range(25) if n != 17]
-    newest = client.xrevrange(Keyspace(night.namespace).events, count=1)[0][0].decode()
-    assert receipt.position == newest
+    assert [(rejection.index, rejection.reason) for rejection in receipt.rejected] == [
+        (17, "missing_field")
+    ]
+    assert (repeat_receipt.accepted, repeat_receipt.repeated, repeat_receipt.position) == (
+        0,
+        24,
+        None,
+    )
+    assert (empty_receipt.accepted, empty_receipt.position) == (0, None)
+    stored_events = stream_of(client, Keyspace(night.namespace))
+    assert [stored_event["id"] for stored_event in stored_events] == [
+        str(n) for n in range(25) if n != 17
+    ]
+    newest_id = client.xrevrange(Keyspace(night.namespace).events, count=1)[0][0].decode()
+    assert receipt.position == newest_id
 
 
 def test_the_blocking_client_has_the_same_method(tmp_path: Path) -> None:

@@ -51,8 +51,12 @@ async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
         write(client, keyspace, 300)
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    found = stream_of(client, keyspace)
-    assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(300)), "json", "i-300"]
+    stored_events = stream_of(client, keyspace)
+    assert [stored_event["item"] for stored_event in stored_events] == [
+        *(f"i-{n}" for n in range(300)),
+        "json",
+        "i-300",
+    ]
 
 
 async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
@@ -62,11 +66,11 @@ async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
     for sequence in range(2):
         fields = {"user": "u", "item": f"i-{sequence}", "time": "1"}
         client.xadd(keyspace.inbox, fields, id=f"1769860800391000-{sequence}")
-    async with intake(server.url, keyspace, inbox=True) as one:
-        await one.parts.intake.counts.look()
+    async with intake(server.url, keyspace, inbox=True) as running_intake:
+        await running_intake.parts.intake.counts.look()
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    assert [each["id"] for each in stream_of(client, keyspace)] == [
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
         "1769860800391000-0",
         "1769860800391000-1",
     ]
@@ -78,34 +82,36 @@ async def test_what_is_no_event_is_kept_as_rejected_and_holds_nobody_up(
     client.xadd(keyspace.inbox, {"user": "u"})
     client.xadd(keyspace.inbox, {"e": "{"})
     write(client, keyspace, 1)
-    async with intake(server.url, keyspace, inbox=True) as one:
+    async with intake(server.url, keyspace, inbox=True) as running_intake:
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    assert [each["reason"] for each in rejected(client, keyspace)] == [
+    assert [rejection["reason"] for rejection in rejected(client, keyspace)] == [
         "missing_field",
         "invalid_json",
     ]
-    assert one.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
+    assert running_intake.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
 
 
 async def test_a_malformed_event_of_an_erased_user_leaves_nothing_of_itself(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     broken = [{"user": "gone"}, {"user": "gone", "item": b"\xff"}, {"e": '{"user":"gone","x":1}'}]
-    async with intake(server.url, keyspace, inbox=True) as one:
-        one.blocklist = Blocklist(users=frozenset([b"gone"]))
+    async with intake(server.url, keyspace, inbox=True) as running_intake:
+        running_intake.blocklist = Blocklist(users=frozenset([b"gone"]))
         for fields in broken:
             client.xadd(keyspace.inbox, fields)
 
         async def all_rejected() -> bool:
-            return one.results["erased"] == len(broken) and await is_empty(client, keyspace)
+            return running_intake.results["erased"] == len(broken) and await is_empty(
+                client, keyspace
+            )
 
         assert await eventually(all_rejected)
-        told = await one.take({"user": "gone", "weight": "x"})
+        receipt = await running_intake.take({"user": "gone", "weight": "x"})
 
-    assert [each["reason"] for each in told["rejected"]] == ["erased"]
-    kept = rejected(client, keyspace)
-    assert len(kept) == 4 and "gone" not in str(kept)
+    assert [rejection["reason"] for rejection in receipt["rejected"]] == ["erased"]
+    rejections = rejected(client, keyspace)
+    assert len(rejections) == 4 and "gone" not in str(rejections)
 
 
 async def test_words_of_a_rejection_are_cut(
@@ -115,8 +121,8 @@ async def test_words_of_a_rejection_are_cut(
     async with intake(server.url, keyspace, inbox=True):
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    (kept,) = rejected(client, keyspace)
-    assert kept["reason"] == "unknown_field" and len(kept["detail"]) <= 400
+    (rejection,) = rejected(client, keyspace)
+    assert rejection["reason"] == "unknown_field" and len(rejection["detail"]) <= 400
 
 
 async def test_two_consumers_share_the_inbox(
@@ -131,7 +137,7 @@ async def test_two_consumers_share_the_inbox(
             await asyncio.sleep(0)
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    ids = [each["id"] for each in stream_of(client, keyspace)]
+    ids = [stored_event["id"] for stored_event in stream_of(client, keyspace)]
     assert sorted(ids) == sorted(f"e-{n}" for n in range(500))
 
 
@@ -143,25 +149,28 @@ async def test_what_a_killed_consumer_took_counts_once(
     write(client, keyspace, *range(10))
     client.xadd(keyspace.inbox, {"user": "u", "item": "unnamed", "time": "1"})
     client.xgroup_create(keyspace.inbox, GROUP, "0")
-    taken = client.xreadgroup(GROUP, "killed", {keyspace.inbox: ">"})[0][1]
-    assert len(taken) == 11
+    claimed_entries = client.xreadgroup(GROUP, "killed", {keyspace.inbox: ">"})[0][1]
+    assert len(claimed_entries) == 11
     if is_accepted:
         async with intake(server.url, keyspace) as dead:
             reader = dead.parts.intake.reader
             packed = [
                 reader.of_inbox(fields, entry.decode(), 1.8e9, dead.blocklist)
-                for entry, fields in taken
+                for entry, fields in claimed_entries
             ]
             calls = EventsRedis(server.url, "any")
             await calls.accept(*call_of(keyspace, StreamBounds(1 << 30, 10**6, 100), packed))
             await calls.aclose()
 
-    async with intake(server.url, keyspace, inbox=True) as other:
+    async with intake(server.url, keyspace, inbox=True) as successor_intake:
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    found = stream_of(client, keyspace)
-    assert [each["item"] for each in found] == [*(f"i-{n}" for n in range(10)), "unnamed"]
-    assert other.results["repeated"] == (11 if is_accepted else 0)
+    stored_events = stream_of(client, keyspace)
+    assert [stored_event["item"] for stored_event in stored_events] == [
+        *(f"i-{n}" for n in range(10)),
+        "unnamed",
+    ]
+    assert successor_intake.results["repeated"] == (11 if is_accepted else 0)
 
 
 async def test_an_entry_that_was_deleted_while_a_consumer_had_it_holds_nobody_up(
@@ -169,19 +178,19 @@ async def test_an_entry_that_was_deleted_while_a_consumer_had_it_holds_nobody_up
 ) -> None:
     write(client, keyspace, 1, 2)
     client.xgroup_create(keyspace.inbox, GROUP, "0")
-    taken = client.xreadgroup(GROUP, "one", {keyspace.inbox: ">"})[0][1]
-    client.xdel(keyspace.inbox, taken[0][0])
+    claimed_entries = client.xreadgroup(GROUP, "one", {keyspace.inbox: ">"})[0][1]
+    client.xdel(keyspace.inbox, claimed_entries[0][0])
 
     async with intake(server.url, keyspace, "one", inbox=True):
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    assert [each["id"] for each in stream_of(client, keyspace)] == ["e-2"]
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-2"]
 
 
 async def test_a_full_stream_leaves_the_inbox_as_it_is(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, stream_bytes=1 << 20, inbox=True) as one:
+    async with intake(server.url, keyspace, stream_bytes=1 << 20, inbox=True) as running_intake:
         filler = {"e": b"x" * 1_000}
         with client.pipeline(transaction=False) as pipeline:
             for _ in range(1_500):
@@ -189,15 +198,15 @@ async def test_a_full_stream_leaves_the_inbox_as_it_is(
             pipeline.execute()
         write(client, keyspace, *range(5))
         await asyncio.sleep(0.2)  # several tries
-        assert client.xlen(keyspace.inbox) == 5 and not one.results["accepted"]
-        refusals = one.parts.intake.counts.refusals
+        assert client.xlen(keyspace.inbox) == 5 and not running_intake.results["accepted"]
+        refusals = running_intake.parts.intake.counts.refusals
 
-        async def counted() -> bool:
+        async def is_refused_twice() -> bool:
             return (
                 refusals["events_full"] >= 2
             )  # each try: the alert goes on as long as the inbox waits
 
-        assert await eventually(counted)
+        assert await eventually(is_refused_twice)
 
         client.delete(keyspace.events)
 
@@ -214,12 +223,15 @@ async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
         client.xadd(keyspace.inbox, {"user": "u"})
         write(client, keyspace, *range(300))
         client.config_set("maxmemory", "1")
-        async with intake(small.url, keyspace, inbox=True) as one:
+        async with intake(small.url, keyspace, inbox=True) as running_intake:
             assert await eventually(lambda: is_empty(client, keyspace))
 
         assert len(stream_of(client, keyspace)) == 300
         # It was rejected, and there is no room to keep why.
-        assert one.results["missing_field"] == 1 and one.parts.intake.counts.dropped == 1
+        assert (
+            running_intake.results["missing_field"] == 1
+            and running_intake.parts.intake.counts.dropped == 1
+        )
 
 
 async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
@@ -232,7 +244,10 @@ async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
         write(client, keyspace, 2)
 
         async def came() -> bool:
-            return [each["id"] for each in stream_of(client, keyspace)] == ["e-1", "e-2"]
+            return [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
+                "e-1",
+                "e-2",
+            ]
 
         assert await eventually(came)
 
@@ -248,7 +263,7 @@ async def test_consumers_without_entries_are_forgotten_after_a_while(
     client.xreadgroup(GROUP, "holds", {keyspace.inbox: ">"})
 
     async def names() -> set[bytes]:
-        return {each["name"] for each in client.xinfo_consumers(keyspace.inbox, GROUP)}
+        return {consumer["name"] for consumer in client.xinfo_consumers(keyspace.inbox, GROUP)}
 
     async def forgotten() -> bool:
         return b"idle" not in await names()

@@ -20,49 +20,63 @@ from tests.integration.serving_app import eventually
 async def test_events_are_accepted_once_in_their_order(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, durability="always") as one:
-        first = await one.take(*(event(number) for number in range(600)))
-        again = await one.take(event(5), event(600), event(600))
+    async with intake(server.url, keyspace, durability="always") as running_intake:
+        first = await running_intake.take(*(event(number) for number in range(600)))
+        repeat_receipt = await running_intake.take(event(5), event(600), event(600))
 
     assert (first["accepted"], first["repeated"], first["rejected"]) == (600, 0, [])
     assert first["durability"] == "always"
-    assert (again["accepted"], again["repeated"]) == (1, 2)
-    assert [each["id"] for each in stream_of(client, keyspace)] == [f"e-{n}" for n in range(601)]
-    newest = Position.parse(client.xrevrange(keyspace.events, count=1)[0][0])
-    assert Position.parse(again["position"]) == newest > Position.parse(first["position"])
-    assert (one.results["accepted"], one.results["repeated"]) == (601, 2)
+    assert (repeat_receipt["accepted"], repeat_receipt["repeated"]) == (1, 2)
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
+        f"e-{n}" for n in range(601)
+    ]
+    newest_position = Position.parse(client.xrevrange(keyspace.events, count=1)[0][0])
+    assert (
+        Position.parse(repeat_receipt["position"])
+        == newest_position
+        > Position.parse(first["position"])
+    )
+    assert (running_intake.results["accepted"], running_intake.results["repeated"]) == (601, 2)
 
 
 async def test_what_is_rejected_is_told_beside_the_others_counted_and_kept(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, of_one=2) as one:
-        one.blocklist = Blocklist(users=frozenset([b"gone"]))
-        told = await one.take(
+    async with intake(server.url, keyspace, of_one=2) as running_intake:
+        running_intake.blocklist = Blocklist(users=frozenset([b"gone"]))
+        receipt = await running_intake.take(
             event(0), {"id": "x"}, event(1, "gone"), event(2), event(3), event(4, "other")
         )
 
-    reasons = [(each["index"], each["reason"]) for each in told["rejected"]]
+    reasons = [(rejection["index"], rejection["reason"]) for rejection in receipt["rejected"]]
     assert reasons == [(1, "missing_field"), (2, "erased"), (4, "too_many")]
-    assert told["accepted"] == 3
-    kept = rejected(client, keyspace)
-    assert sorted(each["reason"] for each in kept) == ["erased", "missing_field", "too_many"]
+    assert receipt["accepted"] == 3
+    stored_rejections = rejected(client, keyspace)
+    assert sorted(rejection["reason"] for rejection in stored_rejections) == [
+        "erased",
+        "missing_field",
+        "too_many",
+    ]
     # Who was erased is not to be found there.
-    assert not any("gone" in text for each in kept for text in each.values())
-    assert {each["event"] for each in kept if each["reason"] == "missing_field"} == {'{"id":"x"}'}
-    assert one.results["too_many"] == one.results["erased"] == 1
+    assert not any("gone" in text for rejection in stored_rejections for text in rejection.values())
+    assert {
+        rejection["event"]
+        for rejection in stored_rejections
+        if rejection["reason"] == "missing_field"
+    } == {'{"id":"x"}'}
+    assert running_intake.results["too_many"] == running_intake.results["erased"] == 1
 
 
 async def test_a_user_and_an_item_of_one_id_are_no_repetition_and_bounded_each(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, of_one=1) as one:
-        told = await one.take(
+    async with intake(server.url, keyspace, of_one=1) as running_intake:
+        receipt = await running_intake.take(
             {"user": "7", "id": "1", "attributes": {"country": "NL"}},
             {"item": "7", "id": "1", "attributes": {"price": 2}},
         )
 
-    assert (told["accepted"], told["repeated"], told["rejected"]) == (2, 0, [])
+    assert (receipt["accepted"], receipt["repeated"], receipt["rejected"]) == (2, 0, [])
     assert len(stream_of(client, keyspace)) == 2
 
 
@@ -70,81 +84,88 @@ async def test_a_rejected_event_too_deep_to_be_written_is_counted_and_told(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     deep = orjson.loads(b'{"id":"1","user":' + b"[" * 600 + b"]" * 600 + b"}")
-    async with intake(server.url, keyspace) as one:
-        told = await one.take(event(0), deep)
+    async with intake(server.url, keyspace) as running_intake:
+        receipt = await running_intake.take(event(0), deep)
 
-    assert told["accepted"] == 1
-    assert [each["reason"] for each in told["rejected"]] == ["missing_field"]
-    assert [each["event"] for each in rejected(client, keyspace)] == [""]
+    assert receipt["accepted"] == 1
+    assert [rejection["reason"] for rejection in receipt["rejected"]] == ["missing_field"]
+    assert [rejection["event"] for rejection in rejected(client, keyspace)] == [""]
 
 
 async def test_a_flood_by_one_user_costs_others_nothing(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, of_one=20) as one:
+    async with intake(server.url, keyspace, of_one=20) as running_intake:
         flood = [
-            await one.take(*(event(100 * call + n, "loud") for n in range(100)))
+            await running_intake.take(*(event(100 * call + n, "loud") for n in range(100)))
             for call in range(5)
         ]
-        other = await one.take(*(event(n, "quiet") for n in range(20)))
+        quiet_receipt = await running_intake.take(*(event(n, "quiet") for n in range(20)))
 
-    assert [each["accepted"] for each in flood] == [20, 0, 0, 0, 0]
-    assert other["accepted"] == 20
-    users = [each["user"] for each in stream_of(client, keyspace)]
+    assert [receipt["accepted"] for receipt in flood] == [20, 0, 0, 0, 0]
+    assert quiet_receipt["accepted"] == 20
+    users = [stored_event["user"] for stored_event in stream_of(client, keyspace)]
     assert (users.count("loud"), users.count("quiet")) == (20, 20)
 
 
 async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace, stream_bytes=1 << 20, of_one=10**6, batch=10**6) as one:
-        sent = 0
+    async with intake(
+        server.url, keyspace, stream_bytes=1 << 20, of_one=10**6, batch=10**6
+    ) as running_intake:
+        sent_count = 0
 
         async def fill() -> None:
-            nonlocal sent
-            while sent < 100_000:
-                await one.take(*(event(sent + n, f"u-{n}", type="x" * 60) for n in range(500)))
-                sent += 500
+            nonlocal sent_count
+            while sent_count < 100_000:
+                await running_intake.take(
+                    *(event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500))
+                )
+                sent_count += 500
 
         with pytest.raises(Problem) as caught:
             await fill()
         assert (caught.value.status, caught.value.reason) == (429, "events_full")
         assert caught.value.details["retry_after_seconds"]
         length = client.xlen(keyspace.events)
-        assert sent <= length < sent + 500
+        assert sent_count <= length < sent_count + 500
         assert client.memory_usage(keyspace.events) < (1 << 20) + (256 << 10)
 
         client.xtrim(keyspace.events, maxlen=10, approximate=False)
 
-        again = [event(sent + n, f"u-{n}", type="x" * 60) for n in range(500)]
-        told = await one.take(*again)
+        repeated_events = [event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500)]
+        receipt = await running_intake.take(*repeated_events)
         # What went in before the stream was full counts once.
-        assert told["accepted"] + told["repeated"] == 500 and told["repeated"] == length - sent
+        assert (
+            receipt["accepted"] + receipt["repeated"] == 500
+            and receipt["repeated"] == length - sent_count
+        )
 
 
 async def test_a_redis_at_its_maxmemory_is_full(tmp_path: Path, keyspace: Keyspace) -> None:
     with durable_redis(tmp_path, maxmemory="100mb") as small, small.client() as client:
-        async with intake(small.url, keyspace) as one:
-            await one.take(event(0))
+        async with intake(small.url, keyspace) as running_intake:
+            await running_intake.take(event(0))
             client.config_set("maxmemory", "1")
             with pytest.raises(Problem) as caught:
-                await one.take(event(1))
+                await running_intake.take(event(1))
             client.config_set("maxmemory", "100mb")
-            told = await one.take(event(0), event(1))
+            receipt = await running_intake.take(event(0), event(1))
 
     assert caught.value.reason == "events_full"
-    assert (told["accepted"], told["repeated"]) == (1, 1)
+    assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
 
 
 async def test_a_repetition_is_a_write_so_that_waiting_for_the_disk_waits_for_it(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace) as one:
-        await one.take(event(0))
+    async with intake(server.url, keyspace) as running_intake:
+        await running_intake.take(event(0))
         (id_key,) = client.keys(keyspace.event_ids + b"*")
         client.pexpire(id_key, 10_000)
 
-        assert (await one.take(event(0)))["repeated"] == 1
+        assert (await running_intake.take(event(0)))["repeated"] == 1
 
     assert client.pttl(id_key) > 10_000
 
@@ -155,13 +176,13 @@ async def test_positions_hold_while_redis_clock_stands_still(
     # An entry of tomorrow: to Redis its clock stands still until then.
     ms = int(client.time()[0]) * 1000 + 86_400_000
     client.xadd(keyspace.events, {"e": "{}"}, id=f"{ms}-{(1 << 19) - 1}")
-    async with intake(server.url, keyspace) as one:
-        first = await one.take(event(0))
-        told = await one.take(event(1), event(2))
+    async with intake(server.url, keyspace) as running_intake:
+        first = await running_intake.take(event(0))
+        second_receipt = await running_intake.take(event(1), event(2))
         client.xtrim(keyspace.events, maxlen=0, approximate=False)
-        last = await one.take(event(3))
+        last = await running_intake.take(event(3))
 
-    assert [each["position"] for each in (first, told, last)] == [
+    assert [receipt["position"] for receipt in (first, second_receipt, last)] == [
         f"{ms}-{1 << 19}",
         f"{ms + 1}-1",
         f"{ms + 1}-2",
@@ -228,43 +249,50 @@ async def test_an_outage_is_told_and_over_when_redis_is_back(
     tmp_path: Path, keyspace: Keyspace
 ) -> None:
     with durable_redis(tmp_path) as server:
-        async with intake(server.url, keyspace) as one:
-            await one.take(event(0))
+        async with intake(server.url, keyspace) as running_intake:
+            await running_intake.take(event(0))
             server.kill()
             with pytest.raises(Problem) as caught:
-                await one.take(event(1))
+                await running_intake.take(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
-            assert one.parts.intake.counts.refusals["events_unavailable"] == 1
-            await one.parts.intake.counts.look()
-            assert one.parts.intake.counts.gauges == {"up": 0.0}
+            assert running_intake.parts.intake.counts.refusals["events_unavailable"] == 1
+            await running_intake.parts.intake.counts.look()
+            assert running_intake.parts.intake.counts.gauges == {"up": 0.0}
             server.start()
 
-            told = await one.take(event(0), event(1))
+            receipt = await running_intake.take(event(0), event(1))
 
-            assert (told["accepted"], told["repeated"]) == (1, 1)
+            assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
 
 
 async def test_the_script_comes_back_by_itself(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace) as one:
-        await one.take(event(0))
+    async with intake(server.url, keyspace) as running_intake:
+        await running_intake.take(event(0))
         client.script_flush()
 
-        assert (await one.take(event(1)))["accepted"] == 1
+        assert (await running_intake.take(event(1)))["accepted"] == 1
 
 
 async def test_requests_at_once_of_many_callers_count_each_event_once(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with intake(server.url, keyspace) as one, intake(server.url, keyspace, "two") as two:
-        told = await asyncio.gather(
-            *(each.take(event(n), event(n + 1)) for n in range(50) for each in (one, two))
+    async with (
+        intake(server.url, keyspace) as first_intake,
+        intake(server.url, keyspace, "two") as two,
+    ):
+        receipts = await asyncio.gather(
+            *(
+                target_intake.take(event(n), event(n + 1))
+                for n in range(50)
+                for target_intake in (first_intake, two)
+            )
         )
 
-    assert sum(each["accepted"] for each in told) == 51
-    assert sum(each["repeated"] for each in told) == 200 - 51
-    assert sorted(each["id"] for each in stream_of(client, keyspace)) == sorted(
+    assert sum(receipt["accepted"] for receipt in receipts) == 51
+    assert sum(receipt["repeated"] for receipt in receipts) == 200 - 51
+    assert sorted(stored_event["id"] for stored_event in stream_of(client, keyspace)) == sorted(
         f"e-{n}" for n in range(51)
     )
 
@@ -272,16 +300,19 @@ async def test_requests_at_once_of_many_callers_count_each_event_once(
 async def test_a_connection_that_closes_while_it_opens_is_an_outage_and_any_other_defect_is_one(
     server: DurableRedis, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with intake(server.url, keyspace) as one:
-        words = ["unable to perform operation on <TCPTransport>; the handler is closed", "a defect"]
+    async with intake(server.url, keyspace) as running_intake:
+        error_messages = [
+            "unable to perform operation on <TCPTransport>; the handler is closed",
+            "a defect",
+        ]
 
         async def opened(_: object) -> None:
-            raise RuntimeError(words.pop(0))
+            raise RuntimeError(error_messages.pop(0))
 
         monkeypatch.setattr(ConnectionPool, "get_connection", opened)
-        with pytest.raises(Problem) as told:
-            await one.take(event(1))
+        with pytest.raises(Problem) as caught:
+            await running_intake.take(event(1))
         with pytest.raises(RuntimeError, match="a defect"):
-            await one.take(event(1))
+            await running_intake.take(event(1))
 
-    assert (told.value.status, told.value.reason) == (503, "events_unavailable")
+    assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")

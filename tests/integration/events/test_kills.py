@@ -19,19 +19,23 @@ from tests.integration.nights import UNTIL, prepare, publish_night
 BATCH = 20
 
 
-async def send(one: Intake, numbers: range, acknowledged: list[int], gap_s: float) -> None:
+async def send(
+    target_intake: Intake, numbers: range, acknowledged: list[int], gap_s: float
+) -> None:
     """Sends batches, each until it is accepted, as a client does."""
     for start in range(numbers.start, numbers.stop, BATCH):
         batch = range(start, min(start + BATCH, numbers.stop))
         while True:
             try:
-                told = await one.take(*(event(number, f"u-{number % 7}") for number in batch))
+                receipt = await target_intake.take(
+                    *(event(number, f"u-{number % 7}") for number in batch)
+                )
             except Problem as problem:
                 if problem.reason != "events_unavailable":
                     raise
                 await asyncio.sleep(0.02)
             else:
-                assert told["accepted"] + told["repeated"] == len(batch)
+                assert receipt["accepted"] + receipt["repeated"] == len(batch)
                 acknowledged.extend(batch)
                 break
         await asyncio.sleep(gap_s)
@@ -50,17 +54,21 @@ async def kill(
 async def ordeal(folder: Path, keyspace: Keyspace, kills: int, seed: int) -> None:
     with durable_redis(folder) as server:
         rng, acknowledged = random.Random(seed), list[int]()
-        async with intake(server.url, keyspace, durability="always", of_one=10**6) as one:
-            sending = asyncio.create_task(send(one, range(1 << 30), acknowledged, 0.001))
+        async with intake(
+            server.url, keyspace, durability="always", of_one=10**6
+        ) as running_intake:
+            sending = asyncio.create_task(send(running_intake, range(1 << 30), acknowledged, 0.001))
             await kill(server, kills, rng, sending)
             sending.cancel()
             await asyncio.wait([sending])
             assert sending.cancelled(), sending.exception()
         with server.client() as client:
-            found = [each["id"] for each in stream_of(client, keyspace)]
+            stored_ids = [stored_event["id"] for stored_event in stream_of(client, keyspace)]
     assert server.kills == kills and acknowledged
-    assert len(found) == len(set(found)), "an event counts twice"
-    assert {f"e-{number}" for number in acknowledged} <= set(found), "an accepted event is lost"
+    assert len(stored_ids) == len(set(stored_ids)), "an event counts twice"
+    assert {f"e-{number}" for number in acknowledged} <= set(stored_ids), (
+        "an accepted event is lost"
+    )
 
 
 async def test_kills_of_redis_lose_nothing_accepted_and_count_nothing_twice(

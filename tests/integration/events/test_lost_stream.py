@@ -35,13 +35,18 @@ def taken(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
 
 
 def newest_of(
-    store: ArtefactStore, *held: Position, followed: Position = BEGINNING
+    store: ArtefactStore, *snapshot_positions: Position, followed: Position = BEGINNING
 ) -> NewestPosition:
-    snapshots = [SimpleNamespace(events=SimpleNamespace(until=each.number)) for each in held]
-    shelf: Any = SimpleNamespace(holding=SimpleNamespace(snapshots=snapshots) if held else None)
+    snapshots = [
+        SimpleNamespace(events=SimpleNamespace(until=position.number))
+        for position in snapshot_positions
+    ]
+    holder: Any = SimpleNamespace(
+        holding=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
+    )
     users = UserEvents()
     users.last = followed.number
-    return NewestPosition(NewerEvents(users), shelf, store)
+    return NewestPosition(NewerEvents(users), holder, store)
 
 
 async def at_once(work: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -51,47 +56,56 @@ async def at_once(work: Any, /, *args: Any, **kwargs: Any) -> Any:
 async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_them(
     server: DurableRedis, client: Any, keyspace: Keyspace, taken: ArtefactStore
 ) -> None:
-    newest = newest_of(taken)
-    await newest.look(at_once)
-    before = last_taken(taken)
-    async with intake(server.url, keyspace) as one:
-        one.newest = newest()
-        told = [await one.take(event(number)) for number in range(3)]
-        again = await one.take(event(1))
+    newest_position = newest_of(taken)
+    await newest_position.look(at_once)
+    last_position = last_taken(taken)
+    async with intake(server.url, keyspace) as running_intake:
+        running_intake.newest = newest_position()
+        receipts = [await running_intake.take(event(number)) for number in range(3)]
+        repeat_receipt = await running_intake.take(event(1))
 
-    positions = [Position.parse(each["position"]) for each in told]
-    assert positions[0] == Position(before.ms + 1, 0)
-    assert positions == sorted({*positions}) and again["repeated"] == 1
-    assert [each["id"] for each in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
-    found = take(taken, client, keyspace)
-    assert found.events == 3 and found.until == positions[-1] == read_taken(taken)
+    positions = [Position.parse(receipt["position"]) for receipt in receipts]
+    assert positions[0] == Position(last_position.ms + 1, 0)
+    assert positions == sorted({*positions}) and repeat_receipt["repeated"] == 1
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
+        "e-0",
+        "e-1",
+        "e-2",
+    ]
+    taken_events = take(taken, client, keyspace)
+    assert taken_events.events == 3 and taken_events.until == positions[-1] == read_taken(taken)
 
 
 async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
     now_ms = client.time()[0] * 1000
-    async with intake(server.url, keyspace) as one:
-        one.newest = Position(now_ms - 1_000, 7)
-        first = Position.parse((await one.take(event(0)))["position"])
-        one.newest = Position(first.ms, first.sequence + 9)  # as another replica knows it
-        second = Position.parse((await one.take(event(1)))["position"])
+    async with intake(server.url, keyspace) as running_intake:
+        running_intake.newest = Position(now_ms - 1_000, 7)
+        first = Position.parse((await running_intake.take(event(0)))["position"])
+        running_intake.newest = Position(
+            first.ms, first.sequence + 9
+        )  # as another replica knows it
+        second = Position.parse((await running_intake.take(event(1)))["position"])
 
     assert now_ms <= first.ms <= now_ms + 60_000
     assert Position(first.ms, first.sequence + 9) < second < Position(first.ms + 60_000, 0)
 
 
 async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: ArtefactStore) -> None:
-    until = last_taken(taken)
-    later, empty = Position(until.ms, until.sequence + 1), ArtefactStore(str(tmp_path / "empty"))
+    taken_until = last_taken(taken)
+    later, empty = (
+        Position(taken_until.ms, taken_until.sequence + 1),
+        ArtefactStore(str(tmp_path / "empty")),
+    )
 
     assert newest_of(empty)() == BEGINNING
     assert newest_of(empty, Position(5, 1), Position(3, 0))() == Position(5, 1)
     assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
-    for held, wanted in ((BEGINNING, until), (later, later)):
-        found = newest_of(taken, held)
-        await found.look(at_once)
-        assert found() == wanted
+    for snapshot_position, expected_position in ((BEGINNING, taken_until), (later, later)):
+        newest_position = newest_of(taken, snapshot_position)
+        await newest_position.look(at_once)
+        assert newest_position() == expected_position
 
 
 async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
@@ -101,8 +115,8 @@ async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
     store.write(FILE, b'{"until": "noon"}')
     with pytest.raises(CorruptArtefact, match=FILE):
         read_taken(store)
-    found = newest_of(store, Position(5, 0))
+    newest_position = newest_of(store, Position(5, 0))
 
-    await found.look(at_once)
+    await newest_position.look(at_once)
 
-    assert found() == Position(5, 0) and "is not known" in caplog.text
+    assert newest_position() == Position(5, 0) and "is not known" in caplog.text

@@ -48,12 +48,12 @@ def started(name: str, folder: Path, socket: Path) -> Guarded:
     service = SERVICES[name]
     conf = CONF.parent / service["volumes"][0].split(":")[0]
     (shell, flags, script) = service["command"]
-    for of_container, here in (
+    for of_container, replacement in (
         ("$$", "$"), ("/etc/larder/redis.conf", str(conf)), ("/tmp/redis.conf", str(folder / "redis.conf")),
         ("redis-server", str(redis_binary())),
     ):  # fmt: skip
         assert of_container in script
-        script = script.replace(of_container, here)
+        script = script.replace(of_container, replacement)
     options = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", service["environment"]["REDIS_OPTIONS"])
     environ = {
         "LARDER_READER_PASSWORD": "reads", "LARDER_LOADER_PASSWORD": "loads", "LARDER_PRODUCER_PASSWORD": "produces",
@@ -89,21 +89,24 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
     with client(socket, "larder-producer", "produces") as producer:
         producer.xadd(KEYS.inbox, {"user": "u", "item": "i", "id": "1"})
         producer.xadd(KEYS.inbox, {"user": "u"})
-    async with intake(url, KEYS, inbox=True) as one:
-        answer = await one.take(event(1), event(1), {"id": "x"})
-        await one.parts.intake.rejections.flush()
+    async with intake(url, KEYS, inbox=True) as running_intake:
+        answer = await running_intake.take(event(1), event(1), {"id": "x"})
+        await running_intake.parts.intake.rejections.flush()
         assert (answer["accepted"], answer["repeated"]) == (1, 1)
         assert answer["durability"] == KEPT[name]
 
-        counts = one.parts.intake.counts
+        counts = running_intake.parts.intake.counts
 
-        async def taken() -> bool:
+        async def is_inbox_empty() -> bool:
             await counts.look()
             return counts.gauges["inbox_length"] == 0
 
-        assert await eventually(taken)
+        assert await eventually(is_inbox_empty)
         assert (counts.gauges["up"], counts.gauges["stream_length"]) == (1, 2)
-        assert (one.results["accepted"], one.results["missing_field"]) == (2, 2)
+        assert (running_intake.results["accepted"], running_intake.results["missing_field"]) == (
+            2,
+            2,
+        )
     with client(socket, "larder-reader", "reads") as reader:
         assert reader.xread({KEYS.events: "0"})  # as the follower does
         assert reader.time()
@@ -121,14 +124,16 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
             body = Event("1", 1, user.encode(), b"i").to_bytes()
             reader.xadd(KEYS.events, {"e": body})
             reader.xadd(KEYS.rejected_events, {"reason": "in_future", "event": body})
-        before = reader.xlen(KEYS.events)
+        event_count = reader.xlen(KEYS.events)
 
         with connect_events(config) as loader:
-            gone = forget_in_stream(loader, KEYS, Erased(frozenset([b"goes"]), frozenset()))
-            found = take(store, loader, KEYS)
+            forgotten_count = forget_in_stream(
+                loader, KEYS, Erased(frozenset([b"goes"]), frozenset())
+            )
+            taken_events = take(store, loader, KEYS)
             trimmed = trim(Stores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1)
 
-        assert gone >= 2 and found.events == trimmed == before - 1
+        assert forgotten_count >= 2 and taken_events.events == trimmed == event_count - 1
         assert reader.xlen(KEYS.events) == 0
     state, _ = told(tmp_path, url, enabled=True)  # `larder check`
     assert state == ("ok" if name == OWN else "to do")
@@ -168,14 +173,14 @@ def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> 
     def commands(line: str) -> set[str]:
         return set(re.findall(r"\+([\w|]+)", line))
 
-    shared, own = users("redis.conf"), users("redis-events.conf")
+    shared, own_lines = users("redis.conf"), users("redis-events.conf")
 
-    assert own.keys() == shared.keys()
-    assert own["larder-producer"] == shared["larder-producer"]
-    reads, all_reads = brackets(own["larder-reader"]), brackets(shared["larder-reader"])
+    assert own_lines.keys() == shared.keys()
+    assert own_lines["larder-producer"] == shared["larder-producer"]
+    reads, all_reads = brackets(own_lines["larder-reader"]), brackets(shared["larder-reader"])
     assert reads <= all_reads
-    assert {each for each in all_reads if ":events" in each} <= reads
-    assert commands(own["larder-loader"]) <= commands(shared["larder-loader"])
+    assert {bracket for bracket in all_reads if ":events" in bracket} <= reads
+    assert commands(own_lines["larder-loader"]) <= commands(shared["larder-loader"])
 
 
 def told_to_run() -> list[tuple[str, str, str]]:
@@ -183,7 +188,7 @@ def told_to_run() -> list[tuple[str, str, str]]:
 
     What sections of events say holds for either server, by where events lie.
     """
-    found = []
+    runbook_commands = []
     for name, text in SECTIONS.items():
         servers = (SHARED, OWN) if name.startswith("LarderEvents") else (SHARED,)
         for line in re.split(r"(?m)^- ", text):
@@ -191,8 +196,8 @@ def told_to_run() -> list[tuple[str, str, str]]:
             for named, command in re.findall(r"as `(larder-\w+)`|`redis-cli ([^`]+)`", line):
                 user = named or user
                 if command:
-                    found += [(server, user, command) for server in servers]
-    return sorted(set(found))
+                    runbook_commands += [(server, user, command) for server in servers]
+    return sorted(set(runbook_commands))
 
 
 @pytest.mark.parametrize(("server", "user", "command"), told_to_run(), indirect=["server"], ids=str)
@@ -207,10 +212,10 @@ def test_what_the_runbook_says_to_run_the_user_that_it_names_may_run(
         with contextlib.suppress(redis.exceptions.ResponseError):  # it is there
             reader.xgroup_create(KEYS.inbox, GROUP, "0")
     streams = {"$INBOX": KEYS.inbox, "$REJECTED": KEYS.rejected_events}
-    words = [streams.get(word, word) for word in shlex.split(command)]
+    command_parts = [streams.get(part, part) for part in shlex.split(command)]
 
     with client(socket, user, PASSWORDS[user]) as connection:
-        connection.execute_command(*words)  # raises without the right
+        connection.execute_command(*command_parts)  # raises without the right
 
 
 def test_the_runbook_tells_to_run_something_on_either_server() -> None:

@@ -20,14 +20,18 @@ async def test_what_is_accepted_was_on_disk_though_settings_are_hidden(
         with server.client() as client:
             client.execute_command("ACL", "SETUSER", "events", *rights)
         url = server.url.replace("//", "//events:hidden@")
-        async with intake(url, keyspace, durability="always") as one:
-            told = await one.take(event(0), event(1))
-            again = await one.take(event(1), event(2))
+        async with intake(url, keyspace, durability="always") as running_intake:
+            receipt = await running_intake.take(event(0), event(1))
+            repeat_receipt = await running_intake.take(event(1), event(2))
             server.kill()
 
-        assert one.parts.redis.found == FoundDurability("always", waits=True)
-        assert (told["durability"], told["accepted"]) == ("always", 2)
-        assert (again["accepted"], again["repeated"]) == (1, 1)
+        assert running_intake.parts.redis.found == FoundDurability("always", waits=True)
+        assert (receipt["durability"], receipt["accepted"]) == ("always", 2)
+        assert (repeat_receipt["accepted"], repeat_receipt["repeated"]) == (1, 1)
         server.start()
         with server.client() as client:
-            assert [each["id"] for each in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
+            assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
+                "e-0",
+                "e-1",
+                "e-2",
+            ]

@@ -14,12 +14,15 @@ def arms(
     folder: Path, redis_url: str, count: int = 1, *, users: int = 60, items: int = 40
 ) -> tuple[NightConfig, ...]:
     """The service's own namespace, then as many more; nothing that is live in one is in another."""
-    own = build_night(folder, redis_url, users=users, items=items)
-    others = [replace(own, namespace=f"{own.namespace}-{letter}") for letter in "bcd"[:count]]
-    for each, cut in zip(others, CUTS, strict=False):
-        publish_night(each, cut)
-    assert len({live_of(each) for each in (own, *others)}) == count + 1
-    return own, *others
+    own_config = build_night(folder, redis_url, users=users, items=items)
+    arm_configs = [
+        replace(own_config, namespace=f"{own_config.namespace}-{letter}")
+        for letter in "bcd"[:count]
+    ]
+    for arm_config, cut in zip(arm_configs, CUTS, strict=False):
+        publish_night(arm_config, cut)
+    assert len({live_of(config) for config in (own_config, *arm_configs)}) == count + 1
+    return own_config, *arm_configs
 
 
 def live_of(config: NightConfig) -> str:

@@ -31,36 +31,40 @@ def namespaces(
 ) -> tuple[NightConfig, NightConfig]:
     """The service's own namespace and an arm's: one store, one Redis, a night each."""
     folder = tmp_path_factory.mktemp("experiment")
-    own = replace(build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3))
-    arm = replace(own, namespace=f"{own.namespace}-b", page_bytes=8 * 1024)
+    own_config = replace(
+        build_night(folder, redis_url, users=40, items=30), flip=FlipConfig(wait_s=0.3)
+    )
+    arm = replace(own_config, namespace=f"{own_config.namespace}-b", page_bytes=8 * 1024)
     publish_night(arm, UNTIL)
-    return own, arm
+    return own_config, arm
 
 
-def run(configs: tuple[NightConfig, NightConfig], *words: str) -> dict[str, Any]:
+def run(configs: tuple[NightConfig, NightConfig], *command_parts: str) -> dict[str, Any]:
     """What the command says, as its JSON."""
-    own, arm = configs
-    named = [each.format(own=own.namespace, arm=arm.namespace) for each in words]
-    words_ = ["experiment", *named, "--json"]
-    arguments: argparse.Namespace = parser_of_commands().parse_args(words_)
-    found: dict[str, Any] = orjson.loads(orjson.dumps(arguments.run.load()(own, arguments, quiet)))
-    return found
+    own_config, arm = configs
+    named = [part.format(own=own_config.namespace, arm=arm.namespace) for part in command_parts]
+    argv = ["experiment", *named, "--json"]
+    arguments: argparse.Namespace = parser_of_commands().parse_args(argv)
+    output: dict[str, Any] = orjson.loads(
+        orjson.dumps(arguments.run.load()(own_config, arguments, quiet))
+    )
+    return output
 
 
 def test_an_experiment_is_started_shared_out_anew_and_stopped(
     namespaces: tuple[NightConfig, NightConfig],
 ) -> None:
-    own, arm = namespaces
+    own_config, arm = namespaces
 
     started = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2", "--holdout", "0.05")
 
     assert started["state"] == "running" and started["share"] == 0.2
-    assert started["arms"] == [f"control={own.namespace}:0.5", f"other={arm.namespace}:0.5"]
-    record = latest_experiments(own.store())
+    assert started["arms"] == [f"control={own_config.namespace}:0.5", f"other={arm.namespace}:0.5"]
+    record = latest_experiments(own_config.store())
     assert record.holdout == ((0, 500),) and record.running[0].buckets == ((500, 2500),)
     # A repeat writes nothing.
-    again = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2")
-    assert again["version"] == started["version"]
+    repeated_start = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2")
+    assert repeated_start["version"] == started["version"]
     run(
         namespaces,
         "share",
@@ -72,38 +76,44 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
         "--arm",
         "other=0.6",
     )
-    record = latest_experiments(own.store())
+    record = latest_experiments(own_config.store())
     assert record.running[0].buckets == ((500, 3500),)
-    assert [each.buckets for each in record.running[0].arms] == [
+    assert [experiment_arm.buckets for experiment_arm in record.running[0].arms] == [
         ((0, 4000),),
         ((4000, 10_000),),
     ]
-    told = run(namespaces, "status")
-    assert (told["holdout"], told["free"]) == (0.05, 0.65)
-    (shown,) = told["experiments"]
+    status = run(namespaces, "status")
+    assert (status["holdout"], status["free"]) == (0.05, 0.65)
+    (experiment_status,) = status["experiments"]
     with control_of(arm) as control:
         pointer = control.pointer()
-    assert pointer is not None and shown["arms"][1]["generation"] == pointer.generation
-    assert run(namespaces, "status", "ranker")["experiments"] == [shown]
+    assert pointer is not None and experiment_status["arms"][1]["generation"] == pointer.generation
+    assert run(namespaces, "status", "ranker")["experiments"] == [experiment_status]
     arguments = parser_of_commands().parse_args(["experiment", "status"])
-    table, said = arguments.run.load()(own, arguments, quiet)
-    assert [list(each.cells)[:2] for each in table.columns[:2]] == [
+    table, summary_text = arguments.run.load()(own_config, arguments, quiet)
+    assert [list(column.cells)[:2] for column in table.columns[:2]] == [
         ["ranker"] * 2,
         ["control", "other"],
     ]
-    assert said == "holdout 5.00%, free 65.00% of all keys"
+    assert summary_text == "holdout 5.00%, free 65.00% of all keys"
     assert run(namespaces, "stop", "ranker", "--reason", "a test")["state"] == "over"
     assert run(namespaces, "stop", "ranker")["state"] == "over"
     assert run(namespaces, "status")["free"] == 0.95
-    done = [each for each in audit_records(own.store()) if each.action == "experiment"]
-    assert [each.subject for each in done] == [
+    experiment_audits = [
+        audit_record
+        for audit_record in audit_records(own_config.store())
+        if audit_record.action == "experiment"
+    ]
+    assert [audit_record.subject for audit_record in experiment_audits] == [
         "start ranker", "start ranker", "share ranker", "stop ranker", "stop ranker",
     ]  # fmt: skip
-    assert done[3].reason == "a test" and {each.outcome for each in done} == {"done"}
+    assert experiment_audits[3].reason == "a test" and {
+        audit_record.outcome for audit_record in experiment_audits
+    } == {"done"}
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("command_parts", "error", "error_pattern"),
     [
         (("start", *ARMS), ConfigError, "name the experiment"),
         (("start", "a", "--arm", "control={own}"), ConfigError, "NAME=NAMESPACE:SHARE"),
@@ -118,59 +128,63 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_written(
     namespaces: tuple[NightConfig, NightConfig],
-    words: tuple[str, ...],
+    command_parts: tuple[str, ...],
     error: type[Exception],
-    said: str,
+    error_pattern: str,
 ) -> None:
     version = latest_experiments(namespaces[0].store()).version
 
-    with pytest.raises(error, match=said):
-        run(namespaces, *words)
+    with pytest.raises(error, match=error_pattern):
+        run(namespaces, *command_parts)
 
     assert latest_experiments(namespaces[0].store()).version == version
 
 
 def test_arms_of_other_tables_are_refused(namespaces: tuple[NightConfig, NightConfig]) -> None:
-    own, _ = namespaces
-    narrow = {**own.tables, "user_topk": TableConfig("user_topk", k=10)}
-    less = {name: each for name, each in own.tables.items() if name != "user_affinity"}
-    for name, tables, said in (
+    own_config, _ = namespaces
+    narrow = {**own_config.tables, "user_topk": TableConfig("user_topk", k=10)}
+    less = {
+        name: table_config
+        for name, table_config in own_config.tables.items()
+        if name != "user_affinity"
+    }
+    for name, tables, error_pattern in (
         ("narrow", narrow, r"user_topk' is kind topk entity user width 50 in .* user width 10 in"),
         ("less", less, r"user_affinity' is .* and absent in"),
     ):
-        each = replace(own, namespace=f"{own.namespace}-{name}", tables=tables)
-        publish_night(each, UNTIL)
-        with pytest.raises(Conflict, match=said):
-            run((own, each), "start", "b", *ARMS)
+        arm_config = replace(own_config, namespace=f"{own_config.namespace}-{name}", tables=tables)
+        publish_night(arm_config, UNTIL)
+        with pytest.raises(Conflict, match=error_pattern):
+            run((own_config, arm_config), "start", "b", *ARMS)
 
 
 def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
     namespaces: tuple[NightConfig, NightConfig],
 ) -> None:
-    own, arm = namespaces
+    own_config, arm = namespaces
     beat = orjson.dumps({"replica": "r1", "serving": "g", "holds": []})
-    with control_of(own) as control, control_of(arm) as of_arm:
+    with control_of(own_config) as control, control_of(arm) as of_arm:
         control.client.zadd(control.keys.replicas, {beat: control.time()})
         with pytest.raises(Conflict, match=f"r1: {arm.namespace}"):
             run(namespaces, "start", "late", *ARMS, "--share", "0.1")
-        known = latest_experiments(own.store()).find("late")
-        assert known is not None and not known.is_running
+        late_experiment = latest_experiments(own_config.store()).find("late")
+        assert late_experiment is not None and not late_experiment.is_running
 
-        for each in (control, of_arm):
-            each.client.zadd(each.keys.replicas, {beat: control.time()})
+        for namespace_control in (control, of_arm):
+            namespace_control.client.zadd(namespace_control.keys.replicas, {beat: control.time()})
         assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
-    changes.stop(own, "late")
+    changes.stop(own_config, "late")
 
 
 def test_an_arm_must_have_the_filters_that_are_called_by_name(
     namespaces: tuple[NightConfig, NightConfig],
 ) -> None:
-    own, arm = (manifest_of(each) for each in namespaces)
+    own_manifest, arm = (manifest_of(config) for config in namespaces)
     cheap = {"cheap": NamedFilter({"<": ["price", 20]}, {})}
 
-    demand_match(own, replace(arm, filters=cheap))
+    demand_match(own_manifest, replace(arm, filters=cheap))
     with pytest.raises(Conflict, match=r"has no filters cheap.*\[filters\.NAME\]") as refused:
-        demand_match(replace(own, filters=cheap), arm)
+        demand_match(replace(own_manifest, filters=cheap), arm)
 
     assert refused.value.details["filters"] == ["cheap"]
 
@@ -183,13 +197,18 @@ def manifest_of(config: NightConfig) -> Manifest:
 def test_an_arm_must_count_the_events_that_the_control_counts(
     namespaces: tuple[NightConfig, NightConfig],
 ) -> None:
-    own, arm = (manifest_of(each) for each in namespaces)
-    counted = replace(own, events=EventsRead("5-0", 10))
+    own_manifest, arm = (manifest_of(config) for config in namespaces)
+    counting_manifest = replace(own_manifest, events=EventsRead("5-0", 10))
     its_own = EventsRead("5-0", 10)
 
-    demand_match(own, replace(arm, events=its_own))
-    demand_match(counted, replace(arm, events=EventsRead("3-0", 9, namespace=own.namespace)))
+    demand_match(own_manifest, replace(arm, events=its_own))
+    demand_match(
+        counting_manifest,
+        replace(arm, events=EventsRead("3-0", 9, namespace=own_manifest.namespace)),
+    )
     for events in (None, its_own):
-        with pytest.raises(Conflict, match=f'namespace = "{own.namespace}" in .events.') as refused:
-            demand_match(counted, replace(arm, events=events))
-        assert refused.value.details["events"] == own.namespace
+        with pytest.raises(
+            Conflict, match=f'namespace = "{own_manifest.namespace}" in .events.'
+        ) as refused:
+            demand_match(counting_manifest, replace(arm, events=events))
+        assert refused.value.details["events"] == own_manifest.namespace

@@ -27,65 +27,71 @@ from tests.integration.nights import histories
 KEYS = [f"key-{number}" for number in range(60)]
 
 
-def run(config: NightConfig, *words: str) -> Any:
-    arguments: argparse.Namespace = parser_of_commands().parse_args([*words, "--json"])
+def run(config: NightConfig, *command_parts: str) -> Any:
+    arguments: argparse.Namespace = parser_of_commands().parse_args([*command_parts, "--json"])
     return arguments.run.load()(config, arguments, quiet)
 
 
 def rows(config: NightConfig) -> list[dict[str, Any]]:
     """All rows of all files of the experiment."""
-    store, found = config.store(), []
+    store, exposure_rows = config.store(), []
     for name in store.names("exposures/ranker"):
         if name.endswith(".parquet"):
             raw = store.read(f"exposures/ranker/{name}")
-            found += pq.read_table(io.BytesIO(raw or b"")).to_pylist()
-    return found
+            exposure_rows += pq.read_table(io.BytesIO(raw or b"")).to_pylist()
+    return exposure_rows
 
 
 def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: str) -> None:
-    own, other = arms(tmp_path / "night", redis_url)
-    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
-    user = min(histories(own))
-    with fleet(own, tmp_path / "logs", count=1) as (service,):
-        changes.start(own, ExperimentOption(own.namespace, "ranker", named, 0.8))
-        expected, clicks = _asked(own, service, user)
+    own_config, arm_config = arms(tmp_path / "night", redis_url)
+    named = (
+        ArmOption("control", own_config.namespace, 0.5),
+        ArmOption("b", arm_config.namespace, 0.5),
+    )
+    user = min(histories(own_config))
+    with fleet(own_config, tmp_path / "logs", count=1) as (service,):
+        changes.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.8))
+        expected, clicks = _asked(own_config, service, user)
 
-    told = run(own, "experiment", "status", "ranker")
-    (shown,) = told["experiments"]
-    by_arm = {each["arm"]: each for each in shown["arms"]}
+    status = run(own_config, "experiment", "status", "ranker")
+    (experiment_status,) = status["experiments"]
+    by_arm = {arm_status["arm"]: arm_status for arm_status in experiment_status["arms"]}
     requests = Counter(arm for arm in expected.values() if arm)
-    assert {arm: each["requests"] for arm, each in by_arm.items()} == {
+    assert {arm: arm_status["requests"] for arm, arm_status in by_arm.items()} == {
         arm: 3 * count for arm, count in requests.items()
     }
-    assert {arm: each["feedback"] for arm, each in by_arm.items()} == {
+    assert {arm: arm_status["feedback"] for arm, arm_status in by_arm.items()} == {
         arm: {"click": count} for arm, count in clicks.items()
     }
-    found = by_arm["b"]["ratios"]["click"]
+    click_ratio = by_arm["b"]["ratios"]["click"]
     rate = {arm: clicks[arm] / (3 * requests[arm]) for arm in clicks}
-    assert found["ratio"] == pytest.approx(rate["b"] / rate["control"])
-    assert found["low"] < found["ratio"] < found["high"] and by_arm["control"]["ratios"] == {}
+    assert click_ratio["ratio"] == pytest.approx(rate["b"] / rate["control"])
+    assert (
+        click_ratio["low"] < click_ratio["ratio"] < click_ratio["high"]
+        and by_arm["control"]["ratios"] == {}
+    )
 
-    with control_of(own) as control:
+    with control_of(own_config) as control:
         at = control.time()
-    assert gather(own.store(), at=at + 7_200)["parts"] >= 1
-    assert {each["key"]: each["arm"] for each in rows(own)} == {
+    assert gather(own_config.store(), at=at + 7_200)["parts"] >= 1
+    assert {row["key"]: row["arm"] for row in rows(own_config)} == {
         key: arm for key, arm in expected.items() if arm
     }
-    each_once = {(each["key"], each["arm"], each["at"].hour) for each in rows(own)}
-    assert len(rows(own)) == len(each_once)
-    assert run(own, "experiment", "status", "ranker")["experiments"][0] == shown
+    hourly_exposures = {(row["key"], row["arm"], row["at"].hour) for row in rows(own_config)}
+    assert len(rows(own_config)) == len(hourly_exposures)
+    assert run(own_config, "experiment", "status", "ranker")["experiments"][0] == experiment_status
 
     erased = next(key for key, arm in expected.items() if arm == "b")
-    run(own, "erase", erased, "--reason", "a test")
-    assert erased not in {each["key"] for each in rows(own)} and len(rows(own)) > 5
-    assert "exposure_parts" in retire.run(own)
+    run(own_config, "erase", erased, "--reason", "a test")
+    assert erased not in {row["key"] for row in rows(own_config)} and len(rows(own_config)) > 5
+    assert "exposure_parts" in retire.run(own_config)
 
 
 def _asked(
-    own: NightConfig, service: ServiceProcess, user: str
+    own_config: NightConfig, service: ServiceProcess, user: str
 ) -> tuple[dict[str, str | None], Counter[str]]:
     """Asks three times for each key, and reports clicks; the arm of each key, and the clicks of each arm."""
-    record = latest_experiments(own.store())
+    record = latest_experiments(own_config.store())
     (experiment,) = record.running
     expected: dict[str, str | None] = {}
     clicks: Counter[str] = Counter()
@@ -100,15 +106,19 @@ def _asked(
                 assert answer.json()["answers"][0].get("arm") == arm
             forced = {"entities": [user], "canary_key": f"tester-{key}", "arm": "ranker=b"}
             assert client.post("/v1/lookup/user_topk", content=orjson.dumps(forced)).status_code == 200  # fmt: skip
-            told: dict[str, Any] = {"event": "click", "count": 2, "canary_key": key}
+            feedback: dict[str, Any] = {"event": "click", "count": 2, "canary_key": key}
             if arm is not None and number % 2:
-                told = {"event": "click", "count": 2, "arm": f"ranker={arm}"}
-            said = client.post("/v1/feedback", content=orjson.dumps(told)).json()
-            assert said == {"arm": None} | ({} if arm is None else {"experiment": f"ranker={arm}"})
+                feedback = {"event": "click", "count": 2, "arm": f"ranker={arm}"}
+            feedback_answer = client.post("/v1/feedback", content=orjson.dumps(feedback)).json()
+            assert feedback_answer == {"arm": None} | (
+                {} if arm is None else {"experiment": f"ranker={arm}"}
+            )
             if arm is not None:
                 clicks[arm] += 2
-        lost = {"event": "click", "arm": "ranker=nobody"}
-        assert client.post("/v1/feedback", content=orjson.dumps(lost)).json() == {"arm": None}
+        unknown_arm_feedback = {"event": "click", "arm": "ranker=nobody"}
+        assert client.post("/v1/feedback", content=orjson.dumps(unknown_arm_feedback)).json() == {
+            "arm": None
+        }
         text = client.get("/metrics").text
     for arm, count in clicks.items():
         line = f'larder_experiment_feedback_total{{arm="{arm}",event="click",experiment="ranker"}}'

@@ -30,83 +30,110 @@ def pages_of(config: NightConfig) -> tuple[int, int]:
     """Number of page keys in Redis, and their bytes."""
     with control_of(config) as control:
         pattern = f"larder:1:{config.namespace}:g:*"
-        names = [each for each in control.client.scan_iter(pattern) if not each.endswith(b"loaded")]
-        return len(names), sum(int(control.client.strlen(each)) for each in names)
+        names = [key for key in control.client.scan_iter(pattern) if not key.endswith(b"loaded")]
+        return len(names), sum(int(control.client.strlen(key)) for key in names)
 
 
 def plan(config: NightConfig) -> dict[str, Any]:
-    words = ["plan", "--json", "--sample", "1", "--seconds", "0.2"]
-    arguments: argparse.Namespace = parser_of_commands().parse_args(words)
+    argv = ["plan", "--json", "--sample", "1", "--seconds", "0.2"]
+    arguments: argparse.Namespace = parser_of_commands().parse_args(argv)
     (text,) = arguments.run.load()(config, arguments, quiet)
-    found: dict[str, Any] = orjson.loads(render(text).plain)
-    return found
+    plan_report: dict[str, Any] = orjson.loads(render(text).plain)
+    return plan_report
 
 
 def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     tmp_path: Path, redis_url: str
 ) -> None:
-    own, one, two = arms(tmp_path, redis_url, 2)
+    own_config, first_arm_config, two = arms(tmp_path, redis_url, 2)
 
-    def start(name: str, other: NightConfig) -> None:
-        named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
-        changes.start(own, ExperimentOption(own.namespace, name, named, 0.3))
+    def start(name: str, arm_config: NightConfig) -> None:
+        named = (
+            ArmOption("control", own_config.namespace, 0.5),
+            ArmOption("b", arm_config.namespace, 0.5),
+        )
+        changes.start(own_config, ExperimentOption(own_config.namespace, name, named, 0.3))
 
-    start("ranker", one)
+    start("ranker", first_arm_config)
     start("cold", two)
-    before = limits_of(own, record_bytes=100)
+    limits_before = limits_of(own_config, record_bytes=100)
 
-    with control_of(own) as control:
-        found = arms_room(own, control.client)
+    with control_of(own_config) as control:
+        arm_rooms = arms_room(own_config, control.client)
 
-    assert [(each.namespace, each.arms) for each in found] == [
-        (one.namespace, ("ranker=b",)),
+    assert [(arm_room.namespace, arm_room.arms) for arm_room in arm_rooms] == [
+        (first_arm_config.namespace, ("ranker=b",)),
         (two.namespace, ("cold=b",)),
     ]
-    for each, config in zip(found, (one, two), strict=True):
-        assert (each.pages, each.size_bytes) == pages_of(config)
-        assert each.generations == 1 and each.largest_bytes == each.size_bytes
-    generations = generations_at_peak(own.keep)
-    told = plan(own)
-    assert [each["namespace"] for each in told["arms"]] == [one.namespace, two.namespace]
-    growth = (generations - 1) * sum(each.size_bytes for each in found)
-    assert before.arms == found and before.nodes[0].other_bytes > growth
+    for arm_room, config in zip(arm_rooms, (first_arm_config, two), strict=True):
+        assert (arm_room.pages, arm_room.size_bytes) == pages_of(config)
+        assert arm_room.generations == 1 and arm_room.largest_bytes == arm_room.size_bytes
+    generations = generations_at_peak(own_config.keep)
+    plan_report = plan(own_config)
+    assert [arm_row["namespace"] for arm_row in plan_report["arms"]] == [
+        first_arm_config.namespace,
+        two.namespace,
+    ]
+    growth = (generations - 1) * sum(arm_room.size_bytes for arm_room in arm_rooms)
+    assert limits_before.arms == arm_rooms and limits_before.nodes[0].other_bytes > growth
     # A night of the control says so in its gates; one of an arm looks at what it has itself.
-    publish_night(own, "2026-01-30T00:00:00Z")
-    gates = {each["rule"]: each for each in read_manifest(own.store(), live_of(own)).gates}
+    publish_night(own_config, "2026-01-30T00:00:00Z")
+    gates = {
+        verdict["rule"]: verdict
+        for verdict in read_manifest(own_config.store(), live_of(own_config)).gates
+    }
     assert (
-        f"ranker=b ({one.namespace}): {found[0].pages:,} pages" in gates["redis_headroom"]["note"]
+        f"ranker=b ({first_arm_config.namespace}): {arm_rooms[0].pages:,} pages"
+        in gates["redis_headroom"]["note"]
     )
 
     with pytest.raises(Conflict, match="not over"):
-        free(own, "ranker")
-    start("also", one)
-    changes.stop(own, "ranker")
-    assert free(own, "ranker")["freed"] == [] and pages_of(one)[0] > 0
-    changes.stop(own, "also")
-    with control_of(own) as control:
-        assert [each.namespace for each in arms_room(own, control.client)] == [two.namespace]
-    live = live_of(one)
-    freed = free(own, "ranker")
-    assert freed == {"experiment": "ranker", "freed": [one.namespace], "kept": [], "keys": freed["keys"]}  # fmt: skip
-    assert pages_of(one) == (0, 0) and pages_of(two)[0] > 0 and pages_of(own)[0] > 0
-    with control_of(one) as control:
+        free(own_config, "ranker")
+    start("also", first_arm_config)
+    changes.stop(own_config, "ranker")
+    assert free(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
+    changes.stop(own_config, "also")
+    with control_of(own_config) as control:
+        assert [arm_room.namespace for arm_room in arms_room(own_config, control.client)] == [
+            two.namespace
+        ]
+    live = live_of(first_arm_config)
+    freed = free(own_config, "ranker")
+    assert freed == {
+        "experiment": "ranker",
+        "freed": [first_arm_config.namespace],
+        "kept": [],
+        "keys": freed["keys"],
+    }
+    assert (
+        pages_of(first_arm_config) == (0, 0)
+        and pages_of(two)[0] > 0
+        and pages_of(own_config)[0] > 0
+    )
+    with control_of(first_arm_config) as control:
         assert control.pointer() is None and control.rows() == {}
     # Nothing of the truth is gone.
-    restore(one, attempt="again")
-    assert live_of(one) == live and pages_of(one) == (found[0].pages, found[0].size_bytes)
+    restore(first_arm_config, attempt="again")
+    assert live_of(first_arm_config) == live and pages_of(first_arm_config) == (
+        arm_rooms[0].pages,
+        arm_rooms[0].size_bytes,
+    )
 
 
 def test_pages_are_freed_at_the_pace_of_the_governor(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other = arms(tmp_path, redis_url)
-    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
-    changes.start(own, ExperimentOption(own.namespace, "ranker", named, 0.3))
-    changes.stop(own, "ranker")
-    _, size_bytes = pages_of(other)
+    own_config, arm_config = arms(tmp_path, redis_url)
+    named = (
+        ArmOption("control", own_config.namespace, 0.5),
+        ArmOption("b", arm_config.namespace, 0.5),
+    )
+    changes.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.3))
+    changes.stop(own_config, "ranker")
+    _, size_bytes = pages_of(arm_config)
     paced: list[int] = []
     monkeypatch.setattr(Governor, "pace", lambda _governor, size: paced.append(size))
 
-    free(own, "ranker")
+    free(own_config, "ranker")
 
     assert sum(paced) == size_bytes > 0

@@ -32,34 +32,41 @@ Served = tuple[NightConfig, NightConfig, list[ServiceProcess]]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("experiments")
-    own, other = arms(folder / "night", redis_url)
+    own_config, arm_config = arms(folder / "night", redis_url)
     # What is let go is let go soon.
     more = {"LARDER_DEADLINE_MAX_MS": "500", "LARDER_BLOCKLIST_POLL_S": "0.2"}
-    with fleet(own, folder / "logs", count=2, **more) as services:
-        yield own, other, services
+    with fleet(own_config, folder / "logs", count=2, **more) as services:
+        yield own_config, arm_config, services
 
 
 def start(
-    own: NightConfig,
-    other: NightConfig,
+    own_config: NightConfig,
+    arm_config: NightConfig,
     name: str,
     *,
     share: float = 0.6,
     holdout: float | None = None,
 ) -> Experiments:
-    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
-    return changes.start(own, ExperimentOption(own.namespace, name, named, share), holdout=holdout)
+    named = (
+        ArmOption("control", own_config.namespace, 0.5),
+        ArmOption("b", arm_config.namespace, 0.5),
+    )
+    return changes.start(
+        own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout
+    )
 
 
-def expected(own: NightConfig, other: NightConfig, key: str) -> tuple[str, str | None, str | None]:
+def expected(
+    own_config: NightConfig, arm_config: NightConfig, key: str
+) -> tuple[str, str | None, str | None]:
     """Generation, experiment and arm by the record alone."""
-    found = latest_experiments(own.store())
-    name = found.owners.of(key.encode())
-    known = None if name is None else found.find(name)
-    if known is None or not known.is_running:
-        return live_of(own), None, None
-    arm = known.owners.of(key.encode())
-    return live_of(other if arm == "b" else own), name, arm
+    record = latest_experiments(own_config.store())
+    name = record.owners.of(key.encode())
+    experiment = None if name is None else record.find(name)
+    if experiment is None or not experiment.is_running:
+        return live_of(own_config), None, None
+    arm = experiment.owners.of(key.encode())
+    return live_of(arm_config if arm == "b" else own_config), name, arm
 
 
 def _client(service: ServiceProcess) -> httpx.Client:
@@ -82,29 +89,36 @@ def _asked(
     content = orjson.dumps(body)
     response = client.post("/v1/lookup/user_topk", content=content, headers=headers or {})
     assert response.status_code == status, response.text
-    found: list[dict[str, Any]] = orjson.loads(response.content).get("answers", [])
-    return found
+    answers: list[dict[str, Any]] = orjson.loads(response.content).get("answers", [])
+    return answers
 
 
 def seen(service: ServiceProcess, users: list[str]) -> dict[str, Any]:
     """What answers each key; several entities each, so that a torn request would show."""
-    found = {}
+    assignment_by_key = {}
     with _client(service) as client:
         for key in KEYS:
             answers = _asked(client, {"entities": users, "k": 5, "canary_key": key})
-            (found[key],) = {
-                (each["generation"], each.get("experiment"), each.get("arm")) for each in answers
+            (assignment_by_key[key],) = {
+                (answer["generation"], answer.get("experiment"), answer.get("arm"))
+                for answer in answers
             }
-    return found
+    return assignment_by_key
 
 
-def followed(own: NightConfig, other: NightConfig, services: list[ServiceProcess]) -> None:
+def followed(
+    own_config: NightConfig, arm_config: NightConfig, services: list[ServiceProcess]
+) -> None:
     """Waits until every replica answers by the newest record, and from what is live everywhere."""
 
     def is_so() -> bool:
         return all(
-            {each.serving for each in beating(config)} == {live_of(config)} for config in (own, other)
-        ) and all(version_of(each) == latest_experiments(own.store()).version for each in services)  # fmt: skip
+            {replica.serving for replica in beating(config)} == {live_of(config)}
+            for config in (own_config, arm_config)
+        ) and all(
+            version_of(service) == latest_experiments(own_config.store()).version
+            for service in services
+        )
 
     assert until(is_so)
 
@@ -112,30 +126,42 @@ def followed(own: NightConfig, other: NightConfig, services: list[ServiceProcess
 def version_of(service: ServiceProcess) -> int:
     with _client(service) as client:
         text = client.get("/metrics").text
-    (line,) = [each for each in text.splitlines() if each.startswith("larder_experiments_version ")]
+    (line,) = [
+        metric_line
+        for metric_line in text.splitlines()
+        if metric_line.startswith("larder_experiments_version ")
+    ]
     return int(float(line.split()[1]))
 
 
 async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served: Served) -> None:
-    own, other, services = served
-    users = sorted(histories(own))[:3]
+    own_config, arm_config, services = served
+    users = sorted(histories(own_config))[:3]
 
-    assert {each.get("arm") for each in ask(services[0], {"entities": users})} == {None}
-    await asyncio.to_thread(start, own, other, "ranker", holdout=0.1)
-    await asyncio.to_thread(followed, own, other, services)
-    found = [seen(service, users) for service in services]
+    assert {batch_answer.get("arm") for batch_answer in ask(services[0], {"entities": users})} == {
+        None
+    }
+    await asyncio.to_thread(start, own_config, arm_config, "ranker", holdout=0.1)
+    await asyncio.to_thread(followed, own_config, arm_config, services)
+    assignments = [seen(service, users) for service in services]
 
-    assert found[0] == found[1] == {key: expected(own, other, key) for key in KEYS}
-    assert len(Counter(found[0].values())) == 3
+    assert (
+        assignments[0]
+        == assignments[1]
+        == {key: expected(own_config, arm_config, key) for key in KEYS}
+    )
+    assert len(Counter(assignments[0].values())) == 3
     # By default the user decides; several have no key.
     for user in users:
         (answer,) = ask(services[1], {"entities": [user]})
         assert (answer["generation"], answer.get("experiment"), answer.get("arm")) == expected(
-            own, other, user
+            own_config, arm_config, user
         )
-    assert {each["generation"] for each in ask(services[0], {"entities": users})} == {live_of(own)}
+    assert {
+        batch_answer["generation"] for batch_answer in ask(services[0], {"entities": users})
+    } == {live_of(own_config)}
     # A pin finds the namespace that has it.
-    for config in (own, other):
+    for config in (own_config, arm_config):
         (answer, _) = ask(
             services[0], {"entities": users[:2], "generation": live_of(config), "canary_key": "k"}
         )
@@ -143,9 +169,9 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
 
 
 async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(served: Served) -> None:
-    own, other, services = served
-    users = sorted(histories(own))[:2]
-    before = counted(services[0])
+    own_config, arm_config, services = served
+    users = sorted(histories(own_config))[:2]
+    request_counts_before = counted(services[0])
 
     for body, header in (
         ({"entities": users, "arm": "ranker=b"}, None),
@@ -154,15 +180,21 @@ async def test_a_tester_chooses_an_arm_and_one_that_is_not_held_is_refused(serve
         ({"entities": users, "arm": "ranker=b", "canary_key": KEYS[0]}, None),
     ):
         answers = ask(services[0], body, arm=header)
-        assert {(each["generation"], each["arm"]) for each in answers} == {(live_of(other), "b")}
+        assert {(answer["generation"], answer["arm"]) for answer in answers} == {
+            (live_of(arm_config), "b")
+        }
     async with AsyncClient(services[0].url, binary=True) as client:
-        (one, *_) = await client.lookup_many("user_topk", users, Options(arm="ranker=b"))
-        assert (one.experiment, one.arm, one.generation) == ("ranker", "b", live_of(other))
+        (client_answer, *_) = await client.lookup_many("user_topk", users, Options(arm="ranker=b"))
+        assert (client_answer.experiment, client_answer.arm, client_answer.generation) == (
+            "ranker",
+            "b",
+            live_of(arm_config),
+        )
         single = await client.lookup("user_topk", users[0], Options(arm="ranker=control"))
-        assert (single.arm, single.generation) == ("control", live_of(own))
+        assert (single.arm, single.generation) == ("control", live_of(own_config))
         ranked = await client.score(users[0], list(single.items or ())[:3], Options(arm="ranker=b"))
-        assert (ranked.arm, ranked.generation) == ("b", live_of(other))
-    assert counted(services[0]) == before
+        assert (ranked.arm, ranked.generation) == ("b", live_of(arm_config))
+    assert counted(services[0]) == request_counts_before
     for arm, status in (("ranker=c", 409), ("nobody=b", 409), ("b", 422), ("a=b=c", 422)):
         ask(services[0], {"entities": users, "arm": arm}, status)
         ask(services[0], {"entities": users}, status, arm)
@@ -178,80 +210,84 @@ def counted(service: ServiceProcess) -> list[str]:
     """Requests of arms, as they are exposed."""
     with _client(service) as client:
         text = client.get("/metrics").text
-    return [each for each in text.splitlines() if each.startswith("larder_experiment_requests_")]
+    return [
+        metric_line
+        for metric_line in text.splitlines()
+        if metric_line.startswith("larder_experiment_requests_")
+    ]
 
 
 async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Served) -> None:
-    own, other, services = served
-    users, before = sorted(histories(own))[:2], live_of(other)
-    mine = live_of(own)
+    own_config, arm_config, services = served
+    users, previous_generation = sorted(histories(own_config))[:2], live_of(arm_config)
+    mine = live_of(own_config)
 
-    await asyncio.to_thread(publish_night, other, "2026-01-28T12:00:00Z")
-    assert live_of(other) != before and live_of(own) == mine
-    await asyncio.to_thread(followed, own, other, services)
-    assert seen(services[0], users) == {key: expected(own, other, key) for key in KEYS}
+    await asyncio.to_thread(publish_night, arm_config, "2026-01-28T12:00:00Z")
+    assert live_of(arm_config) != previous_generation and live_of(own_config) == mine
+    await asyncio.to_thread(followed, own_config, arm_config, services)
+    assert seen(services[0], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
     # What the arm's previous generation was is held, too: its retire leaves it.
-    assert all(before in each.holds for each in beating(other))
-    assert not any(before in each.holds for each in beating(own))
+    assert all(previous_generation in replica.holds for replica in beating(arm_config))
+    assert not any(previous_generation in replica.holds for replica in beating(own_config))
 
-    await asyncio.to_thread(roll_back, other)
-    assert live_of(other) == before
-    await asyncio.to_thread(followed, own, other, services)
-    assert seen(services[1], users) == {key: expected(own, other, key) for key in KEYS}
+    await asyncio.to_thread(roll_back, arm_config)
+    assert live_of(arm_config) == previous_generation
+    await asyncio.to_thread(followed, own_config, arm_config, services)
+    assert seen(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
 
 
 async def test_what_the_control_blocks_no_arm_serves_and_the_other_way_round_each_its_own(
     served: Served,
 ) -> None:
-    own, other, services = served
-    user = min(histories(own))
-    both = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
+    own_config, arm_config, services = served
+    user = min(histories(own_config))
+    arm_bodies = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
 
     def items(body: dict[str, Any]) -> list[str]:
         (answer,) = ask(services[0], body)
-        found: list[str] = answer["items"]
-        return found
+        item_ids: list[str] = answer["items"]
+        return item_ids
 
-    first, second = (items(each) for each in both)
-    barred = next(each for each in second if each in first)
-    change_blocklist(own.store(), block_items=[barred.encode()])
-    assert until(lambda: not any(barred in items(each) for each in both))
-    change_blocklist(own.store(), unblock_items=[barred.encode()])
-    assert until(lambda: all(barred in items(each) for each in both))
+    first, second = (items(body) for body in arm_bodies)
+    blocked_item = next(item for item in second if item in first)
+    change_blocklist(own_config.store(), block_items=[blocked_item.encode()])
+    assert until(lambda: not any(blocked_item in items(body) for body in arm_bodies))
+    change_blocklist(own_config.store(), unblock_items=[blocked_item.encode()])
+    assert until(lambda: all(blocked_item in items(body) for body in arm_bodies))
 
-    change_blocklist(other.store(), block_items=[barred.encode()])
-    assert until(lambda: barred not in items(both[1]))
-    assert barred in items(both[0])
-    change_blocklist(other.store(), unblock_items=[barred.encode()])
+    change_blocklist(arm_config.store(), block_items=[blocked_item.encode()])
+    assert until(lambda: blocked_item not in items(arm_bodies[1]))
+    assert blocked_item in items(arm_bodies[0])
+    change_blocklist(arm_config.store(), unblock_items=[blocked_item.encode()])
 
 
 async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served) -> None:
-    own, other, services = served
-    users = sorted(histories(own))[:2]
-    before = seen(services[0], users)
+    own_config, arm_config, services = served
+    users = sorted(histories(own_config))[:2]
+    assignment_before = seen(services[0], users)
 
-    await asyncio.to_thread(changes.share, own, "ranker", share=0.9)
-    await asyncio.to_thread(followed, own, other, services)
+    await asyncio.to_thread(changes.share, own_config, "ranker", key_share=0.9)
+    await asyncio.to_thread(followed, own_config, arm_config, services)
     after = seen(services[0], users)
 
-    assert after == {key: expected(own, other, key) for key in KEYS}
-    moved = {key for key in KEYS if after[key] != before[key]}
-    assert moved and {before[key][1] for key in moved} == {None}
+    assert after == {key: expected(own_config, arm_config, key) for key in KEYS}
+    moved = {key for key in KEYS if after[key] != assignment_before[key]}
+    assert moved and {assignment_before[key][1] for key in moved} == {None}
 
 
 async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_let_go(
     served: Served,
 ) -> None:
-    own, other, services = served
-    users = sorted(histories(own))[:2]
+    own_config, arm_config, services = served
+    users = sorted(histories(own_config))[:2]
 
-    await asyncio.to_thread(changes.stop, own, "ranker")
-    assert until(lambda: not beating(other))
+    await asyncio.to_thread(changes.stop, own_config, "ranker")
+    assert until(lambda: not beating(arm_config))
 
-    assert set((seen(services[0], users)).values()) == {(live_of(own), None, None)}
+    assert set((seen(services[0], users)).values()) == {(live_of(own_config), None, None)}
     ask(services[0], {"entities": users, "arm": "ranker=b"}, 409)
     # And a namespace that is let go is held again where one asks for it.
-    await asyncio.to_thread(start, own, other, "again", share=0.9)
-    await asyncio.to_thread(followed, own, other, services)
-    assert seen(services[1], users) == {key: expected(own, other, key) for key in KEYS}
-    await asyncio.to_thread(changes.stop, own, "again")
+    await asyncio.to_thread(start, own_config, arm_config, "again", share=0.9)
+    await asyncio.to_thread(followed, own_config, arm_config, services)
+    assert seen(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
+    await asyncio.to_thread(changes.stop, own_config, "again")

@@ -18,10 +18,10 @@ LOADS_S = 1.5
 load_at_once = ServedArm.start
 
 
-def option(own: str, other: str) -> ExperimentOption:
+def option(own_namespace: str, arm_namespace: str) -> ExperimentOption:
     """An experiment with an arm in another namespace."""
-    named = (ArmOption("control", own, 0.5), ArmOption("b", other, 0.5))
-    return ExperimentOption(own, "ranker", named, 0.6)
+    named = (ArmOption("control", own_namespace, 0.5), ArmOption("b", arm_namespace, 0.5))
+    return ExperimentOption(own_namespace, "ranker", named, 0.6)
 
 
 class HeldStart:
@@ -45,14 +45,16 @@ class HeldStart:
 async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other = arms(tmp_path, redis_url)
-    user = min(histories(own))
+    own_config, arm_config = arms(tmp_path, redis_url)
+    user = min(histories(own_config))
     held_start = HeldStart()
 
-    async with serving(own) as running:
+    async with serving(own_config) as running:
         held_start.put_in_force(monkeypatch)
-        wanted = option(own.namespace, other.namespace)
-        starting = asyncio.create_task(asyncio.to_thread(changes.start, own, wanted, holdout=None))
+        experiment_option = option(own_config.namespace, arm_config.namespace)
+        starting = asyncio.create_task(
+            asyncio.to_thread(changes.start, own_config, experiment_option, holdout=None)
+        )
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
 
         async def items(arm: str) -> list[str]:
@@ -61,26 +63,26 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
             return list(answer["items"])
 
         (answer,) = (await running.post("/v1/lookup/user_topk", {"entities": [user]}))["answers"]
-        barred = answer["items"][0]
-        change_blocklist(own.store(), block_items=[barred.encode()])
+        blocked_item = answer["items"][0]
+        change_blocklist(own_config.store(), block_items=[blocked_item.encode()])
 
         async def is_in_force() -> bool:
-            found = await running.post("/v1/lookup/user_topk", {"entities": [user]})
-            return barred not in found["answers"][0]["items"]
+            batch = await running.post("/v1/lookup/user_topk", {"entities": [user]})
+            return blocked_item not in batch["answers"][0]["items"]
 
         assert await eventually(is_in_force)
         held_start.may_end.set()
         await starting
 
-        assert barred not in await items("control")
-        assert barred not in await items("b")
+        assert blocked_item not in await items("control")
+        assert blocked_item not in await items("b")
 
 
 async def test_a_service_that_starts_opens_each_arm_once(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other = arms(tmp_path, redis_url)
-    changes.start(own, option(own.namespace, other.namespace), holdout=None)
+    own_config, arm_config = arms(tmp_path, redis_url)
+    changes.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
     opened: list[ServedArm] = []
     is_opened_again = asyncio.Event()
 
@@ -93,10 +95,10 @@ async def test_a_service_that_starts_opens_each_arm_once(
         await load_at_once(arm)
 
     monkeypatch.setattr(ServedArm, "start", load_for_long)
-    async with serving(own, blocklist_poll_s=0.05) as running:
+    async with serving(own_config, blocklist_poll_s=0.05) as running:
 
         async def is_held() -> bool:
-            body = {"entities": [min(histories(own))], "arm": "ranker=b"}
+            body = {"entities": [min(histories(own_config))], "arm": "ranker=b"}
             return (await running.http.post("/v1/lookup/user_topk", json=body)).status_code == 200
 
         assert await eventually(is_held)
@@ -107,12 +109,12 @@ async def test_a_service_that_starts_opens_each_arm_once(
 async def test_an_experiment_stops_while_the_arm_of_another_loads(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, other, third = arms(tmp_path, redis_url, 2)
-    user = min(histories(own))
-    changes.start(own, option(own.namespace, other.namespace), holdout=None)
+    own_config, arm_config, third = arms(tmp_path, redis_url, 2)
+    user = min(histories(own_config))
+    changes.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
     held_start = HeldStart()
 
-    async with serving(own) as running:
+    async with serving(own_config) as running:
 
         async def status() -> int:
             body = {"entities": [user], "arm": "ranker=b"}
@@ -126,11 +128,16 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
 
         assert await eventually(is_held)
         held_start.put_in_force(monkeypatch)
-        named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
-        second = ExperimentOption(own.namespace, "other", named, 0.3)
-        starting = asyncio.create_task(asyncio.to_thread(changes.start, own, second, holdout=None))
+        named = (
+            ArmOption("control", own_config.namespace, 0.5),
+            ArmOption("b", third.namespace, 0.5),
+        )
+        second = ExperimentOption(own_config.namespace, "other", named, 0.3)
+        starting = asyncio.create_task(
+            asyncio.to_thread(changes.start, own_config, second, holdout=None)
+        )
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
-        stopping = asyncio.create_task(asyncio.to_thread(changes.stop, own, "ranker"))
+        stopping = asyncio.create_task(asyncio.to_thread(changes.stop, own_config, "ranker"))
         has_stopped = await eventually(is_stopped, timeout_s=10)
         held_start.may_end.set()
         await asyncio.gather(starting, stopping)

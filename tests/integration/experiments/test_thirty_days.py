@@ -37,22 +37,24 @@ async def live_through(
 
 def check_log(days: ThirtyDays) -> None:
     store = days.store_of(days.namespaces[0])
-    found = []
+    exposures = []
     for experiment in ("first", "second", "third"):
-        counted = totals(store, experiment)
-        for arm, each in counted.items():
-            assert each.requests == days.asked[experiment, arm]
-            assert each.feedback["click"] == days.clicked[experiment, arm]
+        arm_totals = totals(store, experiment)
+        for arm, arm_total in arm_totals.items():
+            assert arm_total.requests == days.asked[experiment, arm]
+            assert arm_total.feedback["click"] == days.clicked[experiment, arm]
         for file in store.names(f"exposures/{experiment}"):
             if file.endswith(".parquet"):
                 raw = store.read(f"exposures/{experiment}/{file}")
                 rows = pq.read_table(io.BytesIO(raw or b"")).to_pylist()
                 hour = int(file.partition(".")[0])
-                assert all(each["at"].timestamp() // 3_600 == hour for each in rows)
-                found += [(experiment, hour, each["arm"], each["key"]) for each in rows]
-    assert len(found) == len(set(found))
-    assert set(found) == days.exposed
-    assert not [each for each in store.names("exposures/parts") if each.endswith(".json")]
+                assert all(row["at"].timestamp() // 3_600 == hour for row in rows)
+                exposures += [(experiment, hour, row["arm"], row["key"]) for row in rows]
+    assert len(exposures) == len(set(exposures))
+    assert set(exposures) == days.exposed
+    assert not [
+        file_name for file_name in store.names("exposures/parts") if file_name.endswith(".json")
+    ]
 
 
 async def test_three_experiments_over_thirty_days(tmp_path: Path, redis_url: str) -> None:

@@ -115,11 +115,11 @@ class HeldByReplica:
         store, metrics = days.store_of(namespace), Metrics()
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
-        shelf = Shelf(
+        holder = Shelf(
             self._open, metrics, warm=self._warm, in_thread=asyncio.to_thread, timer=clock
         )
         self.follower = Follower(
-            store, control, shelf, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
+            store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
             in_thread=asyncio.to_thread, timer=clock,
         )  # fmt: skip
         beat = Heartbeat(replica, self.follower, redis_clock, metrics)
@@ -128,7 +128,7 @@ class HeldByReplica:
             in_thread=asyncio.to_thread, timer=clock,
         )  # fmt: skip
         self.service = LookupService(
-            follower=self.follower, trial=CanaryRouter(shelf, metrics), ladder=self.world.ladder,
+            follower=self.follower, trial=CanaryRouter(holder, metrics), ladder=self.world.ladder,
             reshaped=cast(Any, None), metrics=metrics, limits=LIMITS, body_bytes=1, body_timeout_s=1.0,
             tiers=self.world.tiers, l2_bound_s=lambda: 1.0, admission=cast(Any, None),
         )  # fmt: skip
@@ -164,20 +164,20 @@ class SimReplica:
         self.name = f"replica-{number}-{life}"
         self.held: dict[str, HeldByReplica] = {}
         self._days = days
-        own = days.namespaces[0]
-        self.own = HeldByReplica(days, self.name, own)
+        own_namespace = days.namespaces[0]
+        self.own = HeldByReplica(days, self.name, own_namespace)
         self.exposures = ExposureLog(
-            days.store_of(own), self.name, clock=days.clock, in_thread=asyncio.to_thread
+            days.store_of(own_namespace), self.name, clock=days.clock, in_thread=asyncio.to_thread
         )
         self.arms = Arms(
-            self.own.service, own, days.store_of(own), self._hold,
+            self.own.service, own_namespace, days.store_of(own_namespace), self._hold,
             in_thread=asyncio.to_thread, grace_s=GRACE_S, timer=days.clock,
         )  # fmt: skip
         self.router = ExperimentRouter(self.arms, self.exposures, Metrics())
 
     def _hold(self, namespace: str) -> HeldByReplica:
-        found = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)
-        return found
+        replica_namespace = self.held[namespace] = HeldByReplica(self._days, self.name, namespace)
+        return replica_namespace
 
     async def look(self) -> None:
         """All that the background does, once."""
@@ -185,9 +185,9 @@ class SimReplica:
         await self.arms.look()
         await self.arms.settled()
         needed = self.arms.record.namespaces(self._days.namespaces[0])
-        for namespace, each in self.held.items():
+        for namespace, replica_namespace in self.held.items():
             if namespace in needed:
-                await each.look()
+                await replica_namespace.look()
 
     async def stop(self) -> None:
         """Ends as a service does: what it counted is written down."""
@@ -197,13 +197,13 @@ class SimReplica:
             await self.exposures.flush()
 
 
-def owner(salt: str, held: Mapping[str, Ranges], key: bytes) -> str | None:
+def owner(salt: str, ranges_by_name: Mapping[str, Ranges], key: bytes) -> str | None:
     """Owner of a key's bucket, told in the plainest way: what the router is held against."""
     seed = xxhash.xxh3_64_intdigest(salt.encode())
     bucket = xxhash.xxh3_64_intdigest(key, seed) * BUCKETS >> 64
-    found = [name for name, ranges in held.items() for a, b in ranges if a <= bucket < b]
-    assert len(found) <= 1
-    return found[0] if found else None
+    owners = [name for name, ranges in ranges_by_name.items() for a, b in ranges if a <= bucket < b]
+    assert len(owners) <= 1
+    return owners[0] if owners else None
 
 
 @dataclass
@@ -241,17 +241,17 @@ class ThirtyDays:
         self.all_keys = [f"key-{number}".encode() for number in range(self.keys)]
 
     def _night_of(self, namespace: str) -> Nights:
-        found = Nights(self.store_of(namespace), self.client, Keyspace(namespace))
-        found.clock = self.clock
-        found.control.time = self.clock  # type: ignore[method-assign]
-        found.releases.clock = self.clock
-        return found
+        night = Nights(self.store_of(namespace), self.client, Keyspace(namespace))
+        night.clock = self.clock
+        night.control.time = self.clock  # type: ignore[method-assign]
+        night.releases.clock = self.clock
+        return night
 
     def store_of(self, namespace: str) -> FlakyStore:
         """The namespace's part of the store."""
-        found = FlakyStore(str(self.folder / "artifacts" / namespace))
-        found.failures = Failures(self.rng)
-        return found
+        store = FlakyStore(str(self.folder / "artifacts" / namespace))
+        store.failures = Failures(self.rng)
+        return store
 
     @property
     def record(self) -> Experiments:
@@ -265,8 +265,8 @@ class ThirtyDays:
         for name in self.namespaces:
             self.publish(name)
         self.replicas = [SimReplica(self, number, 0) for number in range(REPLICAS)]
-        for each in self.replicas:
-            await each.own.start()
+        for replica in self.replicas:
+            await replica.own.start()
         events = self._events()
         for day in range(30):
             event = events.get(day)
@@ -286,7 +286,7 @@ class ThirtyDays:
 
     def _events(self) -> dict[int, tuple[Callable[[], None], Moves]]:
         """Events by day, each with the arms that it may move keys from and to."""
-        _, one, two, _ = self.namespaces
+        _, second_namespace, two, _ = self.namespaces
 
         def first() -> None:
             self.start("first", 0.3, holdout=0.05)
@@ -298,31 +298,35 @@ class ThirtyDays:
             self.start("third", 0.3)
 
         def shares_grow() -> None:
-            changes.share(self.config, "second", share=0.3)
+            changes.share(self.config, "second", key_share=0.3)
 
         def arms_change() -> None:
             changes.share(self.config, "first", arms={"control": 0.2, "b": 0.8})
 
         def shares_shrink() -> None:
             changes.share(
-                self.config, "third", share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
+                self.config, "third", key_share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
             )
 
         def roll_back() -> None:
-            night = self.nights[one]
-            before = night.live().generation
+            night = self.nights[second_namespace]
+            generation_before = night.live().generation
             night.releases.roll_back(to=None, reason="a test", attempt=night.attempt())
-            assert night.live().generation != before
+            assert night.live().generation != generation_before
 
         def stop() -> None:
             changes.stop(self.config, "second")
 
         def freed() -> None:
-            found = free(self.config, "second")
-            assert found["freed"] == [two] and self.pages(two) == 0 and self.pages(one) > 0
+            free_report = free(self.config, "second")
+            assert (
+                free_report["freed"] == [two]
+                and self.pages(two) == 0
+                and self.pages(second_namespace) > 0
+            )
 
         begin = {name: [(None, (name, arm)) for arm in arms] for name, arms in ARMS.items()}
-        gone = [(("third", arm), None) for arm in ARMS["third"]]
+        moves_to_none = [(("third", arm), None) for arm in ARMS["third"]]
         return {
             0: (first, begin["first"]),
             2: (second, begin["second"]),
@@ -330,12 +334,15 @@ class ThirtyDays:
             8: (shares_grow, begin["second"]),
             12: (roll_back, ()),
             16: (arms_change, [(("first", "control"), ("first", "b"))]),
-            21: (shares_shrink, [*gone, *((("third", arm), ("third", "control")) for arm in "bc")]),
+            21: (
+                shares_shrink,
+                [*moves_to_none, *((("third", arm), ("third", "control")) for arm in "bc")],
+            ),
             25: (stop, [(("second", arm), None) for arm in ARMS["second"]]),
             27: (freed, ()),
         }
 
-    def start(self, name: str, share: float, holdout: float | None = None) -> None:
+    def start(self, name: str, key_share: float, holdout: float | None = None) -> None:
         """Start an experiment with equal arms."""
         arms = ARMS[name]
         named = tuple(
@@ -343,7 +350,9 @@ class ThirtyDays:
             for arm, letter in arms.items()
         )
         changes.start(
-            self.config, ExperimentOption(self.namespaces[0], name, named, share), holdout=holdout
+            self.config,
+            ExperimentOption(self.namespaces[0], name, named, key_share),
+            holdout=holdout,
         )
 
     def publish(self, namespace: str) -> None:
@@ -358,10 +367,10 @@ class ThirtyDays:
 
     async def follow(self) -> None:
         """Every replica looks at everything."""
-        for each in self.replicas:
-            await each.look()
-            assert each.arms.record == self.record
-            assert each.own.follower.stale in (None, "blocklist_unreadable")
+        for replica in self.replicas:
+            await replica.look()
+            assert replica.arms.record == self.record
+            assert replica.own.follower.stale in (None, "blocklist_unreadable")
 
     async def night(self, day: int) -> None:
         """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""
@@ -377,8 +386,8 @@ class ThirtyDays:
                 retire(night.releases, generation, attempt=night.attempt(), grace_s=0.0)
                 self.counts["retired"] += 1
             assert self.pages_by_generation(namespace).keys() <= self.kept(namespace)
-        for each in self.replicas:
-            await each.exposures.flush()
+        for replica in self.replicas:
+            await replica.exposures.flush()
         at = self.rng.randrange(REPLICAS)
         if self.rng.random() < 0.3:
             await self.replicas[at].stop()
@@ -403,29 +412,29 @@ class ThirtyDays:
         for _ in range(self.requests):
             replica, key = self.rng.choice(self.replicas), self.rng.choice(self.all_keys)
             users = self.rng.sample(USERS, USERS_ASKED)
-            asked = ask(*(entity(each) for each in users), canary_key=key)
-            service, assigned = replica.router.route(asked.entities, asked.options)
-            holding, _ = service.trial.route(service.holding(), asked.entities, asked.options)
+            lookup = ask(*(entity(user) for user in users), canary_key=key)
+            service, assigned = replica.router.route(lookup.entities, lookup.options)
+            served, _ = service.trial.route(service.holding(), lookup.entities, lookup.options)
             answers = replica.router.mark(
-                assigned, await service.ladder.lookup(holding, asked, self.clock())
+                assigned, await service.ladder.lookup(served, lookup, self.clock())
             )
             self.check_answers(key, answers)
-            if (found := self.assigned[key]) is not None:
-                name, arm = found
+            if (assigned_arm := self.assigned[key]) is not None:
+                name, arm = assigned_arm
                 self.exposed.add((name, hour, arm, key.decode()))
-                self.asked[found] += 1
+                self.asked[assigned_arm] += 1
                 if self.rng.random() < 0.2:
-                    told = Reported(None, key, None, "click", 1)
-                    assert replica.router.feedback(told)["experiment"] == f"{name}={arm}"
-                    self.clicked[found] += 1
-        for each in self.replicas:
+                    feedback_report = Reported(None, key, None, "click", 1)
+                    assert replica.router.feedback(feedback_report)["experiment"] == f"{name}={arm}"
+                    self.clicked[assigned_arm] += 1
+        for flushed_replica in self.replicas:
             if self.rng.random() < 0.5:
-                await each.exposures.flush()
+                await flushed_replica.exposures.flush()
 
     async def end(self) -> None:
         """All experiments end: nothing of an arm is held, and what is freed is gone."""
-        for each in ("first", "third"):
-            changes.stop(self.config, each)
+        for experiment_name in ("first", "third"):
+            changes.stop(self.config, experiment_name)
         await self.follow()
         self.clock.now += GRACE_S
         await self.follow()
@@ -433,8 +442,8 @@ class ThirtyDays:
             assert self.nights[namespace].control.replicas() == []
         for replica in self.replicas:
             await replica.stop()
-        for each in ("first", "third"):
-            free(self.config, each)
+        for experiment_name in ("first", "third"):
+            free(self.config, experiment_name)
         for namespace in self.namespaces:
             assert (self.pages(namespace) > 0) == (namespace == self.namespaces[0])
         self.clock.now += 2 * HOUR_S
@@ -445,48 +454,65 @@ class ThirtyDays:
 
     def expected(self, record: Experiments, key: bytes) -> Arm:
         """Experiment and arm of a key by the record alone."""
-        name = owner(record.salt, {each.name: each.buckets for each in record.current}, key)
-        found: Experiment | None = None if name is None else record.find(name)
-        if found is None:
+        name = owner(
+            record.salt,
+            {
+                current_experiment.name: current_experiment.buckets
+                for current_experiment in record.current
+            },
+            key,
+        )
+        experiment: Experiment | None = None if name is None else record.find(name)
+        if experiment is None:
             return None
-        arm = owner(found.salt, {each.name: each.buckets for each in found.arms}, key)
+        arm = owner(
+            experiment.salt,
+            {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
+            key,
+        )
         assert arm is not None
-        return found.name, arm
+        return experiment.name, arm
 
     def check_assignment(self, may_move: Moves) -> None:
         """No key has another arm than the day before but by a change of shares; and replicas agree with the record."""
         record = self.record
-        now = {key: self.expected(record, key) for key in self.all_keys}
-        before = self.assigned or dict.fromkeys(now)
-        moves = [(each, now[key]) for key, each in before.items() if now[key] != each]
+        arm_by_key = {key: self.expected(record, key) for key in self.all_keys}
+        arm_by_key_before = self.assigned or dict.fromkeys(arm_by_key)
+        moves = [
+            (previous_arm, arm_by_key[key])
+            for key, previous_arm in arm_by_key_before.items()
+            if arm_by_key[key] != previous_arm
+        ]
         assert set(moves) <= set(may_move)
         assert all(
-            now[key] is None
+            arm_by_key[key] is None
             for key in self.all_keys
             if owner(record.salt, {"": record.holdout}, key) == ""
         )
         self.counts["moved"] += len(moves)
         for replica in self.replicas:
             routing = replica.arms.routing
-            assert {key: routing.of(key) if routing else None for key in self.all_keys} == now
-        self.assigned = now
+            assert {
+                key: routing.of(key) if routing else None for key in self.all_keys
+            } == arm_by_key
+        self.assigned = arm_by_key
 
     def check_answers(self, key: bytes, answers: list[dict[str, Any]]) -> None:
         """All of them are of the one generation that is live in the arm's namespace, and say so."""
-        found, namespace = self.assigned[key], self.namespaces[0]
-        if found is not None:
-            namespace = self.namespaces["abcd".index(ARMS[found[0]][found[1]])]
-        (generation,) = {each["generation"] for each in answers}
+        assigned_arm, namespace = self.assigned[key], self.namespaces[0]
+        if assigned_arm is not None:
+            namespace = self.namespaces["abcd".index(ARMS[assigned_arm[0]][assigned_arm[1]])]
+        (generation,) = {answer["generation"] for answer in answers}
         assert generation == self.live[namespace]
         assert self.of_generation[generation] == namespace
-        marks = {(each.get("experiment"), each.get("arm")) for each in answers}
-        assert marks == {found or (None, None)}
-        assert {each["source"] for each in answers} <= {"l1", "l2"}
+        answer_arms = {(answer.get("experiment"), answer.get("arm")) for answer in answers}
+        assert answer_arms == {assigned_arm or (None, None)}
+        assert {answer["source"] for answer in answers} <= {"l1", "l2"}
         self.counts[f"answered by {namespace[-1]}"] += len(answers)
 
     def pages_by_generation(self, namespace: str) -> Counter[str]:
         """Page keys in Redis."""
-        return Counter(each.split(":")[4] for each in self.nights[namespace].pages())
+        return Counter(page_key.split(":")[4] for page_key in self.nights[namespace].pages())
 
     def pages(self, namespace: str) -> int:
         """Number of page keys in Redis."""
@@ -495,14 +521,20 @@ class ThirtyDays:
     def kept(self, namespace: str) -> set[str]:
         """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
         night = self.nights[namespace]
-        held = {each for replica in night.control.replicas() for each in replica.holds}
+        held_generations = {
+            generation_id for replica in night.control.replicas() for generation_id in replica.holds
+        }
         ledger = night.releases.ledger()
-        return {each for each in (ledger.live, ledger.previous) if each} | held | self._left(night)
+        return (
+            {generation_id for generation_id in (ledger.live, ledger.previous) if generation_id}
+            | held_generations
+            | self._left(night)
+        )
 
     def _left(self, night: Nights) -> set[str]:
         states = night.releases.ledger().states
         superseded = sorted(
-            (each for each, state in states.items() if state == "superseded"),
-            key=lambda each: night.releases.ledger().left_in.get(each, 0),
+            (generation_id for generation_id, state in states.items() if state == "superseded"),
+            key=lambda generation_id: night.releases.ledger().left_in.get(generation_id, 0),
         )
         return set(superseded[-KEEP:])

@@ -14,9 +14,9 @@ from tests.integration.serving_app import serving
 
 @pytest.fixture
 def stream(redis_server: RedisServer, keyspace: Keyspace) -> Iterator[Stream]:
-    found = Stream(redis_server, keyspace)
-    yield found
-    found.client.close()
+    followed_stream = Stream(redis_server, keyspace)
+    yield followed_stream
+    followed_stream.client.close()
 
 
 @pytest.fixture

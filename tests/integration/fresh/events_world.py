@@ -74,21 +74,21 @@ class EventWorld:
     def items(self) -> list[str]:
         """Items of the catalogue, sorted."""
         table = pq.read_table(self.config.path("items.parquet"))
-        found: list[str] = table["item"].to_pylist()
-        return sorted(found)
+        item_ids: list[str] = table["item"].to_pylist()
+        return sorted(item_ids)
 
     def accept(self, events: Iterable[Event]) -> list[Placed]:
         """Has Redis accept events as the service does; those accepted, with their positions."""
-        sent = list(events)
+        sent_events = list(events)
         keyspace = self.config.of_events().keyspace()
-        keys, args = call_of(keyspace, BOUNDS, [packed(keyspace, each) for each in sent])
+        keys, args = call_of(keyspace, BOUNDS, [packed(keyspace, event) for event in sent_events])
         with redis.Redis.from_url(str(self.config.redis_url), protocol=2) as client:
             replies = client.eval(SCRIPT, len(keys), *keys, *args)
-        told = outcomes(replies)
+        accept_outcomes = outcomes(replies)
         placed = [
-            (each.position, event)
-            for each, event in zip(told, sent, strict=True)
-            if each.position is not None
+            (outcome.position, event)
+            for outcome, event in zip(accept_outcomes, sent_events, strict=True)
+            if outcome.position is not None
         ]
         self.accepted += placed
         return placed
@@ -99,47 +99,51 @@ class EventWorld:
         at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
-    def build(self, until: Position = BEGINNING, data_until: str = UNTIL) -> str:
+    def build(self, until_position: Position = BEGINNING, data_until: str = UNTIL) -> str:
         """A verified generation that has the events up to a position; its lists are those of the source alone."""
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
-        seen = self._write_seen(manifest, root, until, data_until)
-        read = EventsRead(str(until), self.limit, namespace=self.config.events.namespace)
-        manifest = replace(manifest, events=read, seen=seen, format=WITH_EVENTS)
+        seen_parts = self._write_seen(manifest, root, until_position, data_until)
+        read = EventsRead(str(until_position), self.limit, namespace=self.config.events.namespace)
+        manifest = replace(manifest, events=read, seen=seen_parts, format=WITH_EVENTS)
         path = f"generations/{generation}/manifest.json"
         self.config.store().write(path, manifest.to_bytes())
         return generation
 
-    def publish(self, until: Position = BEGINNING, data_until: str = UNTIL) -> str:
+    def publish(self, until_position: Position = BEGINNING, data_until: str = UNTIL) -> str:
         """The same, live."""
-        generation = self.build(until, data_until)
+        generation = self.build(until_position, data_until)
         publish(self.config, generation)
         return generation
 
-    def _history(self, until: Position, data_until: str) -> dict[str, list[tuple[str, int]]]:
+    def _history(
+        self, until_position: Position, data_until: str
+    ) -> dict[str, list[tuple[str, int]]]:
         """Rows of each user that a night has, as they come: the team's own, then events by position."""
         cut_us = int(datetime.fromisoformat(data_until).timestamp() * 1e6)
-        found: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        rows_by_user: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for user, item, at_us in self.rows:
             if at_us < cut_us:
-                found[user].append((item, at_us))
+                rows_by_user[user].append((item, at_us))
         for position, event in self.accepted:
-            if position <= until and event.counts and event.user and event.item:
-                found[event.user.decode()].append((event.item.decode(), event.at_us))
-        return found
+            if position <= until_position and event.counts and event.user and event.item:
+                rows_by_user[event.user.decode()].append((event.item.decode(), event.at_us))
+        return rows_by_user
 
     def _write_seen(
-        self, manifest: Manifest, root: Path, until: Position, data_until: str
+        self, manifest: Manifest, root: Path, until_position: Position, data_until: str
     ) -> tuple[SeenPart, ...]:
         rows: dict[str, list[tuple[str, int]]] = {user: [] for user in self.features}
-        rows |= self._history(until, data_until)
+        rows |= self._history(until_position, data_until)
         items = ItemTable.open(root, manifest)
         entities = manifest.entity_sets["user"]
         raws = [user.encode() for user in rows]
         users = dict(zip(hash_ids(raws, entities.seed).tolist(), rows, strict=True))
         parts = []
         for shard, part in enumerate(entities.parts):
-            named = [users[each] for each in np.fromfile(root / part.file.path, "<u8").tolist()]
+            named = [
+                users[user_hash] for user_hash in np.fromfile(root / part.file.path, "<u8").tolist()
+            ]
             grouped = grouped_rows([rows[user] for user in named], items)
             texts = [orjson.dumps(self.features[user]) for user in named if self.features]
             files = {
@@ -178,21 +182,23 @@ class EventWorld:
         grouped = grouped_rows([rows.get(user, []) for user in users], items)
         histories = []
         for start, end in zip(grouped.indptr[:-1], grouped.indptr[1:], strict=True):
-            newest = grouped.indices[max(start, end - self.limit) : end]
-            indices = items.to_model(Ordinals(newest))
+            newest_ordinals = grouped.indices[max(start, end - self.limit) : end]
+            indices = items.to_model(Ordinals(newest_ordinals))
             histories.append(indices[indices >= 0])
         spec = TowerSpec.from_json(model.spec)
         inputs: dict[str, Any] = {}
-        for each in spec.inputs:
-            if each.bind == "history":
-                inputs[each.name] = Histories.of(histories)
+        for input_spec in spec.inputs:
+            if input_spec.bind == "history":
+                inputs[input_spec.name] = Histories.of(histories)
             else:
-                column = [self.features[user][str(each.column)] for user in users]
-                inputs[each.name] = np.array(column, each.dtype)
+                column = [self.features[user][str(input_spec.column)] for user in users]
+                inputs[input_spec.name] = np.array(column, input_spec.dtype)
         vectors = Tower.open(root / model.fp32.path, spec).run(inputs)
         metric = manifest.indexes[str(table.producer.index)].metric
-        gone = Histories(grouped.indptr, grouped.indices)
-        ordinals, scores = Scorer.of(items.vectors, metric).top(vectors, table.layout.width, gone)
+        exclusions = Histories(grouped.indptr, grouped.indices)
+        ordinals, scores = Scorer.of(items.vectors, metric).top(
+            vectors, table.layout.width, exclusions
+        )
         counts = (ordinals != 0xFFFFFFFF).sum(axis=1)
         return {
             user: (items.ids_of(ordinals[row, : counts[row]]), scores[row, : counts[row]])
@@ -211,12 +217,12 @@ class Grouped:
 
 def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) -> Grouped:
     """Groups rows as a night does: known items only, oldest first, each once in its latest place."""
-    users = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    flat = [pair for each in rows for pair in each]
+    users = np.repeat(np.arange(len(rows)), [len(user_rows) for user_rows in rows])
+    flat = [pair for user_rows in rows for pair in user_rows]
     ordinals = np.asarray(items.ordinals_of([item.encode() for item, _ in flat]), np.int64)
     times = np.array([at_us for _, at_us in flat], np.int64)
-    known = ordinals >= 0
-    users, ordinals, times = users[known], ordinals[known], times[known]
+    is_known = ordinals >= 0
+    users, ordinals, times = users[is_known], ordinals[is_known], times[is_known]
     order = by_time(users, times)
     users, ordinals, times = users[order], ordinals[order], times[order]
     keep = latest_of_each(users, ordinals)
@@ -226,22 +232,24 @@ def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) ->
 
 async def until_counted(app: Running, world: EventWorld) -> None:
     """Waits until the service counts everything that was accepted, longer for many events."""
-    newest, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
+    newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
-        return app.service.ladder.newer.users.last >= newest
+        return app.service.ladder.newer.users.last >= newest_number
 
     assert await eventually(has_all, timeout_s)
 
 
 def same_list(answer: Mapping[str, Any], items: Sequence[str], scores: NDArray[np.float32]) -> bool:
     """True if an answer has these items in this order, wherever their scores differ by more than 1e-5 relative."""
-    found = answer["items"]
-    if len(found) != len(items):
+    answer_items = answer["items"]
+    if len(answer_items) != len(items):
         return False
-    known = dict(zip(items, scores.tolist(), strict=True))
-    least = float(scores[-1]) if len(scores) else 0.0
+    score_by_item = dict(zip(items, scores.tolist(), strict=True))
+    lowest_score = float(scores[-1]) if len(scores) else 0.0
     return all(
-        mine == theirs or abs(known.get(mine, least) - known[theirs]) <= 1e-5 * abs(known[theirs])
-        for mine, theirs in zip(found, items, strict=True)
+        mine == theirs
+        or abs(score_by_item.get(mine, lowest_score) - score_by_item[theirs])
+        <= 1e-5 * abs(score_by_item[theirs])
+        for mine, theirs in zip(answer_items, items, strict=True)
     )

@@ -36,13 +36,13 @@ class Stream:
     """Times that the shelf was asked to look at all values again."""
 
     def __post_init__(self) -> None:
-        shelf: Any = SimpleNamespace(
+        holder: Any = SimpleNamespace(
             holding=None, blocklist=Blocklist(), look_again=self._look_again
         )
-        self.shelf = shelf
+        self.shelf = holder
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
-            self.url or self.server.url, self.keyspace, self.newer, shelf, self.notes.append,
+            self.url or self.server.url, self.keyspace, self.newer, holder, self.notes.append,
             limit_bytes=self.limit_bytes, timer=self.timer,
         )  # fmt: skip
         self._count = 0
@@ -52,8 +52,10 @@ class Stream:
 
     def hold(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""
-        told = [SimpleNamespace(events=SimpleNamespace(until=each.number)) for each in untils]
-        self.shelf.holding = SimpleNamespace(snapshots=[*told, SimpleNamespace(events=None)])
+        snapshots = [
+            SimpleNamespace(events=SimpleNamespace(until=position.number)) for position in untils
+        ]
+        self.shelf.holding = SimpleNamespace(snapshots=[*snapshots, SimpleNamespace(events=None)])
 
     def click(self, user: str, item: str = "i") -> Position:
         """One more event, accepted."""
@@ -63,9 +65,9 @@ class Stream:
     def accept(self, event: Event) -> Position:
         """An event, accepted."""
         keys, args = call_of(self.keyspace, BOUNDS, [packed(self.keyspace, event)])
-        (told,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
-        assert told.position is not None
-        return told.position
+        (outcome,) = outcomes(self.client.eval(SCRIPT, len(keys), *keys, *args))
+        assert outcome.position is not None
+        return outcome.position
 
     async def steps(self, count: int = 1) -> bool:
         """Takes some steps that wait for nothing."""
@@ -74,4 +76,4 @@ class Stream:
 
     def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
         """Items of a user's events in memory."""
-        return [each.item for each in self.newer.users.newer(user.encode(), after.number)]
+        return [event.item for event in self.newer.users.newer(user.encode(), after.number)]

@@ -25,12 +25,14 @@ def own(tmp_path: Path, redis_url: str) -> EventWorld:
     return EventWorld(prepare(tmp_path, redis_url, users=60, items=50))
 
 
-def arm_of(own: EventWorld, namespace: str) -> EventWorld:
+def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
     """An arm whose nights name the namespace of the events, if any; it has what was accepted."""
     config = replace(
-        own.config, namespace=f"{own.config.namespace}-b", events=EventsConfig(namespace=namespace)
+        control_world.config,
+        namespace=f"{control_world.config.namespace}-b",
+        events=EventsConfig(namespace=namespace),
     )
-    return EventWorld(config, accepted=own.accepted)
+    return EventWorld(config, accepted=control_world.accepted)
 
 
 @asynccontextmanager
@@ -47,8 +49,8 @@ async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
 async def asked(service: LookupService, user: str) -> dict[str, Any]:
     """The answer of a namespace."""
     entity = RequestedEntity(TABLE, user, user.encode(), "id")
-    ask = Ask((entity,), RequestOptions(5.0))
-    (answer,) = await service.ladder.lookup(service.holding(), ask, time.monotonic())
+    lookup = Ask((entity,), RequestOptions(5.0))
+    (answer,) = await service.ladder.lookup(service.holding(), lookup, time.monotonic())
     return dict(answer)
 
 
@@ -64,19 +66,24 @@ async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control
     ((second, _),) = own.accept([own.event(user, own.items[7])])
     async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
         # when
-        async def counted() -> bool:
-            both = [await asked(each, user) for each in (app.service, service)]
-            return [each.get("events") for each in both] == [2, 1]
+        async def has_counted_events() -> bool:
+            arm_answers = [
+                await asked(namespace_service, user) for namespace_service in (app.service, service)
+            ]
+            return [arm_answer.get("events") for arm_answer in arm_answers] == [2, 1]
 
-        assert await eventually(counted)
-        ours, theirs = await asked(app.service, user), await asked(service, user)
+        assert await eventually(has_counted_events)
+        own_answer, theirs = await asked(app.service, user), await asked(service, user)
 
     # then
-    assert (ours["generation"], theirs["generation"]) == (generation, of_arm)
-    assert ours["as_of"] == theirs["as_of"]
-    for answer, world, made, cut in ((ours, own, generation, None), (theirs, arm, of_arm, NEXT)):
-        wanted = world.expected(made, [user], second, *([cut] if cut else []))[user]
-        assert answer["items"] == wanted[0] and answer["source"] != "default"
+    assert (own_answer["generation"], theirs["generation"]) == (generation, of_arm)
+    assert own_answer["as_of"] == theirs["as_of"]
+    for answer, world, generation_id, cut in (
+        (own_answer, own, generation, None),
+        (theirs, arm, of_arm, NEXT),
+    ):
+        expected_list = world.expected(generation_id, [user], second, *([cut] if cut else []))[user]
+        assert answer["items"] == expected_list[0] and answer["source"] != "default"
         assert not {own.items[3], own.items[7]} & {*answer["items"]}
 
 
@@ -91,18 +98,20 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
     own.accept([own.event(user, own.items[3])])
     async with serving(own.config, events=EVENTS) as app, held(app, arm) as service:
 
-        async def counted() -> bool:
+        async def has_counted_events() -> bool:
             return "events" in await asked(app.service, user)
 
-        assert await eventually(counted)
+        assert await eventually(has_counted_events)
         live = service.follower.shelf.live
         assert live is not None and (live.generation, live.events) == (generation, None)
         assert "events" not in await asked(service, user)
 
-    (said,) = [
-        each for each in caplog.messages if arm.config.namespace in each and "events" in each
+    (log_message,) = [
+        message
+        for message in caplog.messages
+        if arm.config.namespace in message and "events" in message
     ]
-    assert "set [events] enabled and namespace" in said and generation in said
+    assert "set [events] enabled and namespace" in log_message and generation in log_message
 
 
 async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
@@ -116,5 +125,7 @@ async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
         assert service.holding().live.generation == generation
 
     assert not [
-        each for each in caplog.messages if arm.config.namespace in each and "events" in each
+        message
+        for message in caplog.messages
+        if arm.config.namespace in message and "events" in message
     ]

@@ -39,8 +39,8 @@ def feature_world(folder: Path, redis_url: str, users: int) -> EventWorld:
     countries = np.random.default_rng(3).integers(COUNTRIES, size=len(names)).tolist()
     table = {"user": names, "country": pa.array(countries, pa.int64())}
     pq.write_table(pa.table(table), folder / "users.parquet")
-    looks = {"item": world.items, "looks": looks_of(len(world.items))}
-    pq.write_table(pa.table(looks), folder / "items.parquet")
+    item_columns = {"item": world.items, "looks": looks_of(len(world.items))}
+    pq.write_table(pa.table(item_columns), folder / "items.parquet")
     with_towers(config, from_history_and_country)
     sources = replace(config.sources, user_features="users.parquet")
     tables = {"user_topk": config.tables["user_topk"], "user_vector": config.tables["user_vector"]}
@@ -54,16 +54,18 @@ def looks_of(count: int) -> Any:
 
 
 def drawn(
-    world: EventWorld, rng: np.random.Generator, user: str, own: list[tuple[str, int]]
+    world: EventWorld, rng: np.random.Generator, user: str, user_rows: list[tuple[str, int]]
 ) -> list[Event]:
     """1 to 50 events: repeats of what the user had, late ones, ties, unknown items, and some that count for nothing."""
     events = []
     for _ in range(int(rng.integers(1, 51))):
         item = (
-            own[rng.integers(len(own))][0] if rng.random() < 0.3 else str(rng.choice(world.items))
+            user_rows[rng.integers(len(user_rows))][0]
+            if rng.random() < 0.3
+            else str(rng.choice(world.items))
         )
         item = "nobody-knows" if rng.random() < 0.05 else item
-        late = own[rng.integers(len(own))][1] if rng.random() < 0.4 else None
+        late = user_rows[rng.integers(len(user_rows))][1] if rng.random() < 0.4 else None
         weight = 0.0 if rng.random() < 0.05 else 1.0
         events.append(world.event(user, item, late, weight))
     rng.shuffle(events)
@@ -72,11 +74,11 @@ def drawn(
 
 async def asked(app: Running, users: Sequence[str]) -> list[dict[str, Any]]:
     """Answers of all users, a batch at a time."""
-    found: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     for start in range(0, len(users), BATCH):
         body = {"entities": list(users[start : start + BATCH])}
-        found += (await app.post("/v1/lookup/user_topk", body))["answers"]
-    return found
+        answers += (await app.post("/v1/lookup/user_topk", body))["answers"]
+    return answers
 
 
 async def compare(world: EventWorld, generation: str, count: int) -> None:
@@ -84,14 +86,20 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
     rng = np.random.default_rng(7)
     quiet = [user for user in QUIET if user in world.features]
     users = [*quiet, *(user for user in world.users if rng.random() < 0.9)][:count]
-    had = defaultdict[str, list[tuple[str, int]]](list)
+    rows_by_user = defaultdict[str, list[tuple[str, int]]](list)
     for user, item, at_us in world.rows:
-        had[user].append((item, at_us))
+        rows_by_user[user].append((item, at_us))
     for user in quiet:
-        had[user] = [(world.items[0], world.rows[0][2])]
+        rows_by_user[user] = [(world.items[0], world.rows[0][2])]
     for start in range(0, len(users), 50):
-        some = users[start : start + 50]
-        world.accept([each for user in some for each in drawn(world, rng, user, had[user])])
+        batch_users = users[start : start + 50]
+        world.accept(
+            [
+                drawn_event
+                for user in batch_users
+                for drawn_event in drawn(world, rng, user, rows_by_user[user])
+            ]
+        )
     numbers = dict.fromkeys(users, 0)
     for _, event in world.accepted:
         numbers[str(event.user and event.user.decode())] += event.counts
@@ -102,8 +110,8 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
         world.config, events=EVENTS, live_queue=10_000, deadline_ms=DEADLINE_MS
     ) as app:
         await until_counted(app, world)
-        first, again = await asked(app, with_events), await asked(app, with_events)
-        plain = await app.post(
+        first, repeated_answers = await asked(app, with_events), await asked(app, with_events)
+        stored_batch = await app.post(
             "/v1/lookup/user_topk", {"entities": world.known[:20], "max_events": 0}
         )
 
@@ -116,23 +124,25 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
         assert "approximate" not in answer and answer["reason"] == "newer_events"
         assert answer["events"] == numbers[user]
         assert same_list(answer, *expected[user]), user
-    for before, after in zip(first, again, strict=True):
-        assert after["source"] == "l1" and after["items"] == before["items"]
-        assert after["scores"] == before["scores"] and after["as_of"] == before["as_of"]
-    for answer in plain["answers"]:
+    for first_answer, after in zip(first, repeated_answers, strict=True):
+        assert after["source"] == "l1" and after["items"] == first_answer["items"]
+        assert after["scores"] == first_answer["scores"] and after["as_of"] == first_answer["as_of"]
+    for answer in stored_batch["answers"]:
         assert answer["producer"] == "batch" and "events" not in answer
 
 
-@pytest.mark.parametrize("made", [reference_world, feature_world])
-async def test_answers_are_the_lists_of_a_night(made: Any, tmp_path: Path, redis_url: str) -> None:
-    world = made(tmp_path, redis_url, 200)
+@pytest.mark.parametrize("make_world", [reference_world, feature_world])
+async def test_answers_are_the_lists_of_a_night(
+    make_world: Any, tmp_path: Path, redis_url: str
+) -> None:
+    world = make_world(tmp_path, redis_url, 200)
     await compare(world, world.publish(), 120)
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("made", [reference_world, feature_world])
+@pytest.mark.parametrize("make_world", [reference_world, feature_world])
 async def test_ten_thousand_answers_are_the_lists_of_a_night(
-    made: Any, tmp_path: Path, redis_url: str
+    make_world: Any, tmp_path: Path, redis_url: str
 ) -> None:
-    world = made(tmp_path, redis_url, 11_500)
+    world = make_world(tmp_path, redis_url, 11_500)
     await compare(world, world.publish(), 10_000)

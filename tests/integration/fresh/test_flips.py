@@ -13,8 +13,8 @@ async def live(app: Running, generation: str) -> bool:
     """Waits until a generation is live."""
 
     async def is_live() -> bool:
-        holding = app.service.follower.holding
-        return holding is not None and holding.live.generation == generation
+        served = app.service.follower.holding
+        return served is not None and served.live.generation == generation
 
     return await eventually(is_live)
 
@@ -27,39 +27,41 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
     tmp_path: Path, redis_url: str
 ) -> None:
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
-    user, other = world.known[:2]
+    user, other_user = world.known[:2]
     first = world.publish(BEGINNING)
     async with serving(world.config, events=EVENTS) as app:
-        ((taken, _),) = world.accept([world.event(user, world.items[0])])
-        second = world.build(taken, NEXT)
+        ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
+        second = world.build(taken_position, NEXT)
         # Accepted after the night took its events, and before it is published; late by its own time.
         world.accept(
-            [world.event(user, world.items[1], at_us=1), world.event(other, world.items[2])]
+            [world.event(user, world.items[1], at_us=1), world.event(other_user, world.items[2])]
         )
         await until_counted(app, world)
-        before = await asked(app, user)
-        assert (before["generation"], before["events"]) == (first, 3 - 1)
+        answer_before = await asked(app, user)
+        assert (answer_before["generation"], answer_before["events"]) == (first, 3 - 1)
 
         publish(world.config, second)
         assert await live(app, second)
-        after, others = await asked(app, user), await asked(app, other)
+        after, other_answer = await asked(app, user), await asked(app, other_user)
         assert (after["generation"], after["events"]) == (second, 1)
         assert same_list(after, *world.expected(second, [user], data_until=NEXT)[user])
-        assert others["events"] == 1
+        assert other_answer["events"] == 1
         pinned = await asked(app, user, generation=first)
-        assert pinned["events"] == 2 and pinned["items"] == before["items"]
+        assert pinned["events"] == 2 and pinned["items"] == answer_before["items"]
 
         roll_back(world.config)
         assert await live(app, first)
         back = await asked(app, user)
-        assert back["events"] == 2 and back["items"] == before["items"]
-        assert back["as_of"] == before["as_of"]
+        assert back["events"] == 2 and back["items"] == answer_before["items"]
+        assert back["as_of"] == answer_before["as_of"]
 
     # Who starts anew reads the stream again.
     async with serving(world.config, events=EVENTS) as app:
         await until_counted(app, world)
-        again = await asked(app, user)
-        assert again["events"] == 2 and again["items"] == before["items"]
+        restarted_answer = await asked(app, user)
+        assert (
+            restarted_answer["events"] == 2 and restarted_answer["items"] == answer_before["items"]
+        )
 
 
 async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
@@ -69,16 +71,16 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
     user = world.known[0]
     world.publish(BEGINNING)
     async with serving(world.config, events=EVENTS) as app:
-        ((taken, _),) = world.accept([world.event(user, world.items[0])])
+        ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
         await until_counted(app, world)
         assert (await asked(app, user))["events"] == 1
 
-        second = world.publish(taken, NEXT)
+        second = world.publish(taken_position, NEXT)
         assert await live(app, second)
         answers = [await asked(app, user) for _ in range(4)]
 
-        assert [each["source"] for each in answers[1:]] == ["l1"] * 3
-        assert all(each["producer"] == "batch" and "events" not in each for each in answers)
+        assert [answer["source"] for answer in answers[1:]] == ["l1"] * 3
+        assert all(answer["producer"] == "batch" and "events" not in answer for answer in answers)
         # The previous generation is held, and lacks it: a rollback must find it.
         assert user.encode() in app.service.ladder.newer.packed
 
@@ -89,10 +91,10 @@ async def test_where_no_generation_tells_of_events_none_are_followed(
     world = EventWorld(prepare(tmp_path, redis_url, users=120, items=100))
     user = world.known[0]
     world.accept([world.event(user, world.items[0])])
-    plain = build_verified(world.config, UNTIL)
-    publish(world.config, plain)
+    generation_without_events = build_verified(world.config, UNTIL)
+    publish(world.config, generation_without_events)
     async with serving(world.config, events=EVENTS) as app:
-        assert await live(app, plain)
+        assert await live(app, generation_without_events)
         answer = await asked(app, user)
         assert answer["producer"] == "batch" and "events" not in answer
         assert "stale" not in answer

@@ -23,13 +23,13 @@ async def test_events_behind_the_oldest_generation_are_read_in_their_order(strea
     old = stream.click("u", "old")
     stream.click("u", "a")
     stream.click("v", "b")
-    newest = stream.click("u", "c")
-    stream.hold(newest, old)
+    newest_position = stream.click("u", "c")
+    stream.hold(newest_position, old)
 
     assert await stream.steps()
 
     assert stream.items("u") == [b"a", b"c"] and stream.items("v") == [b"b"]
-    assert stream.newer.users.last == newest.number
+    assert stream.newer.users.last == newest_position.number
     assert stream.notes == [BEHIND, None] and stream.follower.lag_s() == 0.0
 
 
@@ -60,7 +60,7 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
     await stream.steps()
     assert stream.items("u") == [b"c"] and stream.items("v") == [b"b"]
     assert stream.newer.packed is probed  # probes go on where they were
-    packed = sum(180 + len(user) + len(each) for user, each in probed.items())
+    packed = sum(180 + len(user) + len(packed_events) for user, packed_events in probed.items())
     assert stream.newer.users.size_bytes == packed
 
 
@@ -95,15 +95,15 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
     for _ in range(4):
         await stream.steps()
 
-    newer = stream.newer
-    held = {
-        "click": len(newer.users),
-        "attribute": len(newer.values.all_values("item", 0)),
-        "new item": len(newer.items),
+    newer_events = stream.newer
+    held_count = {
+        "click": len(newer_events.users),
+        "attribute": len(newer_events.values.all_values("item", 0)),
+        "new item": len(newer_events.items),
     }[kind]
-    assert 0 < held <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
-    assert newer.users.last < last.number
-    assert newer.users.size_bytes < 256 * 300
+    assert 0 < held_count <= 256 and stream.notes[-1] == BEHIND  # one read beyond the bound
+    assert newer_events.users.last < last.number
+    assert newer_events.users.size_bytes < 256 * 300
     assert stream.follower.lag_s() > 0.0
 
     stream.hold(last)
@@ -118,29 +118,31 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
 async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_something_to_read(
     redis_server: RedisServer, keyspace: Keyspace, tmp_path: Path
 ) -> None:
-    now = [1_000.0]
-    stream = Stream(redis_server, keyspace, timer=lambda: now[0], url=f"unix://{tmp_path}/nobody")
+    clock_s = [1_000.0]
+    stream = Stream(
+        redis_server, keyspace, timer=lambda: clock_s[0], url=f"unix://{tmp_path}/nobody"
+    )
     following = asyncio.create_task(stream.follower.run())
 
     async def tried(notes: int) -> bool:
         return len(stream.notes) >= notes
 
     await asyncio.sleep(0)
-    now[0] += 60
+    clock_s[0] += 60
     assert stream.follower.lag_s() == 0.0 and not stream.notes  # no generation tells of events
     stream.hold(BEGINNING)
     assert await eventually(lambda: tried(1))
-    now[0] += 7
+    clock_s[0] += 7
     assert await eventually(lambda: tried(2))
     following.cancel()
     await asyncio.wait([following])
     families = EventMetrics(stream.follower).collect()
-    values = {each.name: each.samples[0].value for each in families}
+    values = {family.name: family.samples[0].value for family in families}
     assert values["larder_events_lag_seconds"] == 7.0 and {*stream.notes} == {BEHIND}
 
-    there = Redis.from_url(redis_server.url, protocol=2)
-    await stream.follower.step(there, 1)
-    await there.aclose()
+    redis_client = Redis.from_url(redis_server.url, protocol=2)
+    await stream.follower.step(redis_client, 1)
+    await redis_client.aclose()
 
     assert stream.follower.lag_s() == 0.0 and stream.notes[-1] is None
     stream.client.close()
@@ -169,14 +171,14 @@ async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_nobody
 ) -> None:
     stream.hold(BEGINNING)
     for number in range(2):
-        names = [f"a{number}-{each}" for each in range(40)]
+        names = [f"a{number}-{index}" for index in range(40)]
         event = Event(f"v{number}", 0, None, b"i", attributes=dict.fromkeys(names, 1))
         stream.accept(event)
     await stream.steps()
 
     assert stream.notes[-1] is None and stream.newer.values.refusals == 1
     families = EventMetrics(stream.follower).collect()
-    values = {each.name: each.samples[0].value for each in families}
+    values = {family.name: family.samples[0].value for family in families}
     assert values["larder_event_values_refused"] == 1
 
 

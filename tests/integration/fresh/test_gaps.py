@@ -21,41 +21,45 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
 
 
 async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) -> None:
-    user, newer = told.world.known[0], told.app.service.ladder.newer
-    stored = await told.one(user)
-    await told.clicks(user, stored["items"][0], stored["items"][1])
+    user, newer_events = told.world.known[0], told.app.service.ladder.newer
+    stored_answer = await told.one(user)
+    await told.clicks(user, stored_answer["items"][0], stored_answer["items"][1])
     first = told.world.accepted[-2][0].number
-    newer.users.drop_until(
+    newer_events.users.drop_until(
         first
     )  # as under a later generation, before one that lacks it comes back
 
     answer = await told.one(user)
 
     assert answer["approximate"] is True and answer["producer"] == "batch"
-    assert answer["items"] == [each for each in stored["items"] if each != stored["items"][1]]
+    assert answer["items"] == [
+        item for item in stored_answer["items"] if item != stored_answer["items"][1]
+    ]
 
 
 async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
     told: Told,
 ) -> None:
-    user, newer = told.world.known[1], told.app.service.ladder.newer
+    user, newer_events = told.world.known[1], told.app.service.ladder.newer
     await told.clicks(user, *told.world.items[:3])
     snapshot, raw = told.app.service.follower.shelf.live, user.encode()
     assert snapshot is not None
-    table, whole = snapshot.manifest.tables["user_topk"], newer.users.packed[raw]
+    table, all_packed_events = snapshot.manifest.tables["user_topk"], newer_events.users.packed[raw]
     digests, answers = set(), []
     for lacks in range(3):
-        newer.users.packed[raw] = whole
-        newer.users.drop_until(told.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
-        newer.users.since = 0  # one that does not know that something lacks
-        counted = newer.counted(snapshot, table, raw, -1)
-        assert counted is not None and counted.events == 3 - lacks
-        digests.add(counted.digest)
+        newer_events.users.packed[raw] = all_packed_events
+        newer_events.users.drop_until(
+            told.world.accepted[lacks - 4][0].number if lacks else 0, [raw]
+        )
+        newer_events.users.since = 0  # one that does not know that something lacks
+        counted_events = newer_events.counted(snapshot, table, raw, -1)
+        assert counted_events is not None and counted_events.events == 3 - lacks
+        digests.add(counted_events.digest)
         answers.append(await told.one(user))
 
-    assert len(digests) == 3 and [each["source"] for each in answers] == ["live"] * 3
-    wanted = told.world.expected(told.generation, [user])[user]
-    assert same_list(answers[0], *wanted)
+    assert len(digests) == 3 and [answer["source"] for answer in answers] == ["live"] * 3
+    expected_list = told.world.expected(told.generation, [user])[user]
+    assert same_list(answers[0], *expected_list)
 
 
 async def test_as_many_bytes_are_held_as_the_stream_may_have(
@@ -75,14 +79,19 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
 async def test_what_is_asked_as_of_then_is_computed_and_not_kept(told: Told) -> None:
     user = told.world.known[2]
     await told.clicks(user, *told.world.items[:2])
-    then, now = (str(each) for each, _ in told.world.accepted[-2:])
+    then, newest_position = (str(position) for position, _ in told.world.accepted[-2:])
 
     answers = [await told.one(user, as_of=then) for _ in range(3)]
-    newest = [await told.one(user, as_of=now) for _ in range(2)]
-    plain = [await told.one(user) for _ in range(2)]
+    newest_answers = [await told.one(user, as_of=newest_position) for _ in range(2)]
+    undated_answers = [await told.one(user) for _ in range(2)]
 
-    assert [each["source"] for each in answers + newest] == ["live"] * 5
-    assert {each["events"] for each in answers} == {1} and "approximate" not in answers[0]
-    assert [each["source"] for each in plain] == ["live", "l1"]  # nobody had left it there
-    assert newest[0]["items"] == plain[0]["items"]
-    assert (await told.one(user, as_of=now))["source"] == "live"  # nor is it taken from there
+    assert [answer["source"] for answer in answers + newest_answers] == ["live"] * 5
+    assert {answer["events"] for answer in answers} == {1} and "approximate" not in answers[0]
+    assert [answer["source"] for answer in undated_answers] == [
+        "live",
+        "l1",
+    ]  # nobody had left it there
+    assert newest_answers[0]["items"] == undated_answers[0]["items"]
+    assert (await told.one(user, as_of=newest_position))[
+        "source"
+    ] == "live"  # nor is it taken from there

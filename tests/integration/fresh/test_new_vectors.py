@@ -23,16 +23,18 @@ DIMS = 12
 
 @pytest.fixture
 def config(tmp_path: Path, redis_url: str) -> NightConfig:
-    found = prepare(tmp_path, redis_url, users=80, items=40)
+    prepared_config = prepare(tmp_path, redis_url, users=80, items=40)
     items = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
     rng = np.random.default_rng(5)
     vectors = rng.standard_normal((len(items), DIMS)).astype(np.float32)
     table = {"item": items, "vector": pa.array(vectors.tolist(), pa.list_(pa.float32()))}
     pq.write_table(pa.table(table), tmp_path / "vectors.parquet")
-    sources = replace(found.sources, item_vectors="vectors.parquet", item_attributes=("category",))
+    sources = replace(
+        prepared_config.sources, item_vectors="vectors.parquet", item_attributes=("category",)
+    )
     tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}
     return replace(
-        found, bundle=DEFAULT_BUNDLE, sources=sources, tables=tables, gates=LENIENT,
+        prepared_config, bundle=DEFAULT_BUNDLE, sources=sources, tables=tables, gates=LENIENT,
         events=EventsConfig(enabled=True),
     )  # fmt: skip
 
@@ -41,8 +43,11 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
     config: NightConfig,
 ) -> None:
     publish_night(config, FIRST)
-    had = histories(config, FIRST)
-    users, items = sorted(had)[:30], sorted({item for each in had.values() for item in each})
+    history_by_user = histories(config, FIRST)
+    users, items = (
+        sorted(history_by_user)[:30],
+        sorted({item for history in history_by_user.values() for item in history}),
+    )
     rng = np.random.default_rng(6)
     new = [
         {
@@ -58,7 +63,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
             {"id": "2", "item": "new-9", "features": {"category": "x"}},
             {"id": "3", "item": "new-9", "vector": [1e13] * DIMS},
         ])  # fmt: skip
-        assert [each["reason"] for each in refused["rejected"]] == ["unfit_item"] * 3
+        assert [rejection["reason"] for rejection in refused["rejected"]] == ["unfit_item"] * 3
         assert "12 numbers, not 1" in refused["rejected"][0]["detail"]
         assert (await send(app, new))["accepted"] == 4
         await until(app, lambda live: len(live.new_items) == 4)
@@ -68,11 +73,11 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         await send(app, clicks)
 
         async def all_count() -> bool:
-            return all("events" in each for each in await lists(app, users))
+            return all("events" in answer for answer in await lists(app, users))
 
         assert await eventually(all_count)
         day = await lists(app, users)
-        assert not any(each.get("approximate") for each in day)
+        assert not any(answer.get("approximate") for answer in day)
         await send(app, [{"id": "late", "user": users[-1], "item": "new-0"}])
 
         async def is_heard() -> bool:
@@ -81,7 +86,9 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         assert await eventually(is_heard)
         day = await lists(app, users)
         # The next night's model knows the item, this one does not.
-        assert [at for at, each in enumerate(day) if each.get("approximate")] == [len(users) - 1]
+        assert [at for at, answer in enumerate(day) if answer.get("approximate")] == [
+            len(users) - 1
+        ]
         (filtered,) = await lists(app, users[:1], filter=only_new)
         assert set(filtered["items"]) == {"new-1", "new-3"} and filtered["short"]
 
@@ -93,12 +100,15 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
         night = await lists(app, users)
         (of_night,) = await lists(app, users[:1], filter=only_new)
 
-    assert all(each["producer"] == "live" for each in day)
-    assert sum(bool(new_in(each)) for each in day) > 10
+    assert all(answer["producer"] == "live" for answer in day)
+    assert sum(bool(new_in(answer)) for answer in day) > 10
     assert of_night["items"] == filtered["items"]
     shared = [
-        len({*ours["items"]} & {*theirs["items"]}) for ours, theirs in zip(day, night, strict=True)
+        len({*day_answer["items"]} & {*theirs["items"]})
+        for day_answer, theirs in zip(day, night, strict=True)
     ]
     assert np.mean(shared) >= 9  # the fold of histories is chosen anew, over all items
-    same = [new_in(ours) == new_in(theirs) for ours, theirs in zip(day, night, strict=True)]
-    assert np.mean(same) > 0.8
+    has_same_new_items = [
+        new_in(day_answer) == new_in(theirs) for day_answer, theirs in zip(day, night, strict=True)
+    ]
+    assert np.mean(has_same_new_items) > 0.8

@@ -18,17 +18,19 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
 
 
 async def test_a_value_beyond_the_towers_table_costs_its_user_alone(told: Told) -> None:
-    odd, *others = told.world.known[:8]
-    stored = await told.one(odd)
+    odd, *other_users = told.world.known[:8]
+    stored_answer = await told.one(odd)
     value = Event("odd", 0, odd.encode(), None, attributes={"country": 2**40})
-    told.world.accept([value, *(told.world.event(each, told.world.items[2]) for each in others)])
+    told.world.accept(
+        [value, *(told.world.event(other_user, told.world.items[2]) for other_user in other_users)]
+    )
     await until_counted(told.app, told.world)
 
-    body = {"entities": [odd, *others]}
-    first, *rest = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
+    body = {"entities": [odd, *other_users]}
+    first, *other_answers = (await told.app.post("/v1/lookup/user_topk", body))["answers"]
 
-    assert first["items"] == stored["items"] and first["approximate"] is True
+    assert first["items"] == stored_answer["items"] and first["approximate"] is True
     assert first["live"] == "failed" and first["events"] == 1
-    for user, answer in zip(others, rest, strict=True):
+    for user, answer in zip(other_users, other_answers, strict=True):
         assert answer["source"] == "live" and "approximate" not in answer
         assert same_list(answer, *told.expected(user))

@@ -21,7 +21,7 @@ async def test_who_is_free_again_costs_nobody_else_anything_and_the_newest_go_on
     for number in range(600):
         stream.click("u" if number % 100 == 0 else "v", f"i{number}")
     await stream.steps(4)
-    packed, known = stream.newer.packed[b"v"], stream.newer.users.last
+    packed, last_number = stream.newer.packed[b"v"], stream.newer.users.last
     stream.click("u", "new")
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
@@ -29,8 +29,10 @@ async def test_who_is_free_again_costs_nobody_else_anything_and_the_newest_go_on
     stream.shelf.blocklist = Blocklist()
     await stream.steps()
 
-    assert stream.items("u") == [b"i%d" % each for each in range(0, 600, 100)] + [b"new"]
-    assert while_reading[-1] == [b"new"] and stream.newer.users.last > known
+    assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [
+        b"new"
+    ]
+    assert while_reading[-1] == [b"new"] and stream.newer.users.last > last_number
     assert stream.newer.packed[b"v"] is packed
     assert stream.notes[-2:] == [BEHIND, None]
 
@@ -52,7 +54,7 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
     stream.hold(second, first)
     await stream.steps()
 
-    assert stream.items("u") == [b"i%d" % each for each in range(600)] + [b"c"]
+    assert stream.items("u") == [b"i%d" % item_number for item_number in range(600)] + [b"c"]
     assert len(while_reading) == 3 and while_reading[-1] == stream.items("w") == [b"new"]
     assert stream.newer.packed[b"v"] is packed
     assert stream.newer.users.since == stream.newer.values.since == first.number
@@ -69,11 +71,13 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
     stream.click("u", "b")
     read = stream.follower._read
 
-    async def fails(client: Any, newer: NewerEvents, wait_ms: int | None, **more: Any) -> int:
-        found = await read(client, newer, wait_ms, **more)
-        if newer is stream.newer:
+    async def fails(
+        client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
+    ) -> int:
+        read_count = await read(client, newer_events, wait_ms, **more)
+        if newer_events is stream.newer:
             raise RedisError("away")
-        return found
+        return read_count
 
     monkeypatch.setattr(stream.follower, "_read", fails)
     with pytest.raises(RedisError):
@@ -87,32 +91,34 @@ async def test_an_outage_while_somebodys_events_are_read_again_loses_none(
 async def test_a_blocklist_is_looked_through_once(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked: list[Blocklist] = []
+    blocklists: list[Blocklist] = []
     union = event_follower._blocked
 
-    def look(blocklist: Blocklist) -> Any:
-        looked.append(blocklist)
+    def record_blocklist(blocklist: Blocklist) -> Any:
+        blocklists.append(blocklist)
         return union(blocklist)
 
-    monkeypatch.setattr(event_follower, "_blocked", look)
+    monkeypatch.setattr(event_follower, "_blocked", record_blocklist)
     stream.shelf.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
     stream.hold(BEGINNING)
     for _ in range(5):
         stream.click("u")
         await stream.steps()
 
-    assert looked == [blocklist] and not stream.items("u")
+    assert blocklists == [blocklist] and not stream.items("u")
 
 
 def watched(stream: Stream, monkeypatch: pytest.MonkeyPatch, user: str) -> list[list[bytes]]:
     """The user's items in memory at each read of what is read again."""
-    found: list[list[bytes]] = []
+    items_per_read: list[list[bytes]] = []
     read = stream.follower._read
 
-    async def watch(client: Any, newer: NewerEvents, wait_ms: int | None, **more: Any) -> int:
-        if newer is not stream.newer:
-            found.append(stream.items(user))
-        return await read(client, newer, wait_ms, **more)
+    async def watch(
+        client: Any, newer_events: NewerEvents, wait_ms: int | None, **more: Any
+    ) -> int:
+        if newer_events is not stream.newer:
+            items_per_read.append(stream.items(user))
+        return await read(client, newer_events, wait_ms, **more)
 
     monkeypatch.setattr(stream.follower, "_read", watch)
-    return found
+    return items_per_read

@@ -19,26 +19,30 @@ STRANGER = "somebody-new"
 
 def events_of(config: NightConfig) -> list[dict[str, Any]]:
     """Clicks of known users on items new to them and known, an attribute of two, and a stranger with both."""
-    had = histories(config, FIRST)
-    items = sorted({item for each in had.values() for item in each})
-    first, second, third, fourth = sorted(had)[:4]
-    new = [item for item in items if item not in had[first]]
-    found: list[dict[str, Any]] = [
+    history_by_user = histories(config, FIRST)
+    items = sorted({item for history in history_by_user.values() for item in history})
+    first, second, third, fourth = sorted(history_by_user)[:4]
+    new = [item for item in items if item not in history_by_user[first]]
+    events: list[dict[str, Any]] = [
         *({"user": first, "item": item} for item in new[:5]),
-        {"user": first, "item": had[first][0]},  # again
-        {"user": second, "item": had[second][-1], "time": 1_600_000_000},  # long ago, and known
+        {"user": first, "item": history_by_user[first][0]},  # again
+        {
+            "user": second,
+            "item": history_by_user[second][-1],
+            "time": 1_600_000_000,
+        },  # long ago, and known
         {"user": second, "attributes": {"country": 3}},
         {"user": third, "attributes": {"country": 1}},
         {"user": fourth, "item": new[7], "weight": 0},  # counts for nobody
         {"user": STRANGER, "attributes": {"country": 2}},
         {"user": STRANGER, "item": new[1]},
     ]
-    return [{"id": f"e{number}", **each} for number, each in enumerate(found)]
+    return [{"id": f"e{number}", **event} for number, event in enumerate(events)]
 
 
 async def lists_of(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
     """Answers of the table of lists, by user."""
-    return {each: await app.get(f"/v1/lookup/user_topk/{each}") for each in users}
+    return {user: await app.get(f"/v1/lookup/user_topk/{user}") for user in users}
 
 
 @pytest.fixture
@@ -51,34 +55,39 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
 ) -> None:
     first = publish_night(config, FIRST)
     events = events_of(config)
-    counted = [each for each in events if each.get("weight") != 0]
-    users = sorted({each["user"] for each in counted})
+    counted_events = [event for event in events if event.get("weight") != 0]
+    users = sorted({event["user"] for event in counted_events})
     async with serving(config, events=config.events) as app:
-        before = await lists_of(app, users)
-        sent = await app.http.post("/v1/events", json={"events": events})
-        assert sent.status_code == 202 and sent.json()["accepted"] == len(events), sent.text
+        answers_before = await lists_of(app, users)
+        response = await app.http.post("/v1/events", json={"events": events})
+        assert response.status_code == 202 and response.json()["accepted"] == len(events), (
+            response.text
+        )
 
         async def all_count() -> bool:
-            told = await lists_of(app, users)
-            seen: list[int] = [each.get("events", 0) for each in told.values()]
-            return sum(seen) == len(counted)
+            answers = await lists_of(app, users)
+            event_counts: list[int] = [answer.get("events", 0) for answer in answers.values()]
+            return sum(event_counts) == len(counted_events)
 
         assert await eventually(all_count)
         day = await lists_of(app, users)
 
         async def archived() -> bool:
             """True if the archive was read: the document waits a moment for it, and goes without it."""
-            shown = (await app.get("/dashboard/data"))["events"]
-            return shown["taken_until"] is not None
+            events_section = (await app.get("/dashboard/data"))["events"]
+            return events_section["taken_until"] is not None
 
         assert await eventually(archived, 20.0)
-        shown = (await app.get("/dashboard/data"))["events"]
-        assert shown["counted_until"] == sent.json()["position"] and shown["lag_s"] == 0.0
-        assert shown["users"] == len(users)
-        assert shown["published_until"] == shown["taken_until"] == "0-0"
-        assert shown["answers"] >= len(users) and shown["list_change"] > 0
-        assert all("approximate" not in each for each in day.values())
-        assert all(day[each]["items"] != before[each]["items"] for each in users)
+        events_section = (await app.get("/dashboard/data"))["events"]
+        assert (
+            events_section["counted_until"] == response.json()["position"]
+            and events_section["lag_s"] == 0.0
+        )
+        assert events_section["users"] == len(users)
+        assert events_section["published_until"] == events_section["taken_until"] == "0-0"
+        assert events_section["answers"] >= len(users) and events_section["list_change"] > 0
+        assert all("approximate" not in answer for answer in day.values())
+        assert all(day[user]["items"] != answers_before[user]["items"] for user in users)
 
         position = take_events.run(config)["events_until"]
         second = publish_night(config, SECOND)
@@ -91,15 +100,17 @@ async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
         night = await lists_of(app, users)
 
         async def published() -> bool:
-            shown = (await app.get("/dashboard/data"))["events"]
-            return bool(shown["published_until"] == shown["taken_until"] == position)
+            events_section = (await app.get("/dashboard/data"))["events"]
+            return bool(
+                events_section["published_until"] == events_section["taken_until"] == position
+            )
 
         assert await eventually(published, 20.0)
 
-    assert second != first and position == sent.json()["position"]
+    assert second != first and position == response.json()["position"]
     for user in users:
-        ours, theirs = day[user], night[user]
-        assert ours["producer"] == "live" and theirs["producer"] == "batch", user
+        day_answer, theirs = day[user], night[user]
+        assert day_answer["producer"] == "live" and theirs["producer"] == "batch", user
         assert "events" not in theirs and theirs["source"] in ("l1", "l2"), user
-        assert ours["items"] == theirs["items"], user
-        np.testing.assert_array_equal(ours["scores"], theirs["scores"], user)
+        assert day_answer["items"] == theirs["items"], user
+        np.testing.assert_array_equal(day_answer["scores"], theirs["scores"], user)

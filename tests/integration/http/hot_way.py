@@ -70,55 +70,55 @@ class Ways:
             local._drop(key)
         self.service.tiers.negative._keys.clear()
 
-    def ask(self, asked: Asked, *, hot: bool = True) -> Sent:
+    def ask(self, request: Asked, *, is_fast: bool = True) -> Sent:
         """One request one way."""
-        self.app.fast = self.hot if hot else None
-        return self.runner.run(_call(self.app, asked))
+        self.app.fast = self.hot if is_fast else None
+        return self.runner.run(_call(self.app, request))
 
-    def ask_at_once(self, asked: Iterable[Asked]) -> list[Sent]:
+    def ask_at_once(self, requests: Iterable[Asked]) -> list[Sent]:
         """Requests of one turn of the loop, the hot way, as if as many had come together before."""
         self.app.fast = self.hot
         self.hot._singles._together._expected = LEAST
 
         async def all_of_them() -> list[Sent]:
             call = self._joined if self.joins else _call
-            return await asyncio.gather(*(call(self.app, each) for each in asked))
+            return await asyncio.gather(*(call(self.app, request) for request in requests))
 
         return self.runner.run(all_of_them())
 
-    async def _joined(self, app: Front, asked: Asked) -> Sent:
-        get = self.hot.asked(self._identified(_scope(asked)))
-        told = None if get is None else app.joins(get)
-        if get is not None and told is not None:
-            assert not told.done()
+    async def _joined(self, app: Front, request: Asked) -> Sent:
+        get = self.hot.asked(self._identified(_scope(request)))
+        group_future = None if get is None else app.joins(get)
+        if get is not None and group_future is not None:
+            assert not group_future.done()
             self.joined += 1
-            await asyncio.wait([told])
-            if (body := app.joined(told)) is not None:
+            await asyncio.wait([group_future])
+            if (body := app.joined(group_future)) is not None:
                 head = (
                     (b"content-length", b"%d" % len(body)),
                     (b"content-type", b"application/json"),
                 )
                 return Sent(200, head, body)
-            if (messages := await app.after(get, told)) is not None:
+            if (messages := await app.after(get, group_future)) is not None:
                 start, end = messages
                 return Sent(start["status"], _plain(start["headers"]), end["body"])
-        return await _call(app, asked)
+        return await _call(app, request)
 
     def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
         return {**scope, CALLER: self.app.callers.identify(scope["headers"])}
 
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""
-        asked = self.hot.asked(self._identified(scope))
-        return None if asked is None else await self.hot.get(asked)
+        parsed_get = self.hot.asked(self._identified(scope))
+        return None if parsed_get is None else await self.hot.get(parsed_get)
 
-    def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
+    def both(self, request: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
-        found = []
-        for hot in (True, False):
+        response_lists = []
+        for is_fast in (True, False):
             self.forget()
-            found.append([self.ask(asked, hot=hot) for _ in range(times)])
-        return found[0], found[1]
+            response_lists.append([self.ask(request, is_fast=is_fast) for _ in range(times)])
+        return response_lists[0], response_lists[1]
 
     def scraped(self, name: str) -> dict[str, float]:
         """Samples of a metric by their labels as text."""
@@ -127,16 +127,16 @@ class Ways:
         return {labels[len(name) :]: float(value) for labels, _, value in rows}
 
 
-def _scope(asked: Asked) -> dict[str, Any]:
+def _scope(request: Asked) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": asked.method,
-        "path": unquote(asked.path.decode("ascii")),
-        "raw_path": asked.path,
-        "query_string": asked.query,
-        "headers": list(asked.headers),
+        "method": request.method,
+        "path": unquote(request.path.decode("ascii")),
+        "raw_path": request.path,
+        "query_string": request.query,
+        "headers": list(request.headers),
         "root_path": "",
         "scheme": "http",
         "server": ("larder", 80),
@@ -145,8 +145,8 @@ def _scope(asked: Asked) -> dict[str, Any]:
     }
 
 
-async def _call(app: Front, asked: Asked) -> Sent:
-    pieces = list(asked.pieces)
+async def _call(app: Front, request: Asked) -> Sent:
+    pieces = list(request.pieces)
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -158,9 +158,9 @@ async def _call(app: Front, asked: Asked) -> Sent:
     async def send(message: Any) -> None:
         messages.append(message)
 
-    await app(_scope(asked), receive, send)
-    start, *rest = messages
-    body = b"".join(each.get("body", b"") for each in rest)
+    await app(_scope(request), receive, send)
+    start, *body_messages = messages
+    body = b"".join(message.get("body", b"") for message in body_messages)
     return Sent(start["status"], _plain(start["headers"]), body)
 
 

@@ -22,7 +22,7 @@ from tests.opened import open_generation
 from tests.unit.cache.filters.columns import passes
 
 ITEMS, USERS = 600, 150
-BRANDS = [f"brand-{each}" for each in range(7)] + ["größe", "x,y"]
+BRANDS = [f"brand-{number}" for number in range(7)] + ["größe", "x,y"]
 TAGS = ["new", "sale", "blue", "red"]
 DAY_US = 86_400_000_000
 
@@ -57,7 +57,11 @@ def of_vectors(
     else:
         from_vectors(items, numbers[0], users, numbers[1], to=to, metric=metric)
     vectors = None if are_folded else "model/user_vectors.parquet"
-    tables = {name: each for name, each in config.tables.items() if name != "user_affinity"}
+    tables = {
+        name: table_config
+        for name, table_config in config.tables.items()
+        if name != "user_affinity"
+    }
     sources = replace(config.sources, user_vectors=vectors)
     if is_alone:
         sources = replace(sources, interactions=())
@@ -80,17 +84,17 @@ def make_shop(
     table = pq.read_table(path)
     rng = random.Random(7)
     rows = [drawn(rng) for _ in range(len(table))]
-    times = [each.get("since") for each in rows]
+    times = [row.get("since") for row in rows]
     for name, values in {
-        "brand": pa.array([each.get("brand") for each in rows], pa.string()),
-        "tags": pa.array([each.get("tags") for each in rows], pa.list_(pa.string())),
-        "price": pa.array([each.get("price") for each in rows], pa.float64()),
-        "stock": pa.array([each.get("stock") for each in rows], pa.bool_()),
+        "brand": pa.array([row.get("brand") for row in rows], pa.string()),
+        "tags": pa.array([row.get("tags") for row in rows], pa.list_(pa.string())),
+        "price": pa.array([row.get("price") for row in rows], pa.float64()),
+        "stock": pa.array([row.get("stock") for row in rows], pa.bool_()),
         "since": pa.array(times, pa.timestamp("us", tz="UTC")),
     }.items():
         table = table.append_column(name, values)
     pq.write_table(table, path)
-    tables = {name: replace(each) for name, each in config.tables.items()}
+    tables = {name: replace(table_config) for name, table_config in config.tables.items()}
     tables["user_vector"] = replace(tables["user_vector"], precision="f4")
     tables["user_topk"] = replace(tables["user_topk"], precision="f4")
     names = ("brand", "tags", "price", "stock", "since")
@@ -110,24 +114,28 @@ def make_shop(
         for user, raw in raw_records(config, generation, sorted(clicked), "user_vector").items()
     }
     ordinals = {id_: at for at, id_ in enumerate(ids)}
-    seen = {user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors}
+    seen_ordinals_by_user = {
+        user: {ordinals[id_] for id_ in clicked[user] if id_ in ordinals} for user in vectors
+    }
     attributes = [of_item[id_] for id_ in ids]
-    return Shop(config, attributes, ids, np.asarray(items.vectors), vectors, seen, metric)
+    return Shop(
+        config, attributes, ids, np.asarray(items.vectors), vectors, seen_ordinals_by_user, metric
+    )
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
     """Attributes of an item, some of which it lacks."""
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "brand": rng.choice(BRANDS), "tags": tuple(rng.sample(TAGS, rng.randrange(4))),
         "price": round(rng.uniform(1, 100), 2), "stock": rng.random() < 0.8,
         "since": 20_000 * DAY_US + rng.randrange(400) * DAY_US,
     }  # fmt: skip
-    return {name: value for name, value in found.items() if rng.random() < 0.95}
+    return {name: value for name, value in attributes.items() if rng.random() < 0.95}
 
 
 def filter_of(rng: random.Random) -> Any:
     """Passes from one item in some hundreds to all."""
-    one = [
+    comparison_makers = [
         lambda: {"==": ["brand", rng.choice(BRANDS)]},
         lambda: {"in": ["brand", rng.sample(BRANDS, 3)]},
         lambda: {"contains": ["tags", rng.choice(TAGS)]},
@@ -136,21 +144,30 @@ def filter_of(rng: random.Random) -> Any:
         lambda: {">": ["since", 20_000 * 86_400 + rng.randrange(400) * 86_400]},
         lambda: {"exists": rng.choice(["brand", "price", "tags"])},
     ]
-    parts = [rng.choice(one)() for _ in range(rng.randrange(1, 5))]
-    parts = [{"not": each} if rng.random() < 0.2 else each for each in parts]
+    parts = [rng.choice(comparison_makers)() for _ in range(rng.randrange(1, 5))]
+    parts = [{"not": part} if rng.random() < 0.2 else part for part in parts]
     return parts[0] if len(parts) == 1 else {rng.choice(["and", "and", "or"]): parts}
 
 
 def wanted_of(
-    shop: Shop, vector: Any, gone: set[int], filter_: Any, k: int, metric: Metric = "inner_product"
+    shop: Shop,
+    vector: Any,
+    excluded_ordinals: set[int],
+    filter_: Any,
+    k: int,
+    metric: Metric = "inner_product",
 ) -> tuple[list[str], Any]:
     """Ids and scores of the best k that pass, by a look at each item."""
     root = read_filter(filter_).root
     ordinals = [
-        at for at, each in enumerate(shop.attributes) if at not in gone and passes(root, each)
+        at
+        for at, item_attributes in enumerate(shop.attributes)
+        if at not in excluded_ordinals and passes(root, item_attributes)
     ]
     if not ordinals:
         return [], np.empty(0, np.float32)
-    found, scores = rank(vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric)
+    ranked_ordinals, scores = rank(
+        vector[None], shop.vectors, np.array([ordinals]), None, k, metric=metric
+    )
     size = min(k, len(ordinals))
-    return [shop.ids[at] for at in found[0, :size]], scores[0, :size]
+    return [shop.ids[at] for at in ranked_ordinals[0, :size]], scores[0, :size]

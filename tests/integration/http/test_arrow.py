@@ -63,11 +63,11 @@ def post(body: object, table: str, headers: tuple[tuple[bytes, bytes], ...] = ()
     return Asked("POST", f"/v1/lookup/{table}".encode(), headers=headers, pieces=(raw,))
 
 
-def rows_of(sent: Sent) -> list[dict[str, Any]]:
+def rows_of(response: Sent) -> list[dict[str, Any]]:
     """As the JSON form has them: what is null there is null here, what is absent there is null here."""
-    assert sent.status == 200, sent.body
-    assert dict(sent.headers)[b"content-type"] == ARROW
-    table = pa.ipc.open_stream(sent.body).read_all()
+    assert response.status == 200, response.body
+    assert dict(response.headers)[b"content-type"] == ARROW
+    table = pa.ipc.open_stream(response.body).read_all()
     table.validate(full=True)
     name = table.schema.metadata[b"table"].decode()
     always = {"id", "producer", "vector", "values"}
@@ -78,10 +78,10 @@ def rows_of(sent: Sent) -> list[dict[str, Any]]:
     ]
 
 
-def json_of(sent: Sent) -> list[dict[str, Any]]:
+def json_of(response: Sent) -> list[dict[str, Any]]:
     """Numbers as the float32 that they stand for."""
-    assert sent.status == 200, sent.body
-    answers: list[dict[str, Any]] = orjson.loads(sent.body)["answers"]
+    assert response.status == 200, response.body
+    answers: list[dict[str, Any]] = orjson.loads(response.body)["answers"]
     for answer in answers:
         for name in ("scores", "vector", "values"):
             if answer.get(name) is not None:
@@ -91,18 +91,18 @@ def json_of(sent: Sent) -> list[dict[str, Any]]:
 
 def same_both_ways(ways: Ways, body: dict[str, Any], table: str) -> list[dict[str, Any]]:
     """From Redis, then from L1; the answers."""
-    found = []
-    for hot in (True, False):
+    response_pairs = []
+    for is_fast in (True, False):
         for headers in ((), ACCEPT):
             ways.forget()
-            asked = post(body, table, headers)
-            found.append([ways.ask(asked, hot=hot) for _ in range(2)])
-    hot_json, hot_arrow, slow_json, slow_arrow = found
-    for each, other in zip(hot_json, slow_json, strict=True):
-        assert json_of(each) == json_of(other)
-        assert each.body == other.body
-    for each, other, text in zip(hot_arrow, slow_arrow, hot_json, strict=True):
-        assert rows_of(each) == rows_of(other) == json_of(text)
+            request = post(body, table, headers)
+            response_pairs.append([ways.ask(request, is_fast=is_fast) for _ in range(2)])
+    hot_json, hot_arrow, slow_json, slow_arrow = response_pairs
+    for fast_response, slow_response in zip(hot_json, slow_json, strict=True):
+        assert json_of(fast_response) == json_of(slow_response)
+        assert fast_response.body == slow_response.body
+    for fast_response, slow_response, text in zip(hot_arrow, slow_arrow, hot_json, strict=True):
+        assert rows_of(fast_response) == rows_of(slow_response) == json_of(text)
     return json_of(hot_json[0])
 
 
@@ -121,20 +121,20 @@ def test_every_table_says_the_same_in_both_forms(
 
     answers = same_both_ways(ways, body, table)
 
-    assert [each["id"] for each in answers] == ids
-    assert {each["source"] for each in answers} >= {"l2", "default"}
+    assert [answer["id"] for answer in answers] == ids
+    assert {answer["source"] for answer in answers} >= {"l2", "default"}
 
 
 def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: list[str]) -> None:
     ways.forget()
-    before = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2
+    reads_before = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2
 
     first, second = (ways.ask(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab")
 
     assert {row["source"] for row in rows_of(first)} == {"l2"}
     assert {row["source"] for row in rows_of(second)} == {"l1"}
     after = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2
-    assert (after[0] - before[0], after[1] - before[1]) == (len(users), len(users))
+    assert (after[0] - reads_before[0], after[1] - reads_before[1]) == (len(users), len(users))
     assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == 2
 
 
@@ -143,12 +143,12 @@ def test_a_batch_of_nobody_known_takes_the_hot_way_too(
     ways: Ways, ids: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ways.forget()
-    before = ways.service.metrics.tally.requests["POST /v1/lookup/{table}"]
+    requests_before = ways.service.metrics.tally.requests["POST /v1/lookup/{table}"]
 
     rows = rows_of(ways.ask(post({"entities": ids, "k": 5}, "user_topk", ACCEPT)))
 
     assert [row["source"] for row in rows] == ["default"] * len(ids)
-    assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == before + 1
+    assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == requests_before + 1
     assert not caplog.records
 
 
@@ -158,7 +158,7 @@ def test_a_long_batch_is_whole_and_in_order(ways: Ways, night: NightConfig) -> N
 
     answers = same_both_ways(ways, {"entities": ids, "k": 3}, "user_topk")
 
-    assert [each["id"] for each in answers] == ids
+    assert [answer["id"] for answer in answers] == ids
 
 
 def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
@@ -187,7 +187,7 @@ def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
         ways.ask(text)  # from now on what was computed is in L1
         answers = json_of(ways.ask(text))
         assert rows_of(ways.ask(arrow)) == answers and len(answers) == len(entities)
-        sources |= {each["source"] for each in answers}
+        sources |= {answer["source"] for answer in answers}
     assert sources == {"l1", "live", "default"}
 
 
@@ -195,12 +195,12 @@ def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
 def test_where_pages_of_the_night_are_gone_the_previous_one_answers_in_both_forms(
     ways: Ways, night: NightConfig, users: list[str], table: str
 ) -> None:
-    holding = ways.service.holding()
-    assert holding.previous is not None
+    served = ways.service.holding()
+    assert served.previous is not None
     client = redis.Redis.from_url(night.redis_url or "", protocol=2)
-    prefix = f"larder:1:{night.namespace}:g:{holding.live.generation}:{table}:"
-    gone = {f"{prefix}{page}": client.get(f"{prefix}{page}") for page in range(0, 8, 2)}
-    pages = {name: page for name, page in gone.items() if page is not None}
+    prefix = f"larder:1:{night.namespace}:g:{served.live.generation}:{table}:"
+    page_by_key = {f"{prefix}{page}": client.get(f"{prefix}{page}") for page in range(0, 8, 2)}
+    pages = {name: page for name, page in page_by_key.items() if page is not None}
     assert pages
     client.delete(*pages)
     try:
@@ -208,22 +208,22 @@ def test_where_pages_of_the_night_are_gone_the_previous_one_answers_in_both_form
     finally:
         for name, page in pages.items():
             client.set(name, page)
-    assert "previous" in {each["source"] for each in answers}
-    generations = {each["generation"] for each in answers if each["source"] == "previous"}
-    assert generations == {holding.previous.generation}
+    assert "previous" in {answer["source"] for answer in answers}
+    generations = {answer["generation"] for answer in answers if answer["source"] == "previous"}
+    assert generations == {served.previous.generation}
 
 
 def test_blocked_items_and_entities_are_left_out_of_both_forms(
     ways: Ways, users: list[str]
 ) -> None:
     first = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
-    barred = frozenset({first[0]["items"][0].encode()})
-    blocklist = Blocklist(1, barred, frozenset({users[1].encode()}))
+    blocked_items = frozenset({first[0]["items"][0].encode()})
+    blocklist = Blocklist(1, blocked_items, frozenset({users[1].encode()}))
     ways.runner.run(ways.service.follower.shelf.block(blocklist))
 
     answers = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
 
-    assert first[0]["items"][0] not in {item for each in answers for item in each["items"]}
+    assert first[0]["items"][0] not in {item for answer in answers for item in answer["items"]}
     assert answers[1]["reason"] == "entity_blocked"
 
 
@@ -236,16 +236,16 @@ def test_a_question_in_arrow_is_the_same_question(
     text = {"entities": ids} | {name: json.loads(value) for name, value in options.items()}
     sent_as = (b"content-type", ARROW)
 
-    for hot in (True, False):
+    for is_fast in (True, False):
         ways.forget()
-        plain = ways.ask(post(text, "user_topk"), hot=hot)
+        json_response = ways.ask(post(text, "user_topk"), is_fast=is_fast)
         ways.forget()
-        asked = ways.ask(post(raw, "user_topk", (sent_as,)), hot=hot)
+        response_to_arrow = ways.ask(post(raw, "user_topk", (sent_as,)), is_fast=is_fast)
         ways.forget()
-        both = ways.ask(post(raw, "user_topk", (sent_as, *ACCEPT)), hot=hot)
+        arrow_response = ways.ask(post(raw, "user_topk", (sent_as, *ACCEPT)), is_fast=is_fast)
 
-        assert asked == plain
-        assert rows_of(both) == json_of(plain)
+        assert response_to_arrow == json_response
+        assert rows_of(arrow_response) == json_of(json_response)
 
 
 @pytest.mark.parametrize(
@@ -261,21 +261,21 @@ def test_a_question_in_arrow_is_the_same_question(
 def test_refusals_are_problems_in_json_on_both_ways(
     ways: Ways, body: bytes, headers: tuple[tuple[bytes, bytes], ...], status: int, code: str | None
 ) -> None:
-    hot, slow = ways.both(post(body, "user_topk", headers), 1)
+    fast_responses, slow = ways.both(post(body, "user_topk", headers), 1)
 
-    assert hot == slow
-    assert hot[0].status == status
-    assert dict(hot[0].headers)[b"content-type"] == b"application/json"
-    error = orjson.loads(hot[0].body)["error"]
+    assert fast_responses == slow
+    assert fast_responses[0].status == status
+    assert dict(fast_responses[0].headers)[b"content-type"] == b"application/json"
+    error = orjson.loads(fast_responses[0].body)["error"]
     assert code is None or error["code"] == code
 
 
 def fields_of(answer: Answer) -> dict[str, Any]:
-    found = {name: getattr(answer, name) for name in Answer.__dataclass_fields__}
-    found.pop("age_seconds")
+    value_by_field = {name: getattr(answer, name) for name in Answer.__dataclass_fields__}
+    value_by_field.pop("age_seconds")
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in found.items()
+        for name, value in value_by_field.items()
     }
 
 
@@ -290,21 +290,23 @@ async def test_the_client_gives_the_same_answers_in_binary(
         (users, Options(exclude=["i-00003"])),
     ]
     async with serving(night) as app:
-        found = {}
+        answers_by_binary = {}
         for binary in (False, True):
             client = AsyncClient(
                 BASE, transport=app.http._transport, binary=binary, policy=Policy(deadline_ms=9_000)
             )
             async with client as larder:
-                for asked, _ in questions:
-                    await larder.lookup_many(table, asked)  # from now on all from L1
-                found[binary] = [await larder.lookup_many(table, *each) for each in questions]
+                for entities, _ in questions:
+                    await larder.lookup_many(table, entities)  # from now on all from L1
+                answers_by_binary[binary] = [
+                    await larder.lookup_many(table, *question) for question in questions
+                ]
                 with pytest.raises(InvalidRequest, match="k is"):
                     await larder.lookup_many("user_topk", users, Options(k=K + 1))
-        for text, arrow in zip(found[False], found[True], strict=True):
+        for text, arrow in zip(answers_by_binary[False], answers_by_binary[True], strict=True):
             assert list(map(fields_of, arrow)) == list(map(fields_of, text))
-            for each in arrow:
-                for numbers in (each.scores, each.vector, each.values):
+            for answer in arrow:
+                for numbers in (answer.scores, answer.vector, answer.values):
                     assert numbers is None or (
                         numbers.dtype == np.float32 and not numbers.flags.writeable
                     )
@@ -318,5 +320,7 @@ def test_openapi_names_both_forms(ways: Ways) -> None:
     assert route["requestBody"]["content"].keys() == {"application/json"}
     assert route["responses"]["200"]["content"].keys() == {"application/json"}
     arrow = route["x-larder-arrow"]
-    assert {arrow[place]["mediaType"] for place in ("requestBody", "response")} == {MEDIA_TYPE}
+    assert {arrow[direction]["mediaType"] for direction in ("requestBody", "response")} == {
+        MEDIA_TYPE
+    }
     assert {"406", "415"} <= route["responses"].keys()

@@ -65,51 +65,55 @@ async def test_every_documented_route_under_v1_has_a_method(
     app: Running, night: NightConfig
 ) -> None:
     documented = set((await app.get("/openapi.json"))["paths"])
-    user, seen = min(histories(night).items())
+    user, history = min(histories(night).items())
     watched = Watched(app)
 
     async with asking(watched) as larder:
         await larder.lookup("user_topk", user)
         await larder.lookup_many("user_topk", [user])
         await larder.lookup_tables([Entity(user, table="user_vector")])
-        await larder.score(user, seen)
+        await larder.score(user, history)
         await larder.feedback("click", generation="g")
         await larder.generations()
         with pytest.raises(InvalidRequest, match="events_disabled"):
             await larder.send_events([NewEvent("1", user=user, item="i")])
 
-    paths = {each.url.path for each in watched.seen}
+    paths = {request.url.path for request in watched.seen}
     called = {
         f"/v1/lookup/user_topk/{user}": "/v1/lookup/{table}/{entity}",
         "/v1/lookup/user_topk": "/v1/lookup/{table}",
     }
     # Why an answer is as it is, people ask: `larder explain`.
-    assert {called.get(each, each) for each in paths} == {
-        each for each in documented if each.startswith("/v1/") and "/explain/" not in each
+    assert {called.get(path, path) for path in paths} == {
+        path for path in documented if path.startswith("/v1/") and "/explain/" not in path
     }
 
 
 async def test_results_are_typed_and_cannot_be_changed(app: Running, night: NightConfig) -> None:
-    user, seen = min(histories(night).items())
+    user, history = min(histories(night).items())
     raw = await app.post("/v1/lookup", {"entities": [{"table": "user_vector", "id": user}]})
 
     async with asking(Watched(app)) as larder:
         top = await larder.lookup("user_topk", user, Options(k=5))
         vector = (await larder.lookup_tables([Entity(user, table="user_vector")]))[0].vector
-        nothing = await larder.lookup("user_affinity", "nobody")
-        ranked = await larder.score(user, [*seen, "no-such-item"])
-        held = await larder.generations()
+        absent_answer = await larder.lookup("user_affinity", "nobody")
+        ranked = await larder.score(user, [*history, "no-such-item"])
+        generations = await larder.generations()
 
     assert top.items is not None and top.scores is not None and len(top.items) == 5
     assert top.scores.dtype == np.float32 and not top.scores.flags.writeable
     assert vector is not None and np.array_equal(
         vector, np.array(raw["answers"][0]["vector"], np.float32)
     )
-    assert nothing.values is None and nothing.reason == "not_in_generation"
-    assert ranked.unknown == ("no-such-item",) and set(ranked.items) == set(seen)
+    assert absent_answer.values is None and absent_answer.reason == "not_in_generation"
+    assert ranked.unknown == ("no-such-item",) and set(ranked.items) == set(history)
     assert list(ranked.scores) == sorted(ranked.scores, reverse=True)
-    assert held.live.generation == top.generation and held.ready and held.canary is None
-    assert "user_topk" in held.live.details["tables"]
+    assert (
+        generations.live.generation == top.generation
+        and generations.ready
+        and generations.canary is None
+    )
+    assert "user_topk" in generations.live.details["tables"]
     with pytest.raises(AttributeError):
         top.source = Source.LIVE  # type: ignore[misc]
     with pytest.raises(ValueError, match="read-only"):
@@ -120,14 +124,14 @@ async def test_a_batch_beyond_the_services_limit_comes_back_whole_and_in_order(
     app: Running, night: NightConfig
 ) -> None:
     users = sorted(histories(night))
-    ids = [users[place % len(users)] for place in range(2_345)]
+    ids = [users[index % len(users)] for index in range(2_345)]
     watched = Watched(app)
 
     async with asking(watched) as larder:
         answers = await larder.lookup_many("user_topk", ids, Options(k=1))
         none = await larder.lookup_many("user_topk", [])
 
-    assert [each.id for each in answers] == ids and none == []
+    assert [answer.id for answer in answers] == ids and none == []
     assert len(watched.seen) == 3
 
 
@@ -143,21 +147,21 @@ async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
         await asyncio.to_thread(publish, night, next_)
 
         async def followed() -> bool:
-            holding = app.service.follower.holding
-            return holding is not None and holding.live.generation == next_
+            served = app.service.follower.holding
+            return served is not None and served.live.generation == next_
 
         assert await eventually(followed)
 
     watched.before[2] = flip
     async with asking(watched, max_batch=10, at_once=1, deadline_ms=120_000.0) as larder:
-        before = (await larder.generations()).live.generation
+        generation_before = (await larder.generations()).live.generation
         watched.seen.clear()
         answers = await larder.lookup_many("user_topk", users, Options(k=1))
         after = (await larder.generations()).live.generation
 
-    assert (before != next_, after) == (True, next_)
-    assert [each.id for each in answers] == users
-    assert {each.generation for each in answers} == {before}
+    assert (generation_before != next_, after) == (True, next_)
+    assert [answer.id for answer in answers] == users
+    assert {answer.generation for answer in answers} == {generation_before}
 
 
 async def test_a_pin_is_kept_or_refused(app: Running, night: NightConfig) -> None:
@@ -166,11 +170,11 @@ async def test_a_pin_is_kept_or_refused(app: Running, night: NightConfig) -> Non
     async with asking(Watched(app)) as larder:
         live = (await larder.generations()).live.generation
         pinned = await larder.lookup("user_topk", user, Options(generation=live))
-        with pytest.raises(GenerationGone) as gone:
+        with pytest.raises(GenerationGone) as exc_info:
             await larder.lookup_many("user_topk", [user], Options(generation="g-of-old"))
 
     assert pinned.generation == live
-    assert live in gone.value.details["held"] and gone.value.field == "generation"
+    assert live in exc_info.value.details["held"] and exc_info.value.field == "generation"
 
 
 async def test_the_service_hears_of_the_deadline_and_gives_up_by_then(
@@ -179,9 +183,9 @@ async def test_the_service_hears_of_the_deadline_and_gives_up_by_then(
     heard: list[float] = []
     lookup = app.service.ladder.lookup
 
-    async def listen(holding, ask, started):
-        heard.append(ask.options.deadline_s)
-        return await lookup(holding, ask, started)
+    async def listen(served, request, started):
+        heard.append(request.options.deadline_s)
+        return await lookup(served, request, started)
 
     monkeypatch.setattr(type(app.service.ladder), "lookup", lambda self, *given: listen(*given))
     user = min(histories(night))
@@ -217,10 +221,10 @@ async def test_a_bad_request_names_its_field(app: Running) -> None:
 
 
 def test_a_port_where_nobody_listens_is_unreachable_in_one_line() -> None:
-    with Client("http://127.0.0.1:9") as larder, pytest.raises(Unreachable) as nobody:
+    with Client("http://127.0.0.1:9") as larder, pytest.raises(Unreachable) as exc_info:
         larder.lookup("user_topk", "u-1")
 
-    assert not nobody.value.is_sent and "\n" not in str(nobody.value)
+    assert not exc_info.value.is_sent and "\n" not in str(exc_info.value)
 
 
 def test_threads_that_wait_are_released_by_close() -> None:
@@ -230,32 +234,32 @@ def test_threads_that_wait_are_released_by_close() -> None:
         raise AssertionError
 
     waiting: list[bool] = []
-    ended: list[BaseException] = []
+    errors: list[BaseException] = []
     larder = Client(BASE, transport=httpx.MockTransport(never), policy=Policy(deadline_ms=600_000))
 
-    def ask() -> None:
+    def look_up_user() -> None:
         try:
             larder.lookup("user_topk", "u-1")
         except RuntimeError as error:
-            ended.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=look_up_user, daemon=True)
     thread.start()
     assert until(lambda: bool(waiting))
     larder.close()
     thread.join(10)
 
-    assert not thread.is_alive() and "closed" in str(ended[0])
+    assert not thread.is_alive() and "closed" in str(errors[0])
 
 
 async def test_the_connection_of_a_request_that_lost_is_closed() -> None:
-    hung_up, asked = asyncio.Event(), 0
+    hung_up, request_count = asyncio.Event(), 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
+        nonlocal request_count
         await reader.readuntil(b"\r\n\r\n")
-        asked += 1
-        if asked == 1:  # nothing waits between the count and this: one request, not both
+        request_count += 1
+        if request_count == 1:  # nothing waits between the count and this: one request, not both
             assert await reader.read() == b""  # until the other side goes
             hung_up.set()
         else:
@@ -274,7 +278,7 @@ async def test_the_connection_of_a_request_that_lost_is_closed() -> None:
         async with asyncio.timeout(10):
             await hung_up.wait()
 
-    assert answer.id == "u-1" and asked == 2
+    assert answer.id == "u-1" and request_count == 2
 
 
 async def test_no_proxy_of_the_environment_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:

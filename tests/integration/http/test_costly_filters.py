@@ -38,12 +38,12 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every filter is such as is worked out in a thread, and takes until the gate is opened."""
-    made = Gate()
-    passing = Filtering.passing
+    filter_gate = Gate()
+    evaluate = Filtering.passing
 
     def waiting(filtering: Filtering, filter_: Any) -> Any:
-        made.wait(filter_)
-        return passing(filtering, filter_)
+        filter_gate.wait(filter_)
+        return evaluate(filtering, filter_)
 
     monkeypatch.setattr(Filtering, "passing", waiting)
     for limit in (
@@ -51,8 +51,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         "_INLINE_ITEMS",
     ):  # by what a release decides where a filter is worked out
         monkeypatch.setattr(f"serving.ranking.filters.{limit}", -1, raising=False)
-    yield made
-    made.open()
+    yield filter_gate
+    filter_gate.open()
 
 
 def ask(running: Running, user: str, filter_: Any) -> asyncio.Task[Any]:
@@ -65,12 +65,12 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 ) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
-        asked = [ask(running, user, {"==": ["brand", BRANDS[0]]}) for _ in range(20)]
+        tasks = [ask(running, user, {"==": ["brand", BRANDS[0]]}) for _ in range(20)]
         assert await eventually(_is(lambda: bool(gate.begun)))
         for _ in range(50):  # the others come as far as they do
             await asyncio.sleep(0)
         gate.open()
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*tasks)
 
     assert {answer.status_code for answer in answers} == {200}
     assert len(gate.begun) == 1
@@ -79,20 +79,20 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 async def test_other_work_in_threads_waits_behind_no_filter(shop: Shop, gate: Gate) -> None:
     user = min(shop.users)
     async with serving(shop.night) as running:
-        asked = [ask(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)]
+        tasks = [ask(running, user, {"==": ["brand", f"brand-{row}"]}) for row in range(CROWD)]
         assert await eventually(_is(lambda: bool(gate.begun)))
         for _ in range(50):
             await asyncio.sleep(0)
-        other = asyncio.create_task(asyncio.to_thread(threading.get_ident))
-        done, _ = await asyncio.wait({other}, timeout=5)
+        thread_task = asyncio.create_task(asyncio.to_thread(threading.get_ident))
+        completed_tasks, _ = await asyncio.wait({thread_task}, timeout=5)
         gate.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
 
-    assert done == {other}
+    assert completed_tasks == {thread_task}
 
 
-def _is(look: Any) -> Any:
+def _is(condition: Any) -> Any:
     async def is_so() -> bool:
-        return bool(look())
+        return bool(condition())
 
     return is_so

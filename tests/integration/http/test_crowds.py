@@ -68,8 +68,8 @@ def status_of(connected: socket.socket) -> int:
 def metric(url: str, name: str) -> float:
     """A sample of `/metrics`; 0 for one that is not there."""
     text = httpx.get(f"{url}/metrics", timeout=60).text
-    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
+    match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return 0.0 if match is None else float(match[1])
 
 
 def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
@@ -88,25 +88,25 @@ def test_ready_answers_wait_for_a_portion_of_a_crowd_of_batches_not_for_all(
             http.get(ready).raise_for_status()
         statuses: list[int] = []
 
-        def take() -> None:
+        def read_statuses() -> None:
             statuses.extend(map(status_of, crowd))
 
         request = batch(ids)
-        senders = [Thread(target=one.sendall, args=(request,)) for one in crowd]
-        taking = Thread(target=take)
-        began = time.monotonic()
+        senders = [Thread(target=connection.sendall, args=(request,)) for connection in crowd]
+        taking = Thread(target=read_statuses)
+        started_at = time.monotonic()
         for thread in (*senders, taking):
             thread.start()
         while taking.is_alive():
-            asked = time.monotonic()
+            requested_at = time.monotonic()
             http.get(ready).raise_for_status()
-            waits.append(time.monotonic() - asked)
-        took = time.monotonic() - began
+            waits.append(time.monotonic() - requested_at)
+        elapsed_s = time.monotonic() - started_at
         for thread in (*senders, taking):
             thread.join()
 
     assert set(statuses) <= {200, 503} and statuses.count(200) >= 30
-    assert sorted(waits)[len(waits) // 2] < took / 20
+    assert sorted(waits)[len(waits) // 2] < elapsed_s / 20
 
 
 def test_a_batch_is_held_to_its_deadline_also_while_it_is_rendered(
@@ -127,16 +127,16 @@ def test_nothing_is_worked_out_for_clients_that_have_gone(service: tuple[str, Ad
     count = 200
     for number in range(count):
         with socket.create_connection(address) as connected:
-            connected.sendall(batch([f"stranger-{number}-{place}" for place in range(IDS)]))
+            connected.sendall(batch([f"stranger-{number}-{index}" for index in range(IDS)]))
 
-    gone = 'larder_shed_total{stage="gone"}'
+    shed_metric = 'larder_shed_total{stage="gone"}'
     answered = 'larder_requests_total{route="POST /v1/lookup/{table}",status="200"}'
 
     def all_done() -> bool:
-        return metric(url, gone) + metric(url, answered) == count
+        return metric(url, shed_metric) + metric(url, answered) == count
 
     assert until(all_done, 60.0, every_s=0.1)
-    assert metric(url, gone) > count / 2
+    assert metric(url, shed_metric) > count / 2
     assert metric(url, "larder_requests_under_way") == 0
 
 

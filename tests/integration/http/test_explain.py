@@ -63,14 +63,14 @@ async def test_looking_shows_the_record_its_page_and_its_checksum_and_changes_no
     night: NightConfig, user: str
 ) -> None:
     async with serving(night, sketch_s=0.0) as service:
-        before = await counts(service)
+        counts_before = await counts(service)
         cold = await service.get(EXPLAIN + user)
-        assert await counts(service) == before
+        assert await counts(service) == counts_before
         for _ in range(2):
             answer = await service.get(LOOKUP + user)
-        before = await counts(service)
+        counts_before = await counts(service)
         warm = await service.get(EXPLAIN + user)
-        assert await counts(service) == before
+        assert await counts(service) == counts_before
 
     generation = cold["generation"]
     assert cold["answer"] == {"tier": "l2", "reason": None, "live": None}
@@ -89,11 +89,13 @@ async def test_looking_shows_the_record_its_page_and_its_checksum_and_changes_no
 
 async def test_every_page_is_found_and_sound(night: NightConfig) -> None:
     async with serving(night) as service:
-        told = [await service.get(EXPLAIN + each) for each in sorted(histories(night))[::7]]
+        explanations = [
+            await service.get(EXPLAIN + user_id) for user_id in sorted(histories(night))[::7]
+        ]
         items = await service.get("/v1/explain/item_similar/i-00003")
 
-    assert {each["page"]["state"] for each in [*told, items]} == {"ok"}
-    assert len({each["page"]["number"] for each in told}) > 2
+    assert {explanation["page"]["state"] for explanation in [*explanations, items]} == {"ok"}
+    assert len({explanation["page"]["number"] for explanation in explanations}) > 2
 
 
 async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is_told(
@@ -102,21 +104,27 @@ async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is
     history = histories(night)[user]
     body = {"entities": [{"id": user, "history": history}]}
     async with serving(night) as service:
-        told = await service.post("/v1/explain/user_topk", body)
+        explanation = await service.post("/v1/explain/user_topk", body)
         fresh = await service.post("/v1/lookup/user_topk", body | {"fresh": True})
         shorter = await service.post(
             "/v1/explain/user_topk", {"entities": [{"id": user, "history": history[:1]}]}
         )
 
     answer = fresh["answers"][0]
-    assert answer["source"] == "live" and told["model"]["computed_from"] == "sent"
-    assert told["model"]["items"] == answer["items"] and told["model"]["precision"] == "int8"
-    assert told["answer"]["tier"] == "l2"
-    found = told["difference"]
-    assert found["overlap"] > 0.8 and found["delta_max"] < 0.1 and found["k"] == K
-    assert set(found["only_live"]) == set(answer["items"]) - set(told["record"]["items"])
+    assert answer["source"] == "live" and explanation["model"]["computed_from"] == "sent"
     assert (
-        not shorter["difference"]["exact"] and shorter["difference"]["overlap"] < found["overlap"]
+        explanation["model"]["items"] == answer["items"]
+        and explanation["model"]["precision"] == "int8"
+    )
+    assert explanation["answer"]["tier"] == "l2"
+    difference = explanation["difference"]
+    assert difference["overlap"] > 0.8 and difference["delta_max"] < 0.1 and difference["k"] == K
+    assert set(difference["only_live"]) == set(answer["items"]) - set(
+        explanation["record"]["items"]
+    )
+    assert (
+        not shorter["difference"]["exact"]
+        and shorter["difference"]["overlap"] < difference["overlap"]
     )
 
 
@@ -124,45 +132,58 @@ async def test_without_a_history_the_stored_vector_says_how_the_stored_list_scor
     night: NightConfig, user: str
 ) -> None:
     async with serving(night) as service:
-        told = await service.get(EXPLAIN + user, k=10)
+        explanation = await service.get(EXPLAIN + user, k=10)
 
-    assert told["model"]["computed_from"] == "stored_vector"
-    assert told["difference"]["overlap"] == 1.0 and told["difference"]["delta_max"] < 0.01
-    assert len(told["record"]["items"]) == 10
+    assert explanation["model"]["computed_from"] == "stored_vector"
+    assert (
+        explanation["difference"]["overlap"] == 1.0
+        and explanation["difference"]["delta_max"] < 0.01
+    )
+    assert len(explanation["record"]["items"]) == 10
 
 
 @pytest.mark.parametrize("table", ["item_similar", "item_vector"])
 async def test_an_item_is_its_own_input(night: NightConfig, table: str) -> None:
     async with serving(night) as service:
-        told = await service.get(f"/v1/explain/{table}/i-00003")
+        explanation = await service.get(f"/v1/explain/{table}/i-00003")
 
-    assert told["model"]["computed_from"] == "own" and told["difference"] is not None
-    assert told["difference"].get("overlap", 1.0) > 0.8
+    assert explanation["model"]["computed_from"] == "own" and explanation["difference"] is not None
+    assert explanation["difference"].get("overlap", 1.0) > 0.8
 
 
 @pytest.mark.parametrize("table", ["user_vector", "user_affinity"])
 async def test_numbers_are_compared_as_numbers(night: NightConfig, user: str, table: str) -> None:
     body = {"entities": [{"id": user, "history": histories(night)[user]}]}
     async with serving(night) as service:
-        told = await service.post(f"/v1/explain/{table}", body)
+        explanation = await service.post(f"/v1/explain/{table}", body)
 
-    assert told["difference"]["cosine"] > 0.99 and told["record"]["count"] > 0
+    assert explanation["difference"]["cosine"] > 0.99 and explanation["record"]["count"] > 0
 
 
 async def test_an_unknown_id_is_said_to_be_unknown(night: NightConfig) -> None:
     async with serving(night) as service:
-        told = await service.get(EXPLAIN + "nobody")
-        sent = {"entities": [{"id": "nobody", "history": ["i-00001", "i-00002"]}]}
-        live = await service.post("/v1/explain/user_topk", sent)
+        explanation = await service.get(EXPLAIN + "nobody")
+        body = {"entities": [{"id": "nobody", "history": ["i-00001", "i-00002"]}]}
+        live = await service.post("/v1/explain/user_topk", body)
         after = await service.get(LOOKUP + "nobody")
-        again = await service.get(EXPLAIN + "nobody")  # remembered as unknown by now
+        repeated_explanation = await service.get(EXPLAIN + "nobody")  # remembered as unknown by now
 
-    assert again["answer"] == told["answer"] and again["l1"]["reason"] == "negative"
-    assert again["answer"]["reason"] == after["reason"]
-    assert not told["directory"]["known"] and told["page"] is None and told["record"] is None
-    assert told["answer"] == {"tier": "default", "reason": "not_in_generation", "live": None}
-    assert told["default"]["items"] == after["items"]
-    assert "did not know it" in told["sentence"] and "needs a history" in told["sentence"]
+    assert (
+        repeated_explanation["answer"] == explanation["answer"]
+        and repeated_explanation["l1"]["reason"] == "negative"
+    )
+    assert repeated_explanation["answer"]["reason"] == after["reason"]
+    assert (
+        not explanation["directory"]["known"]
+        and explanation["page"] is None
+        and explanation["record"] is None
+    )
+    assert explanation["answer"] == {"tier": "default", "reason": "not_in_generation", "live": None}
+    assert explanation["default"]["items"] == after["items"]
+    assert (
+        "did not know it" in explanation["sentence"]
+        and "needs a history" in explanation["sentence"]
+    )
     assert live["answer"]["tier"] == "live" and len(live["model"]["items"]) > 0
     assert after["source"] == "default"  # what was computed for the explanation was kept nowhere
 
@@ -173,39 +194,45 @@ async def test_what_is_demanded_and_excluded_counts_for_an_explanation_as_for_a_
 ) -> None:
     user = min(histories(night))
     async with serving(night) as service:
-        stored = (await service.get(LOOKUP + user))["items"]
+        stored_items = (await service.get(LOOKUP + user))["items"]
         entity = {"id": user, "history": ["i-00001", "i-00002"]}
-        body = {"entities": [entity], "exclude": stored, "fresh": fresh}
+        body = {"entities": [entity], "exclude": stored_items, "fresh": fresh}
         answer = (await service.post("/v1/lookup/user_topk", body))["answers"][0]
-        told = await service.post("/v1/explain/user_topk", body)
+        explanation = await service.post("/v1/explain/user_topk", body)
 
-    assert told["answer"]["tier"] == answer["source"] == ("live" if fresh else "l1")
-    assert told["answer"]["reason"] == answer.get("reason")
+    assert explanation["answer"]["tier"] == answer["source"] == ("live" if fresh else "l1")
+    assert explanation["answer"]["reason"] == answer.get("reason")
 
 
 async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
     night: NightConfig,
 ) -> None:
-    sent = {"entities": [{"id": "overlaid", "history": ["i-00001", "i-00002"]}]}
+    body = {"entities": [{"id": "overlaid", "history": ["i-00001", "i-00002"]}]}
     async with serving(night) as service:
-        await service.post("/v1/lookup/user_topk", sent)
-        told = await service.get(EXPLAIN + "overlaid")
-        other = {"entities": [{"id": "overlaid", "history": ["i-00003"]}]}
-        changed = await service.post("/v1/explain/user_topk", other)
+        await service.post("/v1/lookup/user_topk", body)
+        explanation = await service.get(EXPLAIN + "overlaid")
+        changed_body = {"entities": [{"id": "overlaid", "history": ["i-00003"]}]}
+        changed_explanation = await service.post("/v1/explain/user_topk", changed_body)
 
-    assert told["answer"]["tier"] == "l1" and told["record"]["by"] == "live"
-    assert 0 < told["l1"]["expires_in_seconds"] <= 600
-    assert changed["answer"] == {"tier": "live", "reason": "input_changed", "live": None}
+    assert explanation["answer"]["tier"] == "l1" and explanation["record"]["by"] == "live"
+    assert 0 < explanation["l1"]["expires_in_seconds"] <= 600
+    assert changed_explanation["answer"] == {
+        "tier": "live",
+        "reason": "input_changed",
+        "live": None,
+    }
 
 
 async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
     tmp_path: Path, redis_url: str
 ) -> None:
-    own = build_night(tmp_path, redis_url, users=60, items=40)
-    first, second = sorted(histories(own))[:2]
-    async with serving(own) as service:
+    config = build_night(tmp_path, redis_url, users=60, items=40)
+    first, second = sorted(histories(config))[:2]
+    async with serving(config) as service:
         item = (await service.get(EXPLAIN + second))["record"]["items"][0]
-        change_blocklist(own.store(), block_entities=[first.encode()], block_items=[item.encode()])
+        change_blocklist(
+            config.store(), block_entities=[first.encode()], block_items=[item.encode()]
+        )
 
         async def is_blocked() -> bool:
             return bool(
@@ -213,20 +240,26 @@ async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
             )
 
         assert await eventually(is_blocked)
-        told, other = await service.get(EXPLAIN + first), await service.get(EXPLAIN + second)
+        first_explanation, second_explanation = (
+            await service.get(EXPLAIN + first),
+            await service.get(EXPLAIN + second),
+        )
         answer = await service.get(LOOKUP + first)
 
-    assert told["answer"]["tier"] == "default" == answer["source"]
-    assert item not in other["record"]["items"] and other["answer"]["tier"] == "l2"
+    assert first_explanation["answer"]["tier"] == "default" == answer["source"]
+    assert (
+        item not in second_explanation["record"]["items"]
+        and second_explanation["answer"]["tier"] == "l2"
+    )
 
 
 async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) -> None:
-    own = prepare(tmp_path / "night", own_redis.url, users=60, items=40)
-    publish_night(own, UNTIL)
-    publish_night(own, NEXT)
-    users = sorted(histories(own))
+    config = prepare(tmp_path / "night", own_redis.url, users=60, items=40)
+    publish_night(config, UNTIL)
+    publish_night(config, NEXT)
+    users = sorted(histories(config))
     with redis.Redis.from_url(own_redis.url) as client:
-        async with serving(own) as service:
+        async with serving(config) as service:
 
             async def holds_both() -> bool:
                 return (await service.get("/v1/generations"))["previous"] is not None
@@ -253,27 +286,30 @@ async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) 
 async def test_with_redis_away_it_says_who_answers_instead(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    own = build_night(tmp_path / "night", own_redis.url, users=60, items=40)
-    users = sorted(histories(own))
-    async with serving(own) as service:
+    config = build_night(tmp_path / "night", own_redis.url, users=60, items=40)
+    users = sorted(histories(config))
+    async with serving(config) as service:
         await service.get(LOOKUP + users[0])
         with redis.Redis.from_url(own_redis.url) as client:
             client.shutdown(nosave=True)
         warm = await service.get(EXPLAIN + users[0])
         cold = await service.get(EXPLAIN + users[1])
-        sent = {"entities": [{"id": users[1], "history": histories(own)[users[1]]}]}
-        live = await service.post("/v1/explain/user_topk", sent)
-        answers = [await service.get(LOOKUP + each) for each in users[:2]]
-        kept = await service.post("/v1/lookup/user_topk", sent)
-        beside = await service.post("/v1/explain/user_topk", sent)
+        body = {"entities": [{"id": users[1], "history": histories(config)[users[1]]}]}
+        live = await service.post("/v1/explain/user_topk", body)
+        answers = [await service.get(LOOKUP + user_id) for user_id in users[:2]]
+        lookup_response = await service.post("/v1/lookup/user_topk", body)
+        later_explanation = await service.post("/v1/explain/user_topk", body)
 
     assert warm["answer"]["tier"] == "l1" and "Redis" in warm["sentence"].partition(";")[2]
     assert cold["answer"]["tier"] == "default" and cold["page"]["state"] in AWAY
     assert cold["answer"]["reason"] in AWAY and cold["page"]["expected"] is not None
     assert live["answer"]["tier"] == "live"
-    assert [each["source"] for each in answers] == ["l1", "default"]
-    assert kept["answers"][0]["source"] == "live"  # and stands in while Redis is away
-    assert beside["answer"]["tier"] == "l1" and beside["answer"]["reason"] in AWAY
+    assert [answer["source"] for answer in answers] == ["l1", "default"]
+    assert lookup_response["answers"][0]["source"] == "live"  # and stands in while Redis is away
+    assert (
+        later_explanation["answer"]["tier"] == "l1"
+        and later_explanation["answer"]["reason"] in AWAY
+    )
 
 
 AWAY = ("l2_down", "l2_timeout", "breaker_open")
@@ -287,7 +323,9 @@ async def test_what_cannot_be_explained_is_refused_like_any_request(
         service.http.headers["Authorization"] = "Bearer secret"
         table = await service.http.get("/v1/explain/nothing/x")
         two = await service.http.post("/v1/explain/user_topk", json={"entities": ["a", "b"]})
-        gone = await service.http.get(EXPLAIN + user, params={"generation": "x"})
+        unknown_generation_response = await service.http.get(
+            EXPLAIN + user, params={"generation": "x"}
+        )
         document = (await service.http.get("/openapi.json")).json()
         service.service.explainer._under_way = AT_ONCE
         busy = await service.http.get(EXPLAIN + user)
@@ -296,8 +334,8 @@ async def test_what_cannot_be_explained_is_refused_like_any_request(
         full = await service.http.get(EXPLAIN + user)
 
     assert (table.status_code, table.json()["error"]["code"]) == (404, "unknown_table")
-    assert (two.status_code, gone.status_code) == (422, 409)
-    assert [each.json()["error"]["code"] for each in (busy, full)] == ["overloaded"] * 2
+    assert (two.status_code, unknown_generation_response.status_code) == (422, 409)
+    assert [response.json()["error"]["code"] for response in (busy, full)] == ["overloaded"] * 2
     for path, method in (("/v1/explain/{table}/{entity}", "get"), ("/v1/explain/{table}", "post")):
         described = document["paths"][path][method]
         assert described["security"]
@@ -318,20 +356,27 @@ def test_the_command_shows_it_all_and_says_what_is_wrong(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     monkeypatch.delenv("LARDER_TOKEN", raising=False)
     with started(environ) as (_, url):
         at = ("--url", url, "--token", "secret")
-        code, out, _ = run(*at, "user_topk", user)
-        assert code == 0 and user in out and "Redis would answer (L2)" in out
-        for word in ("checksum", "fingerprint", "directory", "overlap", "generation", "age"):
-            assert word in out
-        code, out, _ = run(*at, "--json", "--history", f"@{history}", "user_topk", user)
-        assert code == 0 and orjson.loads(out)["model"]["computed_from"] == "sent"
-        code, out, _ = run(*at, "user_topk", "nobody")
-        assert code == 0 and "did not know it" in out and "Default" in out
+        code, stdout, _ = run(*at, "user_topk", user)
+        assert code == 0 and user in stdout and "Redis would answer (L2)" in stdout
+        for expected_term in (
+            "checksum",
+            "fingerprint",
+            "directory",
+            "overlap",
+            "generation",
+            "age",
+        ):
+            assert expected_term in stdout
+        code, stdout, _ = run(*at, "--json", "--history", f"@{history}", "user_topk", user)
+        assert code == 0 and orjson.loads(stdout)["model"]["computed_from"] == "sent"
+        code, stdout, _ = run(*at, "user_topk", "nobody")
+        assert code == 0 and "did not know it" in stdout and "Default" in stdout
         assert run(*at, "--k", "3", "user_vector", user)[0] == 0
         code, _, wrong = run(*at, "nothing", user)
         assert code == 1 and "nothing" in wrong and "user_topk" in wrong
@@ -340,20 +385,22 @@ def test_the_command_shows_it_all_and_says_what_is_wrong(
         code, _, wrong = run(*at[2:], "--url", f"{url}/deeper", "user_topk", user)
         assert code == 1 and "--url" in wrong
         module = [sys.executable, "-m", "serving", "explain", "--url", url, "user_topk", user]
-        done = subprocess.run(
+        completed_process = subprocess.run(
             module, env=os.environ | {"LARDER_TOKEN": "secret"}, cwd=ROOT, capture_output=True,
             text=True, timeout=60, check=False,
         )  # fmt: skip
-        assert done.returncode == 0 and "Redis would answer" in done.stdout
+        assert (
+            completed_process.returncode == 0 and "Redis would answer" in completed_process.stdout
+        )
     code, _, wrong = run(*at, "user_topk", user)
     assert code == 1 and "cannot be asked" in wrong and "secret" not in wrong
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:99999", "http://host:port"])
 def test_a_url_that_cannot_be_one_is_wrong_usage(url: str) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main(["--url", url, "user_topk", "42"])
-    assert ended.value.code == 2
+    assert exc_info.value.code == 2
 
 
 def test_before_anything_is_published_it_says_what_to_do(
@@ -376,9 +423,9 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
         def __init__(self) -> None:
             super().__init__(force_terminal=True, width=100, record=True)
 
-        def print(self, *what: Any, **more: Any) -> None:
+        def print(self, *renderables: Any, **more: Any) -> None:
             with self.capture() as capture:
-                super().print(*what, **more)
+                super().print(*renderables, **more)
             pieces.append(capture.get())
 
     monkeypatch.setattr(safe, "SafeConsole", Terminal)
@@ -403,14 +450,14 @@ async def test_headers_count_for_an_explanation_as_for_a_lookup(
 ) -> None:
     async with serving(night) as service:
         for headers in ({"X-Deadline-Ms": "soon"}, {"X-Larder-Canary-Key": "x" * 300}):
-            told = [
+            responses = [
                 await service.http.get(path + quote(user, safe=""), headers=headers)
                 for path in (LOOKUP, EXPLAIN)
             ]
-            told.append(
+            responses.append(
                 await service.http.post(
                     "/v1/explain/user_topk", json={"entities": [user]}, headers=headers
                 )
             )
-            assert [each.status_code for each in told] == [422] * 3
-            assert len({each.json()["error"]["field"] for each in told}) == 1
+            assert [response.status_code for response in responses] == [422] * 3
+            assert len({response.json()["error"]["field"] for response in responses}) == 1

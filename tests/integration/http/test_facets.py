@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,19 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
 
 def best_of(shop: Shop, attribute: str, value: str, k: int, scores: list[float]) -> list[str]:
     """Ids of the best k with a value, ties by ordinal, by a look at each item."""
-    having = [
-        at for at, each in enumerate(shop.attributes)
-        if (value in each.get(attribute, ()) if attribute == "tags" else each.get(attribute) == value)
-    ]  # fmt: skip
+
+    def has_value(item_attributes: Mapping[str, Any]) -> bool:
+        if attribute == "tags":
+            return value in item_attributes.get(attribute, ())
+        return bool(item_attributes.get(attribute) == value)
+
+    having = [at for at, attributes in enumerate(shop.attributes) if has_value(attributes)]
     return [shop.ids[at] for at in sorted(having, key=lambda at: (-scores[at], at))[:k]]
 
 
 def clicks_of(shop: Shop) -> list[float]:
     """Interactions of each item, as the defaults count them."""
-    counts = Counter(item for each in histories(shop.night).values() for item in each)
+    counts = Counter(item for history in histories(shop.night).values() for item in history)
     return [counts[id_] for id_ in shop.ids]
 
 
@@ -51,44 +55,44 @@ async def test_a_value_is_answered_with_the_best_items_that_have_it(shop: Shop) 
             for _ in range(2):  # from Redis, then from memory
                 answers = (await running.post(f"/v1/lookup/{name}", body))["answers"]
                 for value, answer in zip(values, answers, strict=True):
-                    wanted = best_of(shop, facet.attribute, value, facet.k, clicks)
-                    assert answer["items"] == wanted, value
+                    expected_ids = best_of(shop, facet.attribute, value, facet.k, clicks)
+                    assert answer["items"] == expected_ids, value
                     assert answer["table"] == name and answer["producer"] == "batch"
-                    assert answer["short"] == (len(wanted) < facet.k)
+                    assert answer["short"] == (len(expected_ids) < facet.k)
                     assert answer["scores"] == sorted(answer["scores"], reverse=True)
-            assert {each["source"] for each in answers} == {"l1"}
-        one = await running.get(f"/v1/lookup/brands/{quote(BRANDS[-2], safe='')}", k=3)
+            assert {answer["source"] for answer in answers} == {"l1"}
+        brand_answer = await running.get(f"/v1/lookup/brands/{quote(BRANDS[-2], safe='')}", k=3)
         async with AsyncClient(BASE, transport=running.http._transport, binary=True) as client:
-            (found,) = await client.lookup_many("tagged", ["sale"], Options(k=2))
+            (tag_answer,) = await client.lookup_many("tagged", ["sale"], Options(k=2))
 
-    assert one["items"] == best_of(shop, "brand", BRANDS[-2], 3, clicks)
-    assert list(found.items or ()) == best_of(shop, "tags", "sale", 2, clicks)
+    assert brand_answer["items"] == best_of(shop, "brand", BRANDS[-2], 3, clicks)
+    assert list(tag_answer.items or ()) == best_of(shop, "tags", "sale", 2, clicks)
 
 
 async def test_an_unknown_value_has_no_items(shop: Shop) -> None:
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        found = [
+        answers = [
             await running.get("/v1/lookup/brands/no-such-brand"),
             (await running.post(
                 "/v1/lookup/brands", {"entities": [{"id": "brand", "history": shop.ids[:3]}]}
             ))["answers"][0],
         ]  # fmt: skip
 
-    for answer in found:
+    for answer in answers:
         assert (answer["items"], answer["short"]) == ([], True)
         assert (answer["source"], answer["reason"]) == ("default", "not_in_generation")
         assert answer["producer"] is None
 
 
 async def test_what_is_left_out_is_left_out(shop: Shop) -> None:
-    whole = best_of(shop, "brand", BRANDS[0], 12, clicks_of(shop))
+    full_list = best_of(shop, "brand", BRANDS[0], 12, clicks_of(shop))
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        body: dict[str, Any] = {"entities": [BRANDS[0]], "exclude": whole[:2]}
+        body: dict[str, Any] = {"entities": [BRANDS[0]], "exclude": full_list[:2]}
         (answer,) = (await running.post("/v1/lookup/brands", body))["answers"]
         varied = {"diversify": {"attribute": "stock", "most": 1}}
         body = {"entities": [BRANDS[0]], "rerank": varied}
-        (few,) = (await running.post("/v1/lookup/brands", body))["answers"]
-        told = await running.get(f"/v1/explain/brands/{BRANDS[0]}")
+        (diversified_answer,) = (await running.post("/v1/lookup/brands", body))["answers"]
+        explanation = await running.get(f"/v1/explain/brands/{BRANDS[0]}")
         refused = [
             await running.http.post(
                 "/v1/lookup/brands", json={"entities": [BRANDS[0]], "filter": {"exists": "price"}}
@@ -98,19 +102,21 @@ async def test_what_is_left_out_is_left_out(shop: Shop) -> None:
             ),
         ]
 
-    assert answer["items"] == whole[2:] and answer["short"]
-    assert 0 < len(few["items"]) < 12 and few["reranked"] == "diversify"
-    assert told["record"]["items"] == whole and told["page"]["state"] == "ok"
-    for each in refused:
-        assert each.status_code == 422 and each.json()["error"]["code"] == "invalid_filter"
+    assert answer["items"] == full_list[2:] and answer["short"]
+    assert (
+        0 < len(diversified_answer["items"]) < 12 and diversified_answer["reranked"] == "diversify"
+    )
+    assert explanation["record"]["items"] == full_list and explanation["page"]["state"] == "ok"
+    for response in refused:
+        assert response.status_code == 422 and response.json()["error"]["code"] == "invalid_filter"
 
 
 def test_both_ways_send_the_same_bytes(shop: Shop) -> None:
     for ways in running(shop.night):
         for value in (*BRANDS, "no-such-brand"):
-            asked = Asked("GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3")
-            hot, routed = ways.both(asked)
-            assert hot == routed, value
+            request = Asked("GET", f"/v1/lookup/brands/{quote(value, safe='')}".encode(), b"k=3")
+            fast_responses, routed = ways.both(request)
+            assert fast_responses == routed, value
 
 
 async def test_a_value_that_is_gone_is_not_answered_by_the_night_before(
@@ -149,11 +155,14 @@ async def test_without_interactions_they_go_by_the_mean_score(
         live = running.service.holding().live
         defaults = orjson.loads((live.root / "defaults.json").read_bytes())["user_topk"]["items"]
 
-    listed = {each["id"]: each["items"] for each in answers}
-    of = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
-    for value, items in listed.items():
+    items_by_value = {answer["id"]: answer["items"] for answer in answers}
+    of = {
+        id_: item_attributes.get("brand")
+        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+    }
+    for value, items in items_by_value.items():
         assert set(items) == {id_ for id_, brand in of.items() if brand == value}
-        among = [each for each in defaults if of[each] == value]
+        among = [item_id for item_id in defaults if of[item_id] == value]
         assert items[: len(among)] == among
 
 
@@ -161,7 +170,9 @@ async def test_a_facet_without_values_answers_nothing(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(rng: random.Random) -> dict[str, Any]:
-        return {name: each for name, each in drawn(rng).items() if name != "brand"}
+        return {
+            name: attribute_value for name, attribute_value in drawn(rng).items() if name != "brand"
+        }
 
     monkeypatch.setattr(shop_module, "drawn", without)
     bare = make_shop(tmp_path, redis_url, facets={"brands": FacetConfig("brand")})

@@ -20,9 +20,9 @@ from tests.integration.nights import UNTIL, prepare, publish_night, top_lists, w
 
 ARROW = MEDIA_TYPE.encode()
 K = 5
-KNOWN = tuple(each for each in hostile.EVERY if each != "null")
+KNOWN = tuple(hostile_id for hostile_id in hostile.EVERY if hostile_id != "null")
 """Ids that a source may have: `null` is what programs write for nothing."""
-STRANGERS = [f"{each}~" for each in KNOWN if len(each.encode()) < 256]
+STRANGERS = [f"{hostile_id}~" for hostile_id in KNOWN if len(hostile_id.encode()) < 256]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def ways(night: NightConfig) -> Iterator[Ways]:
 def lists(night: NightConfig, ways: Ways) -> dict[str, dict[str, list[str]]]:
     """The first of each list by table and id, as they lie in the page files."""
     generation = ways.service.holding().live.generation
-    found = {
+    lists_by_table = {
         table: top_lists(night, generation, list(KNOWN), table)
         for table in ("user_topk", "item_similar")
     }
     return {
-        table: {id_: list(names[:K]) for id_, names in each.items()}
-        for table, each in found.items()
+        table: {id_: list(names[:K]) for id_, names in items_by_id.items()}
+        for table, items_by_id in lists_by_table.items()
     }
 
 
@@ -66,66 +66,76 @@ def post(body: object, path: str, *headers: tuple[bytes, bytes]) -> Asked:
     return Asked("POST", path.encode(), headers=headers, pieces=(raw,))
 
 
-def read(sent: Any) -> Any:
-    assert sent.status == 200, sent.body
-    return json.loads(sent.body)
+def read(response: Any) -> Any:
+    assert response.status == 200, response.body
+    return json.loads(response.body)
 
 
-def rows(sent: Any) -> list[dict[str, Any]]:
-    assert sent.status == 200, sent.body
-    table = pa.ipc.open_stream(sent.body).read_all()
+def rows(response: Any) -> list[dict[str, Any]]:
+    assert response.status == 200, response.body
+    table = pa.ipc.open_stream(response.body).read_all()
     table.validate(full=True)
-    found: list[dict[str, Any]] = table.to_pylist()
-    return found
+    answer_rows: list[dict[str, Any]] = table.to_pylist()
+    return answer_rows
 
 
 def told(answers: list[dict[str, Any]]) -> dict[str, list[str]]:
-    return {each["id"]: each["items"] for each in answers}
+    return {answer["id"]: answer["items"] for answer in answers}
 
 
 @pytest.mark.parametrize("table", ["user_topk", "item_similar"])
-@pytest.mark.parametrize("hot", [True, False], ids=["hot", "routes"])
-def test_single_lookups(ways: Ways, lists: Any, table: str, hot: bool) -> None:
-    expected = {each: lists[table][each] for each in list(lists[table])}
+@pytest.mark.parametrize("is_fast", [True, False], ids=["hot", "routes"])
+def test_single_lookups(ways: Ways, lists: Any, table: str, is_fast: bool) -> None:
+    expected = {id_: lists[table][id_] for id_ in list(lists[table])}
     assert len(expected) > 100
     ways.forget()
 
     for source in ("l2", "l1", "l1"):  # from Redis, from a record, ready
-        answers = [read(ways.ask(get(each, table), hot=hot)) for each in expected]
+        answers = [read(ways.ask(get(id_, table), is_fast=is_fast)) for id_ in expected]
         assert told(answers) == expected
-        assert {each["source"] for each in answers} == {source}
+        assert {answer["source"] for answer in answers} == {source}
 
 
 @pytest.mark.parametrize("joins", [True, False], ids=["joined", "tasks"])
 def test_single_lookups_of_one_turn(ways: Ways, lists: Any, joins: bool) -> None:
     """One caller's id must not reach into another's answer, nor into what is kept of it."""
-    expected = {each: lists["user_topk"][each] for each in list(lists["user_topk"])}
-    asked = [get(each, "user_topk") for each in expected]
+    expected = {id_: lists["user_topk"][id_] for id_ in list(lists["user_topk"])}
+    requests = [get(id_, "user_topk") for id_ in expected]
     ways.forget()
-    ways.joins, before = joins, ways.joined
+    ways.joins, joined_before = joins, ways.joined
 
     for source in ("l2", "l1", "l1"):
-        answers = [read(each) for each in ways.ask_at_once(asked)]
+        answers = [read(response) for response in ways.ask_at_once(requests)]
         assert told(answers) == expected
-        assert {each["source"] for each in answers} == {source}
-    assert (ways.joined > before) == joins
+        assert {answer["source"] for answer in answers} == {source}
+    assert (ways.joined > joined_before) == joins
 
 
 @pytest.mark.parametrize("table", ["user_topk", "item_similar"])
-@pytest.mark.parametrize("hot", [True, False], ids=["hot", "routes"])
-def test_batches(ways: Ways, lists: Any, table: str, hot: bool) -> None:
+@pytest.mark.parametrize("is_fast", [True, False], ids=["hot", "routes"])
+def test_batches(ways: Ways, lists: Any, table: str, is_fast: bool) -> None:
     expected, path = lists[table], f"/v1/lookup/{table}"
     assert len(expected) > 120
     body = {"entities": list(expected), "k": K}
     as_arrow = write_arrow_ids(list(expected), {"k": str(K)})
-    sent, wanted = (b"content-type", ARROW), (b"accept", ARROW)
+    content_type_header, accept_header = (b"content-type", ARROW), (b"accept", ARROW)
     ways.forget()
 
     for _ in range(2):  # from Redis, from L1
-        assert told(read(ways.ask(post(body, path), hot=hot))["answers"]) == expected
-    assert told(rows(ways.ask(post(body, path, wanted), hot=hot))) == expected
-    assert told(read(ways.ask(post(as_arrow, path, sent), hot=hot))["answers"]) == expected
-    assert told(rows(ways.ask(post(as_arrow, path, sent, wanted), hot=hot))) == expected
+        assert told(read(ways.ask(post(body, path), is_fast=is_fast))["answers"]) == expected
+    assert told(rows(ways.ask(post(body, path, accept_header), is_fast=is_fast))) == expected
+    assert (
+        told(read(ways.ask(post(as_arrow, path, content_type_header), is_fast=is_fast))["answers"])
+        == expected
+    )
+    assert (
+        told(
+            rows(
+                ways.ask(post(as_arrow, path, content_type_header, accept_header), is_fast=is_fast)
+            )
+        )
+        == expected
+    )
 
 
 @pytest.mark.parametrize("table", ["user_vector", "user_affinity"])
@@ -134,50 +144,56 @@ def test_batches_of_numbers(ways: Ways, lists: Any, table: str) -> None:
     field = "vector" if table == "user_vector" else "values"
 
     answers = read(ways.ask(post({"entities": ids}, path)))["answers"]
-    behind = read(ways.ask(post({"entities": ids}, path), hot=False))["answers"]
+    behind = read(ways.ask(post({"entities": ids}, path), is_fast=False))["answers"]
     table_rows = rows(ways.ask(post({"entities": ids}, path, (b"accept", ARROW))))
 
-    assert [each["id"] for each in answers] == ids
-    numbers = [each[field] for each in answers]
-    assert numbers == [each[field] for each in behind]
+    assert [answer["id"] for answer in answers] == ids
+    numbers = [answer[field] for answer in answers]
+    assert numbers == [answer[field] for answer in behind]
     # JSON has the shortest decimal of a float32.
-    assert [len(each[field]) for each in table_rows] == [len(each) for each in numbers]
-    assert [each["id"] for each in table_rows] == ids
+    assert [len(row[field]) for row in table_rows] == [len(row) for row in numbers]
+    assert [row["id"] for row in table_rows] == ids
 
 
-@pytest.mark.parametrize("hot", [True, False], ids=["hot", "routes"])
-def test_ids_that_the_night_does_not_know(ways: Ways, lists: Any, hot: bool) -> None:
+@pytest.mark.parametrize("is_fast", [True, False], ids=["hot", "routes"])
+def test_ids_that_the_night_does_not_know(ways: Ways, lists: Any, is_fast: bool) -> None:
     """Live from a history of such items, and defaults without one; in every form."""
     items, path = list(lists["item_similar"]), "/v1/lookup/user_topk"
-    asked: list[Any] = [
-        {"id": each, "history": [items[at], items[-1 - at]]} for at, each in enumerate(STRANGERS[:40])
+    entities: list[Any] = [
+        {"id": id_, "history": [items[at], items[-1 - at]]} for at, id_ in enumerate(STRANGERS[:40])
     ]  # fmt: skip
-    asked += STRANGERS[40:]
-    body = {"entities": asked, "k": K, "deadline_ms": 9_000, "exclude": items[:2]}
+    entities += STRANGERS[40:]
+    body = {"entities": entities, "k": K, "deadline_ms": 9_000, "exclude": items[:2]}
 
-    answers = read(ways.ask(post(body, path), hot=hot))["answers"]
-    in_arrow = rows(ways.ask(post(body, path, (b"accept", ARROW)), hot=hot))
-    alone = [read(ways.ask(get(each, "user_topk"), hot=hot)) for each in STRANGERS[40:]]
+    answers = read(ways.ask(post(body, path), is_fast=is_fast))["answers"]
+    in_arrow = rows(ways.ask(post(body, path, (b"accept", ARROW)), is_fast=is_fast))
+    alone = [read(ways.ask(get(id_, "user_topk"), is_fast=is_fast)) for id_ in STRANGERS[40:]]
 
-    assert [each["id"] for each in answers] == STRANGERS == [each["id"] for each in in_arrow]
-    assert {each["source"] for each in answers[:40]} <= {"live", "l1"}  # computed once
-    assert {each["source"] for each in answers[40:]} == {"default"}
-    assert [each["items"] for each in in_arrow] == [each["items"] for each in answers]
-    known = set(items)
-    for each, of in zip(answers[:40], asked, strict=False):
-        assert each["items"] and set(each["items"]) <= known - set(of["history"]) - set(items[:2])
-    assert [each["id"] for each in alone] == STRANGERS[40:]
-    assert all(set(each["items"]) <= known and each["items"] for each in alone)
+    assert (
+        [answer["id"] for answer in answers] == STRANGERS == [answer["id"] for answer in in_arrow]
+    )
+    assert {answer["source"] for answer in answers[:40]} <= {"live", "l1"}  # computed once
+    assert {answer["source"] for answer in answers[40:]} == {"default"}
+    assert [answer["items"] for answer in in_arrow] == [answer["items"] for answer in answers]
+    known_items = set(items)
+    for answer, of in zip(answers[:40], entities, strict=False):
+        assert answer["items"] and set(answer["items"]) <= known_items - set(of["history"]) - set(
+            items[:2]
+        )
+    assert [answer["id"] for answer in alone] == STRANGERS[40:]
+    assert all(set(answer["items"]) <= known_items and answer["items"] for answer in alone)
 
 
 def test_tables_beside_each_other(ways: Ways, lists: Any) -> None:
-    both = [(table, id_) for table in lists for id_ in lists[table]]
-    asked = [{"table": table, "id": id_} for table, id_ in both]
+    table_id_pairs = [(table, id_) for table in lists for id_ in lists[table]]
+    entities = [{"table": table, "id": id_} for table, id_ in table_id_pairs]
 
-    answers = read(ways.ask(post({"entities": asked, "k": K}, "/v1/lookup")))["answers"]
+    answers = read(ways.ask(post({"entities": entities, "k": K}, "/v1/lookup")))["answers"]
 
-    assert [(each["table"], each["id"]) for each in answers] == both
-    assert [each["items"] for each in answers] == [lists[table][id_] for table, id_ in both]
+    assert [(answer["table"], answer["id"]) for answer in answers] == table_id_pairs
+    assert [answer["items"] for answer in answers] == [
+        lists[table][id_] for table, id_ in table_id_pairs
+    ]
 
 
 def test_candidates_are_put_in_order_and_named(ways: Ways, lists: Any) -> None:
@@ -194,12 +210,12 @@ def test_candidates_are_put_in_order_and_named(ways: Ways, lists: Any) -> None:
 
 def test_explanations(ways: Ways, lists: Any) -> None:
     expected = lists["user_topk"]
-    for each in list(expected)[::4]:
-        found = read(ways.ask(get(each, "user_topk", "explain")))
-        body = {"entities": [each], "k": K}
+    for id_ in list(expected)[::4]:
+        explanation = read(ways.ask(get(id_, "user_topk", "explain")))
+        body = {"entities": [id_], "k": K}
         by_body = read(ways.ask(post(body, "/v1/explain/user_topk")))
 
-        assert found["id"] == by_body["id"] == each
-        assert found["record"]["items"] == by_body["record"]["items"] == expected[each]
-    for each in STRANGERS[::10]:
-        assert read(ways.ask(get(each, "user_topk", "explain")))["id"] == each
+        assert explanation["id"] == by_body["id"] == id_
+        assert explanation["record"]["items"] == by_body["record"]["items"] == expected[id_]
+    for id_ in STRANGERS[::10]:
+        assert read(ways.ask(get(id_, "user_topk", "explain")))["id"] == id_

@@ -146,40 +146,40 @@ def posts(draw: st.DrawFn) -> Asked:
 
 
 @QUIET
-@given(asked=st.one_of(gets(), posts()))
-def test_both_ways_send_the_same_bytes(long_lived: Ways, asked: Asked) -> None:
-    hot, slow = long_lived.both(asked)
+@given(http_request=st.one_of(gets(), posts()))
+def test_both_ways_send_the_same_bytes(long_lived: Ways, http_request: Asked) -> None:
+    fast_responses, slow = long_lived.both(http_request)
 
-    assert hot == slow
+    assert fast_responses == slow
 
 
 def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
     ways: Ways, users: list[str]
 ) -> None:
     """Without it the comparison above would compare the routes with themselves."""
-    asked = [get(users[0], b"k=20"), post({"entities": users[:300], "k": 20})]
-    for each in asked:
+    lookup_requests = [get(users[0], b"k=20"), post({"entities": users[:300], "k": 20})]
+    for request in lookup_requests:
         for source in (b'"source":"l2"', b'"source":"l1"', b'"source":"l1"'):
             ways.service.metrics.tally.take()
-            sent = ways.ask(each)
+            response = ways.ask(request)
             _, requests = ways.service.metrics.tally.take()
-            assert sent.status == 200 and source in sent.body
+            assert response.status == 200 and source in response.body
             assert sum(requests.values()) == 1
         ways.forget()
-    ways.ask(asked[0])
-    ways.ask(asked[0])
-    assert ways.service.tiers.local.ready(asked[0].path + b"?k=20") is not None
+    ways.ask(lookup_requests[0])
+    ways.ask(lookup_requests[0])
+    assert ways.service.tiers.local.ready(lookup_requests[0].path + b"?k=20") is not None
 
 
 def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
     stranger = {"id": "stranger-of-the-hot-way", "history": ["i-00001", "i-00002"]}
     ways.service.metrics.tally.take()
 
-    sent = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
+    response = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
 
     _, requests = ways.service.metrics.tally.take()
-    answers = json.loads(sent.body)["answers"]
-    assert [each["source"] for each in answers] == ["live", "l2"]
+    answers = json.loads(response.body)["answers"]
+    assert [answer["source"] for answer in answers] == ["live", "l2"]
     assert sum(requests.values()) == 1
 
 
@@ -188,90 +188,96 @@ def test_whole_batches_are_the_same_both_ways(ways: Ways, users: list[str]) -> N
     mixed = [*users[:200], "nobody", *users[:3], "nobody", 'q"\\']
     for table in ("user_topk", "user_vector", "user_affinity"):
         for body in ({"entities": mixed, "k": 7}, {"entities": users}, {"entities": ["nobody"]}):
-            hot, slow = ways.both(post(body, table), times=2)
-            assert hot == slow
+            fast_responses, slow = ways.both(post(body, table), times=2)
+            assert fast_responses == slow
 
 
 def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[str]) -> None:
     """Also where an answer lay ready."""
-    asked = get(users[0], b"k=5")
-    first = [json.loads(ways.ask(asked).body) for _ in range(3)][-1]
-    barred = first["items"][0].encode()
+    get_request = get(users[0], b"k=5")
+    first = [json.loads(ways.ask(get_request).body) for _ in range(3)][-1]
+    blocked_item = first["items"][0].encode()
 
-    ways.runner.run(ways.service.follower.shelf.block(Blocklist(1, frozenset({barred}))))
-    second = json.loads(ways.ask(asked).body)
+    ways.runner.run(ways.service.follower.shelf.block(Blocklist(1, frozenset({blocked_item}))))
+    second = json.loads(ways.ask(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
-    for each in (asked, post({"entities": users[:50], "k": 20}), post({"entities": users[:50]})):
-        hot, slow = ways.both(each)
-        assert hot == slow
+    for request in (
+        get_request,
+        post({"entities": users[:50], "k": 20}),
+        post({"entities": users[:50]}),
+    ):
+        fast_responses, slow = ways.both(request)
+        assert fast_responses == slow
 
     erased = Blocklist(2, entities=frozenset({users[0].encode()}))
     ways.runner.run(ways.service.follower.shelf.block(erased))
-    gone = json.loads(ways.ask(asked).body)
+    erased_answer = json.loads(ways.ask(get_request).body)
 
-    assert (gone["source"], gone["reason"]) == ("default", "entity_blocked")
-    hot, slow = ways.both(post({"entities": users[:50], "k": 20}))
-    assert hot == slow
+    assert (erased_answer["source"], erased_answer["reason"]) == ("default", "entity_blocked")
+    fast_responses, slow = ways.both(post({"entities": users[:50], "k": 20}))
+    assert fast_responses == slow
 
 
 def test_while_a_canary_runs_every_request_is_routed_and_counted(
     ways: Ways, users: list[str]
 ) -> None:
-    asked = get(users[0], b"k=5")
+    get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(asked)
+        ways.ask(get_request)
     ways.service.metrics.tally.take()
 
     ways.service.follower.shelf.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
     ways.service.follower.shelf.divide(by_experiments=False)
-    for each in (asked, post({"entities": users[:3]})):
-        assert ways.ask(each).status == 200
+    for request in (get_request, post({"entities": users[:3]})):
+        assert ways.ask(request).status == 200
 
     assert ways.service.metrics.tally.take() == ({}, {})
-    counted = ways.scraped("larder_canary_requests_total")
-    assert sum(counted.values()) == 2
+    count_by_label = ways.scraped("larder_canary_requests_total")
+    assert sum(count_by_label.values()) == 2
 
 
 def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passed_over(
     ways: Ways, users: list[str]
 ) -> None:
-    asked = get(users[0], b"k=5")
+    get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(asked)
-    for each in (
+        ways.ask(get_request)
+    for request in (
         get(users[0], b"arm=e%3Da"),
         get(users[0], b"k=5", headers=[(b"x-larder-arm", b"e=a")]),
         post({"entities": users[:3], "arm": "e=a"}),
         post({"entities": users[:3]}, headers=[(b"x-larder-arm", b"e=a")]),
     ):
-        assert ways.ask(each).status == 409
+        assert ways.ask(request).status == 409
     ways.service.metrics.tally.take()
 
     ways.service.follower.shelf.divide(by_experiments=True)
-    for each in (asked, post({"entities": users[:3]})):
-        assert ways.ask(each).status == 200
+    for request in (get_request, post({"entities": users[:3]})):
+        assert ways.ask(request).status == 200
 
     assert ways.service.metrics.tally.take() == ({}, {})
 
 
 def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None:
-    asked = get(users[0], b"k=5")
+    get_request = get(users[0], b"k=5")
     for _ in range(3):
-        ways.ask(asked)
+        ways.ask(get_request)
 
     ways.service.follower.note("pointer", "pointer_vanished")
 
-    for each in (asked, post({"entities": [*users[:5], "nobody"]})):
-        hot, slow = ways.both(each)
-        assert hot == slow and all(b'"stale":"pointer_vanished"' in sent.body for sent in hot)
+    for request in (get_request, post({"entities": [*users[:5], "nobody"]})):
+        fast_responses, slow = ways.both(request)
+        assert fast_responses == slow and all(
+            b'"stale":"pointer_vanished"' in response.body for response in fast_responses
+        )
 
 
 def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: list[str]) -> None:
     """Invariant 6, over both ways."""
-    for hot in (True, False, True):
-        for each in (get(users[0]), get("nobody"), post({"entities": [*users[:20], "nobody"]})):
-            assert ways.ask(each, hot=hot).status == 200
+    for is_fast in (True, False, True):
+        for request in (get(users[0]), get("nobody"), post({"entities": [*users[:20], "nobody"]})):
+            assert ways.ask(request, is_fast=is_fast).status == 200
     ways.ask(get(users[0], b"k=0"))
 
     entities = sum(ways.scraped("larder_entities_total").values())
@@ -298,9 +304,9 @@ def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
     limit = ways.service.body_bytes
     long = b'{"entities":["' + b"x" * limit + b'"]}'
     declared = ((b"content-length", b"%d" % (limit + 1)),)
-    for asked in (post(long), post(b"", headers=declared)):
-        hot, slow = ways.both(asked, times=1)
-        assert hot == slow and hot[0].status == 413
+    for request in (post(long), post(b"", headers=declared)):
+        fast_responses, slow = ways.both(request, times=1)
+        assert fast_responses == slow and fast_responses[0].status == 413
 
 
 def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[str]) -> None:
@@ -313,11 +319,11 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
             ((b"authorization", b"Bearer x"),),
             ((b"authorization", b"Bearer x"), *good),
         ):
-            for each in (
+            for request in (
                 get(users[0], headers=headers),
                 post({"entities": users[:2]}, headers=headers),
             ):
-                assert ways.ask(each).status == 401
+                assert ways.ask(request).status == 401
         assert ways.ask(get(users[0], headers=good)).status == 200
 
 
@@ -351,19 +357,19 @@ def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
 ) -> None:
     live = ways.service.holding().live
     table = live.manifest.tables["user_topk"]
-    wants = [want_in(live, table, user.encode()) for user in users[:4]]
-    for asked in (get(users[0], b"k=20"), post({"entities": users[:4], "k": 20})):
-        found = []
-        for hot in (True, False):
+    record_keys = [want_in(live, table, user.encode()) for user in users[:4]]
+    for request in (get(users[0], b"k=20"), post({"entities": users[:4], "k": 20})):
+        response_pairs = []
+        for is_fast in (True, False):
             ways.forget()
-            ways.ask(post({"entities": users[:4]}), hot=False)
-            key = LocalKey(live.generation, table.name, wants[0].key)
+            ways.ask(post({"entities": users[:4]}), is_fast=False)
+            key = LocalKey(live.generation, table.name, record_keys[0].key)
             entry = ways.service.tiers.local.get(key)
             assert entry is not None
             record = entry.record[:at] + raw + entry.record[at + len(raw) :]
             ways.service.tiers.local.put(key, entry._replace(record=record))
-            found.append([ways.ask(asked, hot=hot) for _ in range(2)])
-        assert found[0] == found[1]
+            response_pairs.append([ways.ask(request, is_fast=is_fast) for _ in range(2)])
+        assert response_pairs[0] == response_pairs[1]
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
@@ -383,15 +389,15 @@ def test_a_body_is_parsed_once_whatever_comes_of_it(
     parsed: list[object] = []
     loads = orjson.loads
 
-    def counted(raw: bytes) -> object:
+    def note_and_load(raw: bytes) -> object:
         parsed.append(raw)
         return loads(raw)
 
-    monkeypatch.setattr(orjson, "loads", counted)
+    monkeypatch.setattr(orjson, "loads", note_and_load)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
-    sent = long_lived.ask(post(body))
+    response = long_lived.ask(post(body))
 
-    assert sent.status == status and parsed.count(body) == 1
+    assert response.status == status and parsed.count(body) == 1
 
 
 def to(path: bytes, body: bytes) -> Asked:
@@ -402,8 +408,8 @@ SENT_AS_ARROW = ((b"content-type", MEDIA_TYPE.encode()),)
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
-@pytest.mark.parametrize("hot", [True, False])
-@pytest.mark.parametrize("asked", [
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("http_request", [
     post({"entities": ["u-00001"], "deadline_ms": 900}),
     post({"entities": [{"id": "new", "history": ["i-00001"]}], "deadline_ms": 900}),
     post(write_arrow_ids(["u-00001"], {"deadline_ms": "900"}), headers=SENT_AS_ARROW),
@@ -411,26 +417,30 @@ SENT_AS_ARROW = ((b"content-type", MEDIA_TYPE.encode()),)
     to(b"/v1/score", b'{"id":"u-00001","items":["i-00001"],"deadline_ms":900}'),
 ], ids=["ids", "history", "arrow", "tables", "score"])  # fmt: skip
 def test_a_large_body_is_read_in_no_turn_of_the_loop(
-    long_lived: Ways, monkeypatch: pytest.MonkeyPatch, asked: Asked, hot: bool, is_behind: bool
+    long_lived: Ways,
+    monkeypatch: pytest.MonkeyPatch,
+    http_request: Asked,
+    is_fast: bool,
+    is_behind: bool,
 ) -> None:
     threads: list[int] = []
 
     def noting(read):
-        def read_and_note(*given):
+        def read_and_note(*arguments):
             threads.append(threading.get_ident())
-            return read(*given)
+            return read(*arguments)
 
         return read_and_note
 
     for name in "read_json", "read_stream":
         monkeypatch.setattr(content, name, noting(getattr(content, name)))
     for module in content, batch_request, gate:
-        monkeypatch.setattr(module, "LARGE", len(asked.pieces[0]) - 1)
+        monkeypatch.setattr(module, "LARGE", len(http_request.pieces[0]) - 1)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
 
-    sent = long_lived.ask(asked, hot=hot)
+    response = long_lived.ask(http_request, is_fast=is_fast)
 
-    assert sent.status in (200, 422) and len(threads) == 1
+    assert response.status in (200, 422) and len(threads) == 1
     assert threading.get_ident() not in threads
 
 
@@ -442,5 +452,9 @@ def test_of_a_stranger_no_body_is_waited_for_on_either_way(
         for wait in 0.0, 0.1:
             monkeypatch.setattr(ways.service.admission.loop, "wait", wait)
             for path in paths:
-                nothing = Asked("POST", path, pieces=())  # whoever waits for it hears of its end
-                assert [ways.ask(nothing, hot=hot).status for hot in (True, False)] == [401] * 2
+                bodiless_request = Asked(
+                    "POST", path, pieces=()
+                )  # whoever waits for it hears of its end
+                assert [
+                    ways.ask(bodiless_request, is_fast=is_fast).status for is_fast in (True, False)
+                ] == [401] * 2

@@ -33,18 +33,18 @@ def users(night: NightConfig) -> list[str]:
 
 @pytest.fixture(params=["tasks", "joined"])
 def ways(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways]:
-    for found in running(night):
-        found.joins = request.param == "joined"
-        yield found
-        assert found.service.admission.under_way == 0
+    for running_ways in running(night):
+        running_ways.joins = request.param == "joined"
+        yield running_ways
+        assert running_ways.service.admission.under_way == 0
 
 
 @pytest.fixture(params=["tasks", "joined"])
 def patient(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways]:
     """The same with time enough for Redis on a busy machine, where answers are compared and not clocks."""
-    for found in running(night, l2_deadline_ms=2_500.0):
-        found.joins = request.param == "joined"
-        yield found
+    for running_ways in running(night, l2_deadline_ms=2_500.0):
+        running_ways.joins = request.param == "joined"
+        yield running_ways
 
 
 def get(user: str, query: bytes = b"", table: str = "user_topk") -> Asked:
@@ -60,33 +60,33 @@ def batches(ways: Ways) -> int:
 def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
     ways: Ways, users: list[str]
 ) -> None:
-    asked = [get(user, b"k=20") for user in users[:40]]
-    before = batches(ways)
+    requests = [get(user, b"k=20") for user in users[:40]]
+    batches_before = batches(ways)
 
-    together = ways.ask_at_once(asked)
+    grouped_responses = ways.ask_at_once(requests)
 
-    assert batches(ways) - before == 1
-    assert ways.joined == (len(asked) if ways.joins else 0)
+    assert batches(ways) - batches_before == 1
+    assert ways.joined == (len(requests) if ways.joins else 0)
     ways.forget()
-    assert together == [ways.ask(each, hot=False) for each in asked]
+    assert grouped_responses == [ways.ask(request, is_fast=False) for request in requests]
 
 
 def test_nobody_waits_for_company_unless_many_came_of_late(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = ways.hot._singles._together
+    coalescer = ways.hot._singles._together
     joined: list[str] = []
-    ask = together.ask
+    join = coalescer.ask
 
-    def watched(one: Any) -> Any:
-        joined.append(one.asked.id)
-        return ask(one)
+    def watched(request: Any) -> Any:
+        joined.append(request.asked.id)
+        return join(request)
 
-    monkeypatch.setattr(together, "ask", watched)
+    monkeypatch.setattr(coalescer, "ask", watched)
 
     async def wave(names: list[str]) -> None:
         await asyncio.gather(*(ways.alone(_scope(name)) for name in names))
-        while together._is_open:  # noqa: ASYNC110 - a few turns
+        while coalescer._is_open:  # noqa: ASYNC110 - a few turns
             await asyncio.sleep(0)
 
     ways.runner.run(wave(users[:1]))
@@ -106,7 +106,7 @@ def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
 ) -> None:
     """Tables, lengths, ids that nobody knows, that come twice, that need quoting: from Redis, from L1, ready."""
     items = [f"i-{number:05d}" for number in range(30)]
-    asked = [
+    requests = [
         get(id_, query, table)
         for table in TABLES
         for query in (b"", b"k=3")
@@ -115,33 +115,38 @@ def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
             users[0], items[0], "nobody", 'q"\\', "team/57/a",
         ]
     ]  # fmt: skip
-    together = [patient.ask_at_once(asked) for _ in range(3)]
-    behind = [patient.ask(each, hot=False) for each in asked]
+    response_rounds = [patient.ask_at_once(requests) for _ in range(3)]
+    behind = [patient.ask(request, is_fast=False) for request in requests]
 
     # One by one, the second question about a record finds it in L1.
-    assert b'"source":"l2"' in together[0][0].body
-    for sent in together:
-        pairs = [(_of_l1(one), _of_l1(other)) for one, other in zip(sent, behind, strict=True)]
-        assert [each for each in pairs if each[0] != each[1]] == []
+    assert b'"source":"l2"' in response_rounds[0][0].body
+    for grouped_responses in response_rounds:
+        pairs = [
+            (_of_l1(grouped_response), _of_l1(routed_response))
+            for grouped_response, routed_response in zip(grouped_responses, behind, strict=True)
+        ]
+        assert [pair for pair in pairs if pair[0] != pair[1]] == []
 
 
-def _of_l1(sent: Sent) -> tuple[int, bytes]:
-    return sent.status, sent.body.replace(b'"source":"l2"', b'"source":"l1"')
+def _of_l1(response: Sent) -> tuple[int, bytes]:
+    return response.status, response.body.replace(b'"source":"l2"', b'"source":"l1"')
 
 
 def test_more_than_a_group_holds_are_several_groups(ways: Ways, users: list[str]) -> None:
-    asked = [get(user, b"k=5") for user in (users * 3)[: 2 * MOST + 10]]
+    requests = [get(user, b"k=5") for user in (users * 3)[: 2 * MOST + 10]]
 
-    together = ways.ask_at_once(asked)
+    grouped_responses = ways.ask_at_once(requests)
 
-    assert {sent.status for sent in together} == {200}
-    assert [json.loads(sent.body)["id"] for sent in together] == (users * 3)[: len(asked)]
+    assert {response.status for response in grouped_responses} == {200}
+    assert [json.loads(response.body)["id"] for response in grouped_responses] == (users * 3)[
+        : len(requests)
+    ]
 
 
 def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) -> None:
-    asked = [get(user) for user in [*users[:30], "nobody", "nothing"]]
+    requests = [get(user) for user in [*users[:30], "nobody", "nothing"]]
     for _ in range(3):
-        ways.ask_at_once(asked)
+        ways.ask_at_once(requests)
 
     assert sum(ways.scraped("larder_entities_total").values()) == 96
     assert sum(ways.scraped("larder_answers_total").values()) == 96
@@ -156,27 +161,27 @@ def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) ->
 def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = ways.hot._singles._together
-    together._expected = LEAST
+    coalescer = ways.hot._singles._together
+    coalescer._expected = LEAST
 
-    async def turn() -> list[object]:
+    async def run_iteration() -> list[object]:
         tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * LEAST]]
-        tell = together._tell
+        resolve_group = coalescer._tell
 
-        async def leaving(*known: Any) -> None:
+        async def leaving(*arguments: Any) -> None:
             asyncio.get_running_loop().call_soon(tasks[3].cancel)
-            await tell(*known)
+            await resolve_group(*arguments)
 
-        monkeypatch.setattr(together, "_tell", leaving)
+        monkeypatch.setattr(coalescer, "_tell", leaving)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = ways.runner.run(turn())
+    outcomes = ways.runner.run(run_iteration())
 
-    assert isinstance(found[3], asyncio.CancelledError)
-    assert all(isinstance(each, tuple) for place, each in enumerate(found) if place != 3)
+    assert isinstance(outcomes[3], asyncio.CancelledError)
+    assert all(isinstance(outcome, tuple) for index, outcome in enumerate(outcomes) if index != 3)
     answers, requests = ways.service.metrics.tally.take()
     assert sum(answers.values()) == sum(requests.values()) == 2 * LEAST - 1
-    assert not together._tasks and not len(ways.service.tiers.flights)
+    assert not coalescer._tasks and not len(ways.service.tiers.flights)
 
 
 def _scope(user: str) -> dict[str, Any]:
@@ -191,21 +196,21 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
     read_as_rows: list[int] = []
     get_rows = ways.service.tiers.get_rows
 
-    async def watched(view: Any, wants: Any, deadline: float | None) -> Any:
-        read_as_rows.append(len(wants))
-        return await get_rows(view, wants, deadline)
+    async def watched(view: Any, record_keys: Any, deadline: float | None) -> Any:
+        read_as_rows.append(len(record_keys))
+        return await get_rows(view, record_keys, deadline)
 
     monkeypatch.setattr(ways.service.tiers, "get_rows", watched)
     hasty = b"k=5&deadline_ms=%d" % int(900 * ways.service.l2_bound_s())
-    asked = [get(user, hasty if place % 2 else b"k=5") for place, user in enumerate(users[:40])]
+    requests = [get(user, hasty if index % 2 else b"k=5") for index, user in enumerate(users[:40])]
 
-    assert {sent.status for sent in ways.ask_at_once(asked)} == {200}
+    assert {response.status for response in ways.ask_at_once(requests)} == {200}
     assert len(read_as_rows) == 1 and 0 < read_as_rows[0] <= 20
 
     ways.forget()
-    together = ways.hot._singles._together
-    monkeypatch.setattr(together, "_still_have_time", lambda _members: False)
-    assert {sent.status for sent in ways.ask_at_once(asked)} == {200}
+    coalescer = ways.hot._singles._together
+    monkeypatch.setattr(coalescer, "_still_have_time", lambda _members: False)
+    assert {response.status for response in ways.ask_at_once(requests)} == {200}
     assert len(read_as_rows) == 1
 
 
@@ -221,10 +226,12 @@ def test_without_redis_each_goes_down_the_ladder_with_its_reason(
         return future
 
     monkeypatch.setattr(remote, "submit", submit)
-    bodies = [json.loads(sent.body) for sent in ways.ask_at_once([get(u) for u in users[:20]])]
+    bodies = [
+        json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
+    ]
 
-    assert {(each["source"], each["reason"]) for each in bodies} == {("default", "l2_down")}
-    assert [each["id"] for each in bodies] == users[:20]
+    assert {(body["source"], body["reason"]) for body in bodies} == {("default", "l2_down")}
+    assert [body["id"] for body in bodies] == users[:20]
     assert sum(ways.scraped("larder_misses_total").values()) == 20
     assert ways.service.tiers.counters.total == 20
 
@@ -236,34 +243,36 @@ def test_what_fails_together_is_answered_alone(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("serving.fast_lookup.coalescer.texts_of", broken)
-    bodies = [json.loads(sent.body) for sent in ways.ask_at_once([get(u) for u in users[:20]])]
+    bodies = [
+        json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
+    ]
 
-    assert [each["id"] for each in bodies] == users[:20]
-    assert {each["source"] for each in bodies} <= {"l1", "l2"}
+    assert [body["id"] for body in bodies] == users[:20]
+    assert {body["source"] for body in bodies} <= {"l1", "l2"}
 
 
 def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     """Each request is answered from what it captured."""
-    shelf = ways.service.follower.shelf
+    holder = ways.service.follower.shelf
     old = ways.service.holding()
     new = dataclasses.replace(old, live=old.live.released_as(old.live.epoch + 1, 1_800_000_000.0))
-    hot = ways.hot
-    hot._singles._together._expected = LEAST
+    fast_lookups = ways.hot
+    fast_lookups._singles._together._expected = LEAST
 
-    async def turn() -> list[Any]:
+    async def run_iteration() -> list[Any]:
         loop = asyncio.get_running_loop()
         first = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
-        loop.call_soon(setattr, shelf, "holding", new)
+        loop.call_soon(setattr, holder, "holding", new)
         second = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
         return await asyncio.gather(*first, *second)
 
     try:
-        found = [json.loads(answer[1]["body"]) for answer in ways.runner.run(turn())]
+        answers = [json.loads(answer[1]["body"]) for answer in ways.runner.run(run_iteration())]
     finally:
-        shelf.holding = old
+        holder.holding = old
 
-    told = [each["published_at"] for each in found]
-    assert told == [old.live.published_at] * 10 + [new.live.published_at] * 10
+    publication_times = [answer["published_at"] for answer in answers]
+    assert publication_times == [old.live.published_at] * 10 + [new.live.published_at] * 10
 
 
 @pytest.mark.parametrize(
@@ -281,8 +290,8 @@ def test_a_damaged_record_costs_nobody_else_an_answer(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch, at: int, raw: bytes
 ) -> None:
     live = ways.service.holding().live
-    want = want_in(live, live.manifest.tables["user_topk"], users[8].encode())
-    (bad,) = reads_of(live.view, [want])
+    record_key = want_in(live, live.manifest.tables["user_topk"], users[8].encode())
+    (damaged_read,) = reads_of(live.view, [record_key])
     remote: Any = ways.service.tiers._remote
     read = remote.submit
 
@@ -292,21 +301,23 @@ def test_a_damaged_record_costs_nobody_else_an_answer(
         def spoilt(answers: Any) -> Any:
             return keep(
                 [
-                    each[:at] + raw + each[at + len(raw) :] if of == bad else each
-                    for of, each in zip(named, answers, strict=True)
+                    record[:at] + raw + record[at + len(raw) :] if of == damaged_read else record
+                    for of, record in zip(named, answers, strict=True)
                 ]
             )
 
         return read(reads, spoilt)
 
     monkeypatch.setattr(remote, "submit", submit)
-    asked = [get(user, b"k=20") for user in users[:20]]
-    together = ways.ask_at_once(asked)
+    requests = [get(user, b"k=20") for user in users[:20]]
+    grouped_responses = ways.ask_at_once(requests)
     ways.forget()
 
     # Whom the hot route leaves to the ladder finds in L1 what it has just read.
-    behind = [ways.ask(each, hot=False) for each in asked]
-    assert [_of_l1(each) for each in together] == [_of_l1(each) for each in behind]
+    behind = [ways.ask(request, is_fast=False) for request in requests]
+    assert [_of_l1(response) for response in grouped_responses] == [
+        _of_l1(response) for response in behind
+    ]
 
 
 def test_what_lies_in_memory_waits_for_no_read(
@@ -316,30 +327,30 @@ def test_what_lies_in_memory_waits_for_no_read(
     remote: Any = ways.service.tiers._remote
     monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())
 
-    async def turn() -> list[bool]:
+    async def run_iteration() -> list[bool]:
         ways.hot._singles._together._expected = LEAST
         tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[:10]]
         for _ in range(20):
             await asyncio.sleep(0)
-        done = [task.done() for task in tasks]
+        done_flags = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
         for task in ways.hot._singles._together._tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return done
+        return done_flags
 
-    assert ways.runner.run(turn()) == [place == 3 for place in range(10)]
+    assert ways.runner.run(run_iteration()) == [index == 3 for index in range(10)]
 
 
 def test_what_is_blocked_is_gone_from_a_turn(ways: Ways, users: list[str]) -> None:
-    asked = [get(user, b"k=5") for user in users[:20]]
-    barred = json.loads(ways.ask(asked[0]).body)["items"][0].encode()
-    blocklist = Blocklist(1, frozenset({barred}), entities=frozenset({users[5].encode()}))
+    requests = [get(user, b"k=5") for user in users[:20]]
+    blocked_item = json.loads(ways.ask(requests[0]).body)["items"][0].encode()
+    blocklist = Blocklist(1, frozenset({blocked_item}), entities=frozenset({users[5].encode()}))
     ways.runner.run(ways.service.follower.shelf.block(blocklist))
 
     ways.forget()
-    together = ways.ask_at_once(asked)
+    grouped_responses = ways.ask_at_once(requests)
     ways.forget()
-    assert together == [ways.ask(each, hot=False) for each in asked]
-    assert json.loads(together[5].body)["reason"] == "entity_blocked"
+    assert grouped_responses == [ways.ask(request, is_fast=False) for request in requests]
+    assert json.loads(grouped_responses[5].body)["reason"] == "entity_blocked"

@@ -45,8 +45,10 @@ def url(
 @pytest.fixture(scope="module")
 def users(night: NightConfig) -> list[str]:
     """Two ids of the night that need no escaping."""
-    plain = [user for user in sorted(histories(night)) if user.isascii() and user.isalnum()]
-    return plain[:2]
+    unescaped_users = [
+        user for user in sorted(histories(night)) if user.isascii() and user.isalnum()
+    ]
+    return unescaped_users[:2]
 
 
 def get(path: str, *fields: bytes) -> bytes:
@@ -156,9 +158,9 @@ def test_a_rule_of_http_holds(url: str, rule: Rule) -> None:
 
 
 def test_many_fields_do_not_stop_the_service(url: str) -> None:
-    many = get("/healthz", *(b"X-%d: 1" % number for number in range(101)))
+    request = get("/healthz", *(b"X-%d: 1" % number for number in range(101)))
     # The fast transport has a bound on them, uvicorn's has none.
-    assert statuses(exchange(url, many + LAST)) in ([431], [200, 200])
+    assert statuses(exchange(url, request + LAST)) in ([431], [200, 200])
     assert statuses(exchange(url, LAST)) == [200]
 
 
@@ -256,10 +258,10 @@ def test_nothing_but_empty_lines_stands_before_a_request(url: str, start: bytes)
 
 @pytest.mark.parametrize("start", [b"\r", b"\r\n", b"\r\n\r"])
 def test_empty_lines_before_a_request_may_come_in_pieces(url: str, start: bytes) -> None:
-    rest = (b"\r\n" + LAST) if start.endswith(b"\n") else (b"\n" + LAST)
+    remainder = (b"\r\n" + LAST) if start.endswith(b"\n") else (b"\n" + LAST)
     with RawConnection(url) as connection:
         connection.send(start)
-        connection.send(rest)
+        connection.send(remainder)
         assert statuses(connection.responses()) == [200]
 
 
@@ -372,12 +374,12 @@ def test_a_trailer_that_is_none_is_refused(url: str, users: list[str], trailer: 
 
 
 def test_requests_behind_chunks_are_read_from_where_these_end(url: str, users: list[str]) -> None:
-    asked = chunked(lookup(users[0]), b"0\r\nX: y\r\n\r\n") + get(f"{TABLE}/{users[1]}?k=1")
-    whole = asked * 2 + LAST
-    for size in (len(whole), 1, 7, 50):
+    request_pair = chunked(lookup(users[0]), b"0\r\nX: y\r\n\r\n") + get(f"{TABLE}/{users[1]}?k=1")
+    byte_stream = request_pair * 2 + LAST
+    for size in (len(byte_stream), 1, 7, 50):
         with RawConnection(url) as connection:
-            for at in range(0, len(whole), size):
-                connection.send(whole[at : at + size])
+            for at in range(0, len(byte_stream), size):
+                connection.send(byte_stream[at : at + size])
             responses = connection.responses()
         assert [ids_of(response) for response in responses[:-1]] == [users[:1], users[1:2]] * 2
 
@@ -395,10 +397,10 @@ WRONG = [
 def test_valid_requests_are_answered_before_the_one_behind_them_is_refused(
     url: str, users: list[str], wrong: bytes, count: int
 ) -> None:
-    asked = [users[number % 2] for number in range(count)]
-    sent = b"".join(get(f"{TABLE}/{user}?k=2") for user in asked)
-    *answers, refusal = exchange(url, sent + wrong + LAST)
-    assert [ids_of(answer) for answer in answers] == [[user] for user in asked]
+    requested_users = [users[number % 2] for number in range(count)]
+    raw_requests = b"".join(get(f"{TABLE}/{user}?k=2") for user in requested_users)
+    *answers, refusal = exchange(url, raw_requests + wrong + LAST)
+    assert [ids_of(answer) for answer in answers] == [[user] for user in requested_users]
     assert refusal.status // 100 == 4 or refusal.status == 505
     assert refusal.closes
 
@@ -406,16 +408,16 @@ def test_valid_requests_are_answered_before_the_one_behind_them_is_refused(
 def test_a_body_that_breaks_off_behind_a_request_leaves_its_answer(
     url: str, users: list[str]
 ) -> None:
-    sent = post(lookup(users[0])) + chunked(lookup(users[1]), b"nonsense\r\n")
-    answer, refusal = exchange(url, sent)
+    raw_requests = post(lookup(users[0])) + chunked(lookup(users[1]), b"nonsense\r\n")
+    answer, refusal = exchange(url, raw_requests)
     assert (ids_of(answer), refusal.status) == (users[:1], 400)
 
 
 def test_requests_within_the_bound_are_answered_before_more_are_refused(
     url: str, users: list[str]
 ) -> None:
-    sent = get(f"{TABLE}/{users[0]}?k=2") * (PIPELINE_MAX + 1)
-    responses = exchange(url, sent + LAST)
+    raw_requests = get(f"{TABLE}/{users[0]}?k=2") * (PIPELINE_MAX + 1)
+    responses = exchange(url, raw_requests + LAST)
     assert statuses(responses)[:PIPELINE_MAX] == [200] * PIPELINE_MAX
     # Uvicorn's transport has no bound on what waits.
     assert statuses(responses)[PIPELINE_MAX:] in ([429], [200, 200])
@@ -423,15 +425,15 @@ def test_requests_within_the_bound_are_answered_before_more_are_refused(
 
 def half_closed(users: list[str], unknown: str) -> dict[str, tuple[bytes, list[list[str]]]]:
     """What is sent before a peer closes its side, and the ids that are answered."""
-    one, other = users
-    ask_one, ask_other = get(f"{TABLE}/{one}?k=1"), get(f"{TABLE}/{other}?k=1")
+    first_user, second_user = users
+    ask_one, ask_other = get(f"{TABLE}/{first_user}?k=1"), get(f"{TABLE}/{second_user}?k=1")
     return {
-        "a GET": (ask_one, [[one]]),
+        "a GET": (ask_one, [[first_user]]),
         "a GET of an unknown id": (get(f"{TABLE}/{unknown}?k=1"), [[unknown]]),
-        "two GETs": (ask_one + ask_other, [[one], [other]]),
-        "a POST of unknown ids": (post(lookup(unknown, one)), [[unknown, one]]),
-        "POST and GET": (post(lookup(unknown)) + ask_other, [[unknown], [other]]),
-        "GET and POST": (ask_one + post(lookup(unknown)), [[one], [unknown]]),
+        "two GETs": (ask_one + ask_other, [[first_user], [second_user]]),
+        "a POST of unknown ids": (post(lookup(unknown, first_user)), [[unknown, first_user]]),
+        "POST and GET": (post(lookup(unknown)) + ask_other, [[unknown], [second_user]]),
+        "GET and POST": (ask_one + post(lookup(unknown)), [[first_user], [unknown]]),
         "chunks": (chunked(lookup(unknown)), [[unknown]]),
     }
 
@@ -443,12 +445,12 @@ def test_a_peer_that_has_closed_its_side_gets_its_answers(
 ) -> None:
     for number in range(5):
         unknown = f"nobody-{case}-{is_known}-{number}".replace(" ", "-")
-        sent, expected = half_closed(users, unknown)[case]
+        raw_requests, expected = half_closed(users, unknown)[case]
         with RawConnection(url) as connection:
             for _ in range(3 if is_known else 0):
                 connection.send(get("/healthz"))
                 assert connection.response() is not None
-            connection.send(sent)
+            connection.send(raw_requests)
             connection.close_own_side()
             responses = connection.responses()
         assert [ids_of(response) for response in responses] == expected
@@ -457,10 +459,10 @@ def test_a_peer_that_has_closed_its_side_gets_its_answers(
 def test_a_request_that_its_sender_cut_off_is_refused_behind_the_answers(
     url: str, users: list[str]
 ) -> None:
-    asked = get(f"{TABLE}/{users[0]}?k=1")
-    cut = [asked[:9], asked[:-2], post(lookup(users[1]))[:-5], chunked(lookup(users[1]))[:-3]]
+    request = get(f"{TABLE}/{users[0]}?k=1")
+    cut = [request[:9], request[:-2], post(lookup(users[1]))[:-5], chunked(lookup(users[1]))[:-3]]
     for part in cut:
-        assert statuses(exchange(url, asked + part, is_half_closed=True)) == [200, 400]
+        assert statuses(exchange(url, request + part, is_half_closed=True)) == [200, 400]
         assert statuses(exchange(url, part, is_half_closed=True)) == [400]
     assert exchange(url, b"", is_half_closed=True) == []
 

@@ -63,40 +63,41 @@ class Court:
     ) -> tuple[Told, Told]:
         """What each answers to these bytes."""
 
-        async def ask() -> tuple[Told, Told]:
-            ours, judges = await asyncio.gather(
+        async def send_to_both() -> tuple[Told, Told]:
+            service_reply, judges = await asyncio.gather(
                 *(
-                    _tell(each.sockets[0].getsockname(), pieces, quiet_s, waits=waits)
-                    for each in self.servers
+                    _tell(server.sockets[0].getsockname(), pieces, quiet_s, waits=waits)
+                    for server in self.servers
                 )
             )
-            return ours, judges
+            return service_reply, judges
 
-        return self.runner.run(ask())
+        return self.runner.run(send_to_both())
 
     def agree(self, pieces: list[bytes], *, waits: bool = False) -> None:
         """Fails unless both answer alike, or a bound was passed."""
-        ended = self.shared.connections.ended.total()
+        ended_count = self.shared.connections.ended.total()
         for quiet_s in (QUIET_S, PATIENT_S):
-            ours, judges = self.both(pieces, quiet_s, waits=waits)
-            if ours == judges:
+            service_reply, judges = self.both(pieces, quiet_s, waits=waits)
+            if service_reply == judges:
                 return
-        assert self.shared.connections.ended.total() > ended, (ours, judges)
-        answered, _, refusal = ours.data.rpartition(b"HTTP/1.1 ")
-        before = answered if REFUSED.match(b"HTTP/1.1 " + refusal) else ours.data
-        assert ours.is_ended, (ours, judges)
-        assert self.judged(before, judges, b"".join(pieces)), (ours, judges)
+        assert self.shared.connections.ended.total() > ended_count, (service_reply, judges)
+        answered, _, refusal = service_reply.data.rpartition(b"HTTP/1.1 ")
+        answered_data = answered if REFUSED.match(b"HTTP/1.1 " + refusal) else service_reply.data
+        assert service_reply.is_ended, (service_reply, judges)
+        assert self.judged(answered_data, judges, b"".join(pieces)), (service_reply, judges)
 
-    def judged(self, before: bytes, judges: Told, whole: bytes) -> bool:
+    def judged(self, answered_data: bytes, judges: Told, sent_data: bytes) -> bool:
         """Whether the judge answers some beginning of what was sent with these bytes.
 
         Not always the whole: for what is no request behind one that is not answered yet it drops that one's answer.
         """
-        if judges.data.startswith(before):
+        if judges.data.startswith(answered_data):
             return True
-        ends = [each.end() for each in re.finditer(rb"\r\n\r\n", whole)]
+        ends = [match.end() for match in re.finditer(rb"\r\n\r\n", sent_data)]
         return any(
-            self.both([whole[:end]], PATIENT_S)[1].data.startswith(before) for end in reversed(ends)
+            self.both([sent_data[:end]], PATIENT_S)[1].data.startswith(answered_data)
+            for end in reversed(ends)
         )
 
 
@@ -131,10 +132,10 @@ async def _tell(
             caller.moved.clear()
             await asyncio.wait_for(caller.moved.wait(), quiet_s)
     transport.abort()
-    told = bytes(caller.data)
+    reply_data = bytes(caller.data)
     for pattern, instead in OF_THE_MOMENT:
-        told = pattern.sub(instead, told)
-    return Told(told, caller.is_ended)
+        reply_data = pattern.sub(instead, reply_data)
+    return Told(reply_data, caller.is_ended)
 
 
 @pytest.fixture(scope="module")
@@ -151,28 +152,32 @@ def court(night: NightConfig) -> Iterator[Court]:
         app, ws="none", lifespan="off", access_log=False, proxy_headers=False, log_config=None
     )
     config.load()
-    ours = protocol(shared)
+    protocol_factory = protocol(shared)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())
         app.fast = app.wire = Hot(app.state.service, clock=lambda: NOW)
         ladder: Any = app.state.service.ladder
         ladder._clock = ladder.reply._clock = lambda: NOW
-        found = Court(
+        fuzz_court = Court(
             runner, state, shared, sorted(histories(night))[:6],
-            lambda: ours(config, state, {}), lambda: Http1Protocol(config, state, {}),
+            lambda: protocol_factory(config, state, {}), lambda: Http1Protocol(config, state, {}),
         )  # fmt: skip
 
         async def listen(make: Callable[[], asyncio.Protocol]) -> Any:
             return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
 
-        found.servers = [runner.run(listen(each)) for each in (found.ours, found.judges)]
-        for user in found.users * 3:
+        fuzz_court.servers = [
+            runner.run(listen(factory)) for factory in (fuzz_court.ours, fuzz_court.judges)
+        ]
+        for user in fuzz_court.users * 3:
             target = f"/v1/lookup/user_topk/{quote(user, safe='')}".encode()
-            found.both([b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"])
-        yield found
-        for each in found.servers:
-            each.close()
+            fuzz_court.both(
+                [b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"]
+            )
+        yield fuzz_court
+        for server in fuzz_court.servers:
+            server.close()
         runner.run(life.__aexit__(None, None, None))
 
 
@@ -211,8 +216,8 @@ LASTS = st.sampled_from(
 
 
 def chunked(body: bytes, step: int, last: bytes) -> bytes:
-    found = [body[at : at + step] for at in range(0, len(body), step)]
-    return b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in found) + last
+    chunks = [body[at : at + step] for at in range(0, len(body), step)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + last
 
 
 @st.composite
@@ -220,10 +225,10 @@ def requests(draw: st.DrawFn, users: list[str], is_good: bool) -> list[bytes]:
     """One as its bytes; some of them several times, as a client repeats itself."""
     method, body = draw(GOOD_METHODS if is_good else METHODS), draw(BODIES)
     end, version = (b"\r\n", b"HTTP/1.1") if is_good else (draw(ENDS), draw(VERSIONS))
-    known = (st.sampled_from(users) | hostile.ids).map(
-        lambda each: f"/v1/lookup/user_topk/{quote(each, safe='')}".encode()
+    known_targets = (st.sampled_from(users) | hostile.ids).map(
+        lambda id_: f"/v1/lookup/user_topk/{quote(id_, safe='')}".encode()
     )
-    target = draw(known | (GOOD_TARGETS if is_good else TARGETS))
+    target = draw(known_targets | (GOOD_TARGETS if is_good else TARGETS))
     lines = [b"Host: a", *draw(st.lists(GOOD_LINES if is_good else LINES, max_size=2))]
     tail = b""
     if method in (b"POST", b"PUT"):
@@ -238,24 +243,24 @@ def requests(draw: st.DrawFn, users: list[str], is_good: bool) -> list[bytes]:
             lines.append(b"Transfer-Encoding: chunked")
             last = b"0\r\n\r\n" if framing == "chunked" else draw(LASTS)
             tail = chunked(body, draw(st.integers(1, 9)), last)
-    found = end.join([b" ".join([method, target, version]), *lines, b"", b""]) + tail
-    return [found] * draw(st.sampled_from([1, 1, 2, 4]))
+    raw_request = end.join([b" ".join([method, target, version]), *lines, b"", b""]) + tail
+    return [raw_request] * draw(st.sampled_from([1, 1, 2, 4]))
 
 
 @st.composite
 def streams(draw: st.DrawFn, users: list[str]) -> list[bytes]:
     """Several requests of one connection, the last of them or many of them bad, perhaps damaged, in pieces."""
     good = draw(st.lists(requests(users, True), max_size=4))
-    bad = draw(st.lists(requests(users, False), max_size=2))
-    apart = [*chain(*good, *bad), CLOSE]
+    bad_requests = draw(st.lists(requests(users, False), max_size=2))
+    apart = [*chain(*good, *bad_requests), CLOSE]
     if draw(st.booleans()):
         return apart
-    whole = bytearray(b"".join(apart))
+    stream = bytearray(b"".join(apart))
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
-        at = draw(st.integers(0, len(whole) - 1))
-        whole[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
-    places = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=5)))
-    return [bytes(whole[a:b]) for a, b in pairwise([0, *places, len(whole)]) if a < b]
+        at = draw(st.integers(0, len(stream) - 1))
+        stream[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
+    cut_positions = sorted(draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    return [bytes(stream[a:b]) for a, b in pairwise([0, *cut_positions, len(stream)]) if a < b]
 
 
 def fuzz(court: Court, examples: int) -> None:
@@ -282,54 +287,58 @@ def test_a_stream_that_arrives_byte_by_byte_is_the_same_stream(court: Court) -> 
     get = b"GET /v1/lookup/user_topk/%b HTTP/1.1\r\n" % quote(court.users[0]).encode()
     post = b"POST /v1/lookup/user_topk HTTP/1.1\r\nContent-Length: 18\r\n"
     get, post = get + b"Host: a\r\n\r\n", post + b'Host: a\r\n\r\n{"entities":["a"]}'
-    whole = get * 3 + post * 3 + get + CLOSE
+    stream = get * 3 + post * 3 + get + CLOSE
 
-    court.agree([bytes([each]) for each in whole])
-    court.agree([whole])
+    court.agree([bytes([byte]) for byte in stream])
+    court.agree([stream])
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "raw_requests",
     [
         b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 200,
         b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n" + b"a: b\r\n" * 500 + b"\r\n",
         b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /" + b"x" * 60_000 + b" HTTP/1.1\r\n\r\n",
     ],
 )
-def test_beyond_a_bound_what_was_asked_before_is_answered_first(court: Court, sent: bytes) -> None:
-    ended = court.shared.connections.ended.total()
+def test_beyond_a_bound_what_was_asked_before_is_answered_first(
+    court: Court, raw_requests: bytes
+) -> None:
+    ended_count = court.shared.connections.ended.total()
 
-    court.agree([sent + CLOSE])
+    court.agree([raw_requests + CLOSE])
 
-    assert court.shared.connections.ended.total() > ended
+    assert court.shared.connections.ended.total() > ended_count
 
 
 def leave(court: Court, examples: int) -> None:
-    async def go(pieces: list[bytes], turns: int) -> None:
+    async def go(pieces: list[bytes], iterations: int) -> None:
         where = court.servers[0].sockets[0].getsockname()
         transport, _ = await asyncio.get_running_loop().create_connection(Caller, *where)
         for piece in pieces:
             transport.write(piece)
             await asyncio.sleep(0)
-        for _ in range(turns):
+        for _ in range(iterations):
             await asyncio.sleep(0)
         transport.abort()
 
     @settings(
         max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
-    @given(pieces=streams(court.users), size=st.integers(0, 2_000), turns=st.integers(0, 9))
-    def gone(pieces: list[bytes], size: int, turns: int) -> None:
+    @given(pieces=streams(court.users), size=st.integers(0, 2_000), iterations=st.integers(0, 9))
+    def leave_early(pieces: list[bytes], size: int, iterations: int) -> None:
         cut = b"".join(pieces)[:size]
-        court.runner.run(go([cut[: size // 2], cut[size // 2 :]], turns))
+        court.runner.run(go([cut[: size // 2], cut[size // 2 :]], iterations))
 
-    gone()
+    leave_early()
     front = court.shared.front
 
     def is_empty() -> bool:
         court.both([CLOSE])
-        held = front.state.service.admission.under_way, front.bodies.held
-        return not court.state.tasks and not court.state.connections and held == (0, 0)
+        requests_and_bytes = front.state.service.admission.under_way, front.bodies.held
+        return (
+            not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
+        )
 
     assert until(is_empty)
 

@@ -59,22 +59,23 @@ async def test_a_provider_that_is_not_there_is_told_and_answers_stay(
         with caplog.at_level(logging.WARNING):
             async with serving(night, live_provider=provider) as app:
                 body = [
-                    {"id": f"{provider} {each}", "history": history[each:]} for each in range(3)
+                    {"id": f"{provider} {history_start}", "history": history[history_start:]}
+                    for history_start in range(3)
                 ]
-                found = await app.post("/v1/lookup/user_topk", {"entities": body})
+                response = await app.post("/v1/lookup/user_topk", {"entities": body})
                 overview = (await app.get("/v1/generations"))["live"]
                 gauge = await app.counted("larder_live_fallback")
         answers[provider] = [
-            (each["source"], each["items"], each["scores"]) for each in found["answers"]
+            (answer["source"], answer["items"], answer["scores"]) for answer in response["answers"]
         ]
-        assert {each["provider"] for each in overview["models"].values()} == {"cpu"}
+        assert {model["provider"] for model in overview["models"].values()} == {"cpu"}
         if provider == "cpu":
             assert overview["fallback"] is None and set(gauge.values()) == {0}
             continue
         assert "install onnxruntime-gpu" in overview["fallback"] and set(gauge.values()) == {1}
         assert "live models run on the processor: ONNX Runtime" in caplog.text
     assert answers["cuda"] == answers["tensorrt"] == answers["cpu"]
-    assert {each[0] for each in answers["cpu"]} == {"live"}
+    assert {answer[0] for answer in answers["cpu"]} == {"live"}
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
@@ -93,21 +94,21 @@ def test_int8_models_are_not_said_to_run_on_a_gpu_that_has_few_of_their_operator
     live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    asked: list[Accelerator | None] = []
-    plain = Tower.open
+    accelerators: list[Accelerator | None] = []
+    original_open = Tower.open
 
-    def noted(*given: Any, accelerator: Accelerator | None = None, **how: Any) -> Tower:
-        asked.append(accelerator)
-        return plain(*given, **how)
+    def note_and_open(*arguments: Any, accelerator: Accelerator | None = None, **how: Any) -> Tower:
+        accelerators.append(accelerator)
+        return original_open(*arguments, **how)
 
-    monkeypatch.setattr(Tower, "open", noted)
+    monkeypatch.setattr(Tower, "open", note_and_open)
 
     predictor, degraded, fallback = opened(live, Accelerator("cuda"), "int8")
 
     assert (
         predictor is not None and degraded is None and predictor.precisions["user_tower"] == "int8"
     )
-    assert asked and set(asked) == {None}
+    assert accelerators and set(accelerators) == {None}
     assert fallback == "cuda has few of the operators of int8 models: set precision to fp32"
 
 
@@ -116,12 +117,12 @@ def test_models_that_fail_on_a_gpu_run_on_the_processor(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plain = Predictor.open
+    original_open = Predictor.open
 
-    def failing(*given: Any, accelerator: Accelerator | None, **how: Any) -> Predictor:
+    def failing(*arguments: Any, accelerator: Accelerator | None, **how: Any) -> Predictor:
         if accelerator is not None:
             raise RuntimeError("CUDA failure 2: out of memory")
-        return plain(*given, accelerator=None, **how)
+        return original_open(*arguments, accelerator=None, **how)
 
     monkeypatch.setattr(Predictor, "open", failing)
 
@@ -146,7 +147,7 @@ def test_models_that_fail_on_the_processor_too_leave_the_pages(
 def test_check_says_what_is_missing(night: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LOOKS["live"](night)[0] == "not used"
     monkeypatch.setenv("LARDER_LIVE_PROVIDER", "tensorrt")
-    state, told = LOOKS["live"](night)
-    assert state == "to do" and "no TensorrtExecutionProvider: install onnxruntime-gpu" in told
+    state, detail = LOOKS["live"](night)
+    assert state == "to do" and "no TensorrtExecutionProvider: install onnxruntime-gpu" in detail
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["TensorrtExecutionProvider"])
     assert LOOKS["live"](night)[0] == "ok"

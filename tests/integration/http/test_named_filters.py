@@ -51,7 +51,10 @@ MADE = ("items", "scores", "short", "source", "reason", "generation")
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Shop:
-    declared = {name: FilterConfig(each, TABLES.get(name, ())) for name, each in DECLARED.items()}
+    declared = {
+        name: FilterConfig(expression, TABLES.get(name, ()))
+        for name, expression in DECLARED.items()
+    }
     return make_shop(tmp_path_factory.mktemp("named"), redis_url, filters=declared)
 
 
@@ -63,10 +66,11 @@ async def both(
     for filter_ in (name, DECLARED[name]):
         body = {"entities": entities, "filter": filter_, **more}
         answers.append((await running.post(f"/v1/lookup/{table}", body))["answers"])
-    named, sent = (
-        [{field: each.get(field) for field in MADE} for each in some] for some in answers
+    named, expression_answers = (
+        [{field: answer.get(field) for field in MADE} for answer in answer_list]
+        for answer_list in answers
     )
-    return list(zip(named, sent, strict=True))
+    return list(zip(named, expression_answers, strict=True))
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -74,49 +78,63 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
     rng = random.Random(SEED)
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         for k in (1, 10, 50):
-            out = rng.sample(shop.ids, 30)
-            known = [{"id": user} for user in sorted(shop.users)]
-            others = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
-            pairs = await both(running, "user_topk", [*known, *others], name, k=k, exclude=out)
+            excluded_ids = rng.sample(shop.ids, 30)
+            known_entities = [{"id": user} for user in sorted(shop.users)]
+            unknown_entities = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
+            pairs = await both(
+                running,
+                "user_topk",
+                [*known_entities, *unknown_entities],
+                name,
+                k=k,
+                exclude=excluded_ids,
+            )
             pairs += await both(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
-            for named, sent in pairs:
-                assert named["items"] == sent["items"], f"seed {SEED}: {name} {k}"
-                assert named["short"] == sent["short"], f"seed {SEED}: {name} {k}"
+            for named, expression_answer in pairs:
+                assert named["items"] == expression_answer["items"], f"seed {SEED}: {name} {k}"
+                assert named["short"] == expression_answer["short"], f"seed {SEED}: {name} {k}"
 
 
 async def test_what_was_made_under_a_filter_is_read_and_not_searched(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def none(_self: object, _holding: object, cases: list[Case], _turn: object) -> list[None]:
+    async def none(
+        _self: object, _served: object, cases: list[Case], _context: object
+    ) -> list[None]:
         return [None] * len(cases)
 
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         users, items, k = sorted(shop.users), shop.ids, 20
-        wanted = {
+        expected_lists = {
             name: [
-                sent["items"]
+                expression_answer["items"]
                 for table, ids in (("user_topk", users), ("item_similar", items))
-                for _, sent in await both(running, table, ids, name, k=k)
+                for _, expression_answer in await both(running, table, ids, name, k=k)
             ]
             for name in ("in_stock", "hardly")
         }
         # When no vector can be had
         monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
-        found = {
+        answers_by_name = {
             name: [
                 named
                 for table, ids in (("user_topk", users), ("item_similar", items))
                 for named, _ in await both(running, table, ids, name, k=k)
             ]
-            for name in wanted
+            for name in expected_lists
         }
         unmade = await both(running, "user_topk", users, "cheap-sale.1", k=k)
 
     # Then lists that the night made are whole all the same; the others are what of a list passes
-    assert {name: [each["items"] for each in lists] for name, lists in found.items()} == wanted
-    assert {each["source"] for lists in found.values() for each in lists} <= {"l1", "l2"}
-    assert {each["reason"] for lists in found.values() for each in lists} == {None}
-    assert any(each["short"] for each in found["hardly"])
+    assert {
+        name: [answer["items"] for answer in lists] for name, lists in answers_by_name.items()
+    } == expected_lists
+    assert {answer["source"] for lists in answers_by_name.values() for answer in lists} <= {
+        "l1",
+        "l2",
+    }
+    assert {answer["reason"] for lists in answers_by_name.values() for answer in lists} == {None}
+    assert any(answer["short"] for answer in answers_by_name["hardly"])
     assert any(named["reason"] == "filtered" for named, _ in unmade)
 
 
@@ -139,40 +157,55 @@ async def test_another_order_has_the_candidates_of_the_expression(shop: Shop) ->
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         pairs = await both(running, "user_topk", sorted(shop.users), "in_stock", k=5, rerank=rerank)
 
-    assert all(named["items"] == sent["items"] for named, sent in pairs)
+    assert all(named["items"] == expression_answer["items"] for named, expression_answer in pairs)
 
 
 async def test_a_list_that_exclude_uses_up_is_searched_for(shop: Shop) -> None:
     user = min(shop.users)
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         body = {"entities": [user], "filter": "in_stock"}
-        (whole,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
-        out = whole["items"][5:]
-        ((named, sent),) = await both(running, "user_topk", [user], "in_stock", exclude=out)
+        (full_answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
+        excluded_ids = full_answer["items"][5:]
+        ((named, expression_answer),) = await both(
+            running, "user_topk", [user], "in_stock", exclude=excluded_ids
+        )
 
-    assert named["items"] == sent["items"] and len(named["items"]) == 50
-    assert not set(named["items"]) & set(out)
+    assert named["items"] == expression_answer["items"] and len(named["items"]) == 50
+    assert not set(named["items"]) & set(excluded_ids)
 
 
 async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Shop) -> None:
     user = min(shop.users)
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        gone = await running.http.get(f"/v1/lookup/user_topk.in_stock/{user}")
-        made = await running.get(f"/v1/explain/user_topk/{user}", filter="hardly")
-        other = await running.get(f"/v1/explain/user_topk/{user}", filter="cheap-sale.1")
+        table_response = await running.http.get(f"/v1/lookup/user_topk.in_stock/{user}")
+        table_explanation = await running.get(f"/v1/explain/user_topk/{user}", filter="hardly")
+        search_explanation = await running.get(
+            f"/v1/explain/user_topk/{user}", filter="cheap-sale.1"
+        )
 
-    assert gone.status_code == 404 and gone.json()["error"]["code"] == "unknown_table"
-    assert (made["filter"]["table"], made["filter"]["from"]) == ("user_topk.hardly", "list")
-    assert made["filter"]["items_of_list"] == made["record"]["items"]
-    assert made["page"]["state"] == other["page"]["state"] == "ok"
-    assert (other["filter"]["table"], other["filter"]["from"]) == ("user_topk", "vectors")
+    assert (
+        table_response.status_code == 404
+        and table_response.json()["error"]["code"] == "unknown_table"
+    )
+    assert (table_explanation["filter"]["table"], table_explanation["filter"]["from"]) == (
+        "user_topk.hardly",
+        "list",
+    )
+    assert table_explanation["filter"]["items_of_list"] == table_explanation["record"]["items"]
+    assert table_explanation["page"]["state"] == search_explanation["page"]["state"] == "ok"
+    assert (search_explanation["filter"]["table"], search_explanation["filter"]["from"]) == (
+        "user_topk",
+        "vectors",
+    )
 
 
 def test_lists_of_what_does_not_pass_are_never_published(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoilt(build: Build) -> dict[str, Any]:
-        return {name: np.ones_like(each) for name, each in allowed_items(build).items()}
+        return {
+            name: np.ones_like(allowed_mask) for name, allowed_mask in allowed_items(build).items()
+        }
 
     monkeypatch.setattr(scoring, "allowed_items", spoilt)
     with pytest.raises(Refused, match=r"sampled records of user_topk\.in_stock"):
@@ -184,42 +217,44 @@ def test_lists_of_what_does_not_pass_are_never_published(
 
 
 def test_status_tells_what_it_takes(shop: Shop) -> None:
-    (told,) = report(shop.night, look(shop.night))["generations"]
-    manifest = read_manifest(shop.night.store(), told["generation"])
+    (generation_report,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), generation_report["generation"])
 
     assert set(manifest.stored) - set(manifest.tables) == {
         f"{table}.{name}" for name, tables in TABLES.items() for table in tables
     }
-    assert told["tables"]["user_topk.hardly"] == told["tables"]["user_topk"]
+    assert (
+        generation_report["tables"]["user_topk.hardly"] == generation_report["tables"]["user_topk"]
+    )
 
 
 async def test_a_name_goes_along_in_all_ways(shop: Shop) -> None:
     user, name = min(shop.users), "cheap-sale.1"
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
-        ((wanted, _),) = await both(running, "user_topk", [user], name, k=7)
+        ((expected_answer, _),) = await both(running, "user_topk", [user], name, k=7)
         in_url = await running.get(f"/v1/lookup/user_topk/{user}", filter=name, k=7)
-        found = [in_url["items"]]
+        item_lists = [in_url["items"]]
         for is_binary in (False, True):
             transport = running.http._transport
             async with AsyncClient(BASE, transport=transport, binary=is_binary) as client:
                 (answer,) = await client.lookup_many("user_topk", [user], Options(k=7, filter=name))
-                found.append(list(answer.items or ()))
+                item_lists.append(list(answer.items or ()))
         scored = await running.post("/v1/score", {"user": user, "items": shop.ids, "filter": name})
-        told = await running.get(f"/v1/explain/user_topk/{user}", filter=name, k=7)
+        explanation = await running.get(f"/v1/explain/user_topk/{user}", filter=name, k=7)
 
-    assert found == [wanted["items"]] * 3
-    passing = [
-        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True)
-        if each.get("price", 99) < 40 and "sale" in each.get("tags", ())
+    assert item_lists == [expected_answer["items"]] * 3
+    passing_ids = [
+        id_ for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+        if item_attributes.get("price", 99) < 40 and "sale" in item_attributes.get("tags", ())
     ]  # fmt: skip
-    assert set(scored["items"]) <= set(passing)
-    assert set(scored["filtered"]) == set(shop.ids) - set(passing)
-    assert told["filter"]["passing"] == len(passing)
+    assert set(scored["items"]) <= set(passing_ids)
+    assert set(scored["filtered"]) == set(shop.ids) - set(passing_ids)
+    assert explanation["filter"]["passing"] == len(passing_ids)
 
 
 async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> None:
     async with serving(shop.night) as running:
-        found = [
+        responses = [
             await running.http.post("/v1/lookup/user_topk", json={"entities": ["u"], "filter": "gone"}),
             await running.http.get("/v1/lookup/user_topk/u", params={"filter": "gone"}),
             await running.http.get("/v1/explain/user_topk/u", params={"filter": "gone"}),
@@ -229,7 +264,7 @@ async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> No
             with pytest.raises(InvalidRequest, match="no filter 'gone'"):
                 await client.lookup("user_topk", "u", Options(filter="gone"))
 
-    for response in found:
+    for response in responses:
         error = response.json()["error"]
         assert response.status_code == 422
         assert (error["code"], error["field"]) == ("unknown_filter", "filter")
@@ -252,35 +287,40 @@ async def test_each_generation_has_filters_of_its_own(
         shop.night, filters={"brand": FilterConfig({"==": ["brand", BRANDS[1]]}, ("user_topk",))}
     )
     live = publish_night(later, NEXT)
-    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
-    user, found = min(shop.users), {}
+    brands = {
+        id_: item_attributes.get("brand")
+        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+    }
+    user, brands_by_generation = min(shop.users), {}
     async with serving(later, l2_deadline_ms=2_500.0) as running:
 
         async def has_previous() -> bool:
             return running.service.holding().previous is not None
 
         assert await eventually(has_previous)
-        before = running.service.holding().previous
-        assert before is not None
-        for generation in (live, before.generation):
+        previous = running.service.holding().previous
+        assert previous is not None
+        for generation in (live, previous.generation):
             # When each is asked for what it means by the name
             body = {"entities": [user], "k": 5, "filter": "brand", "generation": generation}
             (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
-            found[generation] = {brands[each] for each in answer["items"]}
-        gone = await running.http.post(
+            brands_by_generation[generation] = {brands[item_id] for item_id in answer["items"]}
+        undeclared_response = await running.http.post(
             "/v1/lookup/user_topk", json={"entities": [user], "filter": "old"}
         )
-        (held,) = (
+        (previous_answer,) = (
             await running.post(
                 "/v1/lookup/user_topk",
-                {"entities": [user], "filter": "old", "generation": before.generation},
+                {"entities": [user], "filter": "old", "generation": previous.generation},
             )
         )["answers"]
 
     # Then each answers by its own
-    assert found == {live: {BRANDS[1]}, before.generation: {BRANDS[0]}}
-    assert gone.status_code == 422 and gone.json()["error"]["declared"] == ["brand"]
-    assert held["items"]
+    assert brands_by_generation == {live: {BRANDS[1]}, previous.generation: {BRANDS[0]}}
+    assert undeclared_response.status_code == 422 and undeclared_response.json()["error"][
+        "declared"
+    ] == ["brand"]
+    assert previous_answer["items"]
 
 
 def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
@@ -292,58 +332,64 @@ def test_both_ways_send_the_same_bytes_under_a_name(shop: Shop) -> None:
                 shop.ids if table == "item_similar" else [*sorted(shop.users), "nobody"]
             )
             query = f"k={rng.randrange(1, 20)}&filter={rng.choice([*DECLARED, 'gone'])}".encode()
-            asked = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
-            hot, routed = ways.both(asked)
+            request = Asked("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
+            fast_responses, routed = ways.both(request)
 
-            assert hot == routed, f"seed {SEED}: {asked}"
-            assert ways.ask(asked) == routed[-1]
-            at_once += ways.hot.answer(asked.path + b"?" + query) is not None
+            assert fast_responses == routed, f"seed {SEED}: {request}"
+            assert ways.ask(request) == routed[-1]
+            at_once += ways.hot.answer(request.path + b"?" + query) is not None
     assert at_once > 10
 
 
 def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     user, redis_url = min(shop.users), str(shop.night.redis_url)
     with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
-        asked = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter", "in_stock"]
-        assert lookup_cli.main(asked) == 0
+        arguments = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter", "in_stock"]
+        assert lookup_cli.main(arguments) == 0
         (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
-        assert explain_cli.main(asked) == 0
-        told = orjson.loads(capsys.readouterr().out)
+        assert explain_cli.main(arguments) == 0
+        explanation = orjson.loads(capsys.readouterr().out)
 
     stocked = {
-        id_ for id_, each in zip(shop.ids, shop.attributes, strict=True) if each.get("stock")
+        id_
+        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+        if item_attributes.get("stock")
     }
     assert len(answer["items"]) == 10 and set(answer["items"]) <= stocked
-    assert told["filter"]["passing"] == len(stocked)
+    assert explanation["filter"]["passing"] == len(stocked)
 
 
 def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
-    (told,) = report(shop.night, look(shop.night))["generations"]
-    manifest = read_manifest(shop.night.store(), told["generation"])
+    (generation_report,) = report(shop.night, look(shop.night))["generations"]
+    manifest = read_manifest(shop.night.store(), generation_report["generation"])
     lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
-    asked = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
+    parameters = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
 
-    found = forecast(shop.night, asked)
+    plan = forecast(shop.night, parameters)
 
-    assert found.to_json()["pages"].keys() == manifest.stored.keys()
-    assert found.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
-    costs = {each.name: each for each in found.filters}
+    assert plan.to_json()["pages"].keys() == manifest.stored.keys()
+    assert plan.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
+    costs = {filter_cost.name: filter_cost for filter_cost in plan.filters}
     assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
-    made = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
-    assert {name for name, each in costs.items() if each.is_made} == made
+    filtered_tables = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
+    assert {name for name, filter_cost in costs.items() if filter_cost.is_made} == filtered_tables
     attributes = dict(zip(shop.ids, shop.attributes, strict=True))
     for name, filter_ in DECLARED.items():
         root = read_filter(filter_).root
-        passing = [
-            sum(passes(root, attributes[each]) for each in items) for items in lists.values()
+        passing_counts = [
+            sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()
         ]
         cost = costs[f"user_topk.{name}"]
-        assert cost.passing == sum(passes(root, each) for each in shop.attributes)
+        assert cost.passing == sum(
+            passes(root, item_attributes) for item_attributes in shop.attributes
+        )
         # The plan has timed half of the users, those of a shard, and goes by these.
-        assert cost.cut == pytest.approx(np.mean([each < 50 for each in passing]), abs=0.1)
-        assert cost.cut_few == pytest.approx(np.mean([each < 10 for each in passing]), abs=0.1)
+        assert cost.cut == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
+        assert cost.cut_few == pytest.approx(
+            np.mean([count < 10 for count in passing_counts]), abs=0.1
+        )
         assert cost.redis_bytes > 0 and 0 < cost.pays_from < float("inf")
     rows = Console(file=(text := io.StringIO()), width=250)
-    for each in _tables(found, [], asked, 3, []):
-        rows.print(each)
+    for printed_table in _tables(plan, [], parameters, 3, []):
+        rows.print(printed_table)
     assert "user_topk.cheap-sale.1" in text.getvalue() and "lookups a day" in text.getvalue()

@@ -45,8 +45,8 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     }  # fmt: skip
     pq.write_table(pa.table(table), folder / "users.parquet")
     items = pq.read_table(folder / "items.parquet")["item"].to_pylist()
-    looks = {"item": items, "looks": vectors_column(len(items), 3)}
-    pq.write_table(pa.table(looks), folder / "items.parquet")
+    item_columns = {"item": items, "looks": vectors_column(len(items), 3)}
+    pq.write_table(pa.table(item_columns), folder / "items.parquet")
     ids = [raw.decode() for raw in Bundle.open(config.path(config.bundle)).item_ids]
     write_bundle(
         folder / "towers", name="near", version="1", dims=DIMS, item_ids=ids,
@@ -110,15 +110,17 @@ async def asked(
 
 async def until_near(app: Running, table: str, draw: Any, **options: Any) -> list[dict[str, Any]]:
     """Asks until answers are near ones; the pairs of what was sent and answered from then on."""
-    found: list[dict[str, Any]] = []
+    answered_entities: list[dict[str, Any]] = []
     for _ in range(60):
-        sent = [draw() for _ in range(16)]
-        for each, answer in zip(sent, await asked(app, table, sent, **options), strict=True):
+        drawn_entities = [draw() for _ in range(16)]
+        for entity, answer in zip(
+            drawn_entities, await asked(app, table, drawn_entities, **options), strict=True
+        ):
             if "near" in answer:
-                found.append(each | {"answer": answer})
-        if len(found) > 40:
+                answered_entities.append(entity | {"answer": answer})
+        if len(answered_entities) > 40:
             break
-    return found
+    return answered_entities
 
 
 async def test_lists_are_reused_marked_and_leave_out_what_they_must(
@@ -130,17 +132,17 @@ async def test_lists_are_reused_marked_and_leave_out_what_they_must(
     near = await until_near(app, "user_topk", strangers.history, exclude=excluded)
 
     assert len(near) > 40
-    for each in near:
-        answer = each["answer"]
+    for entity in near:
+        answer = entity["answer"]
         assert answer["source"] == "live" and answer["producer"] == "live"
         assert 0 <= answer["near"] < 0.5 and answer["reason"] == "not_in_generation"
-        assert not {*each["history"], *excluded} & {*answer["items"]}
+        assert not {*entity["history"], *excluded} & {*answer["items"]}
         assert answer["scores"] == sorted(answer["scores"], reverse=True)
     # What was reused is stored nowhere: the same id and input is computed, or reused, again.
-    again = {key: near[-1][key] for key in ("id", "history", "features")}
-    assert (await asked(app, "user_topk", [again]))[0]["source"] == "live"
-    counted = await app.counted("larder_near_inputs_total")
-    assert counted["reuse", "user_topk"] >= len(near)
+    repeated_entity = {key: near[-1][key] for key in ("id", "history", "features")}
+    assert (await asked(app, "user_topk", [repeated_entity]))[0]["source"] == "live"
+    near_counts = await app.counted("larder_near_inputs_total")
+    assert near_counts["reuse", "user_topk"] >= len(near)
     assert (await app.counted("larder_near_reusing"))["both", "user_topk"] == 1
     error = await app.counted("larder_near_error_ratio")
     assert error["highest", "both", "user_topk"] >= error["lowest", "both", "user_topk"]
@@ -155,21 +157,27 @@ async def test_values_are_reused_and_the_client_and_arrow_have_the_mark(
     near = await until_near(app, "user_mood", strangers.mood)
 
     assert len(near) > 40
-    for each in near:
-        first = int(np.argmax(each["features"]["mood"]))
-        assert int(np.argmax(each["answer"]["values"])) == first
+    for entity in near:
+        first = int(np.argmax(entity["features"]["mood"]))
+        assert int(np.argmax(entity["answer"]["values"])) == first
     for binary in (False, True):  # JSON, and Arrow
         client = AsyncClient(BASE, transport=app.http._transport, binary=binary)
-        marks: list[float | None] = []
+        near_distances: list[float | None] = []
         for _ in range(
             20
         ):  # which ones are computed all the same is drawn: of sixty it may be none
-            sent = [strangers.mood() for _ in range(60)]
-            entities = [Entity(each["id"], features=each["features"]) for each in sent]
-            marks += [each.near for each in await client.lookup_many("user_mood", entities)]
-            if None in marks:
+            drawn_entities = [strangers.mood() for _ in range(60)]
+            entities = [
+                Entity(entity["id"], features=entity["features"]) for entity in drawn_entities
+            ]
+            near_distances += [
+                answer.near for answer in await client.lookup_many("user_mood", entities)
+            ]
+            if None in near_distances:
                 break
-        assert None in marks and any(mark is not None and 0 <= mark < 0.5 for mark in marks)
+        assert None in near_distances and any(
+            distance is not None and 0 <= distance < 0.5 for distance in near_distances
+        )
 
 
 async def test_known_ids_fresh_answers_and_filters_are_never_near(
@@ -177,14 +185,14 @@ async def test_known_ids_fresh_answers_and_filters_are_never_near(
 ) -> None:
     strangers = Strangers(night)
     assert await until_near(app, "user_topk", strangers.history)
-    known = sorted(histories(night))[:16]
+    known_users = sorted(histories(night))[:16]
 
-    sent = [strangers.history() | {"id": each} for each in known]
-    of_known = await asked(app, "user_topk", sent, fresh=True)
+    drawn_entities = [strangers.history() | {"id": user} for user in known_users]
+    of_known = await asked(app, "user_topk", drawn_entities, fresh=True)
     fresh = await asked(app, "user_topk", [strangers.history() for _ in range(16)], fresh=True)
 
-    assert {each["source"] for each in (*of_known, *fresh)} == {"live"}
-    assert not [each for each in (*of_known, *fresh) if "near" in each]
+    assert {answer["source"] for answer in (*of_known, *fresh)} == {"live"}
+    assert not [answer for answer in (*of_known, *fresh) if "near" in answer]
 
 
 async def test_what_is_blocked_meanwhile_is_in_no_near_answer(
@@ -192,14 +200,14 @@ async def test_what_is_blocked_meanwhile_is_in_no_near_answer(
 ) -> None:
     strangers = Strangers(night)
     near = await until_near(app, "user_topk", strangers.history)
-    barred = {item for each in near for item in each["answer"]["items"][:3]}
+    blocked_items = {item for entity in near for item in entity["answer"]["items"][:3]}
 
-    blocklist = Blocklist(10, frozenset(each.encode() for each in barred))
+    blocklist = Blocklist(10, frozenset(item.encode() for item in blocked_items))
     await app.service.follower.shelf.block(blocklist)
     after = await until_near(app, "user_topk", strangers.history)
 
-    assert len(after) > 40 and all(len(each["answer"]["items"]) == 10 for each in after)
-    assert not barred & {item for each in after for item in each["answer"]["items"]}
+    assert len(after) > 40 and all(len(entity["answer"]["items"]) == 10 for entity in after)
+    assert not blocked_items & {item for entity in after for item in entity["answer"]["items"]}
 
 
 async def test_off_there_is_no_mark_and_nothing_is_counted(night: NightConfig) -> None:
@@ -207,8 +215,8 @@ async def test_off_there_is_no_mark_and_nothing_is_counted(night: NightConfig) -
         strangers = Strangers(night)
         answers = await asked(app, "user_topk", [strangers.history() for _ in range(100)])
 
-        assert {each["source"] for each in answers} == {"live"}
-        assert not [each for each in answers if "near" in each]
+        assert {answer["source"] for answer in answers} == {"live"}
+        assert not [answer for answer in answers if "near" in answer]
         assert not await app.counted("larder_near_inputs_total")
 
 
@@ -225,5 +233,7 @@ async def test_another_generation_starts_from_nothing(app: Running, night: Night
     assert answer["generation"] == generation
     first = await asked(app, "user_topk", [strangers.history() for _ in range(8)])
 
-    assert "near" not in answer and not [each for each in first if "near" in each]
+    assert "near" not in answer and not [
+        first_answer for first_answer in first if "near" in first_answer
+    ]
     assert await until_near(app, "user_topk", strangers.history)

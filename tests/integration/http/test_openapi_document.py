@@ -21,10 +21,10 @@ def open_words(name: str) -> list[str]:
     from cache.tiers.results import Word
     from serving.answers.reasons import TOLD, LiveReason, Stale
 
-    words: dict[str, Iterable[Word]] = {
+    reasons_by_schema: dict[str, Iterable[Word]] = {
         "Reason": TOLD, "LiveReason": LiveReason, "StaleReason": Stale,
     }  # fmt: skip
-    return [str(word) for word in words[name]]
+    return [str(reason) for reason in reasons_by_schema[name]]
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,10 @@ async def test_a_refusal_has_an_error_with_a_code(document: Json) -> None:
             for status, response in operation.described["responses"].items()
             if not status.startswith("2")
         }
-        wanted = {"default", "500", "503"}
+        expected_statuses = {"default", "500", "503"}
         if "requestBody" in operation.described:
-            wanted |= {"400", "408", "413", "415", "422"}
-        assert wanted <= refusals.keys(), operation.name
+            expected_statuses |= {"400", "408", "413", "415", "422"}
+        assert expected_statuses <= refusals.keys(), operation.name
         for response in refusals.values():
             schema = response["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Problem"}, operation.name
@@ -146,13 +146,13 @@ async def test_a_refusal_has_an_error_with_a_code(document: Json) -> None:
 @pytest.mark.parametrize("name", ["Reason", "LiveReason", "StaleReason"])
 async def test_a_list_of_words_is_told_and_open(document: Json, name: str) -> None:
     schemas = document["components"]["schemas"]
-    known = schemas[f"Known{name}"]
-    words = open_words(name)
+    known_schema = schemas[f"Known{name}"]
+    reasons = open_words(name)
 
-    assert known["enum"] == words
-    assert all(f"`{word}`: " in known["description"] for word in words)
-    for word in (*words, "a word of a later release"):
-        assert problems(document, schemas[name], word) == []
+    assert known_schema["enum"] == reasons
+    assert all(f"`{reason}`: " in known_schema["description"] for reason in reasons)
+    for reason in (*reasons, "a word of a later release"):
+        assert problems(document, schemas[name], reason) == []
     assert problems(document, schemas[name], 1) != []
 
 
@@ -194,14 +194,14 @@ async def test_examples_are_answered_as_they_are_documented(
         if "application/json" in content:
             schema = content["application/json"]["schema"]
             assert problems(document, schema, response.json()) == [], operation.name
-    stored = await app.get(f"/v1/lookup/user_topk/{quote(user, safe='')}")
+    stored_answer = await app.get(f"/v1/lookup/user_topk/{quote(user, safe='')}")
     schema = {"$ref": "#/components/schemas/Answer"}
-    assert stored["source"] == "l2" and problems(document, schema, stored) == []
+    assert stored_answer["source"] == "l2" and problems(document, schema, stored_answer) == []
 
 
 async def test_a_refusal_is_as_it_is_documented(app: Running, document: Json) -> None:
     schema = {"$ref": "#/components/schemas/Problem"}
-    known = document["components"]["schemas"]["KnownErrorCode"]["enum"]
+    known_codes = document["components"]["schemas"]["KnownErrorCode"]["enum"]
     for method, path, body, status in (
         ("GET", "/v1/lookup/nothing/x", b"", 404),
         ("GET", "/v1/lookup/user_topk/x?k=0", b"", 422),
@@ -214,14 +214,17 @@ async def test_a_refusal_is_as_it_is_documented(app: Running, document: Json) ->
         response = await app.http.request(method, path, content=body)
         assert response.status_code == status, (path, response.text)
         assert problems(document, schema, response.json()) == []
-        assert response.json()["error"]["code"] in known
+        assert response.json()["error"]["code"] in known_codes
 
 
 async def test_arrow_is_told_beside_the_schemas(document: Json) -> None:
     operation = document["paths"]["/v1/lookup/{table}"]["post"]
 
-    for place in ("requestBody", "response"):
-        told = operation["x-larder-arrow"][place]
-        assert told["mediaType"] == "application/vnd.apache.arrow.stream" and told["description"]
+    for direction in ("requestBody", "response"):
+        arrow_form = operation["x-larder-arrow"][direction]
+        assert (
+            arrow_form["mediaType"] == "application/vnd.apache.arrow.stream"
+            and arrow_form["description"]
+        )
     assert {"406", "415"} <= operation["responses"].keys()
     assert list(operation["requestBody"]["content"]) == ["application/json"]

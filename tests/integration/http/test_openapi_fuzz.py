@@ -45,8 +45,8 @@ def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     state = tmp_path_factory.mktemp("state")
     (state / "larder.toml").write_text("[events]\nenabled = true\n")
     more = {"REDIS_URL": str(night.redis_url), "LARDER_CONFIG": str(state / "larder.toml")}
-    with started(environment(night, state, **more)) as (_, found):
-        yield found
+    with started(environment(night, state, **more)) as (_, service_url):
+        yield service_url
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +56,15 @@ def api(url: str, night: NightConfig) -> Any:
     ids = [*sorted(histories(night))[:8], "i-00001", "i-00002", *hostile.EVERY[:20]]
     _name_known(document, ids)
     _link(document["paths"])
-    found = schemathesis.openapi.from_dict(document)
-    found.config.update(base_url=url)
-    return found
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=url)
+    return schema
 
 
 def _name_known(value: Any, ids: list[str]) -> None:
     if isinstance(value, list):
-        for each in value:
-            _name_known(each, ids)
+        for child in value:
+            _name_known(child, ids)
     elif isinstance(value, dict):
         if str(value.get("description")).startswith("1 to 256 bytes") and "oneOf" in value:
             value["anyOf"] = [{"enum": ids}, *value.pop("oneOf")]
@@ -72,20 +72,23 @@ def _name_known(value: Any, ids: list[str]) -> None:
             value["schema"] = {"enum": TABLES}
         elif value.get("in") == "path":
             value["schema"] = {"anyOf": [{"enum": ids}, {"type": "string", "minLength": 1}]}
-        for each in value.values():
-            _name_known(each, ids)
+        for child in value.values():
+            _name_known(child, ids)
 
 
 def _link(paths: Any) -> None:
     """What answers lead to: the same from the same generation, items like those, their order, what came of them."""
-    one, many = paths["/v1/lookup/{table}/{entity}"]["get"], paths["/v1/lookup/{table}"]["post"]
-    for found, answer in ((one, ""), (many, "/answers/0")):
+    single_lookup, batch_lookup = (
+        paths["/v1/lookup/{table}/{entity}"]["get"],
+        paths["/v1/lookup/{table}"]["post"],
+    )
+    for operation, answer in ((single_lookup, ""), (batch_lookup, "/answers/0")):
         generation, items = (f"$response.body#{answer}/{name}" for name in ("generation", "items"))
         pinned = {"table": "user_topk", "generation": generation}
         like = {"table": "item_similar", "entity": f"{items}/0"}
         follow: dict[str, tuple[Any, dict[str, Any]]] = {
-            "again": (one, {"parameters": {**pinned, "entity": f"$response.body#{answer}/id"}}),
-            "like": (one, {"parameters": like}),
+            "again": (single_lookup, {"parameters": {**pinned, "entity": f"$response.body#{answer}/id"}}),
+            "like": (single_lookup, {"parameters": like}),
             "why": (paths["/v1/explain/{table}/{entity}"]["get"], {"parameters": like}),
             "rank": (
                 paths["/v1/score"]["post"],
@@ -96,27 +99,29 @@ def _link(paths: Any) -> None:
                 {"requestBody": {"event": "click", "generation": generation}},
             ),
         }  # fmt: skip
-        found["responses"]["200"]["links"] = {
-            name: {"operationId": to["operationId"], **given} for name, (to, given) in follow.items()
+        operation["responses"]["200"]["links"] = {
+            name: {"operationId": to["operationId"], **link_fields} for name, (to, link_fields) in follow.items()
         }  # fmt: skip
 
 
 def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
-    (operation,) = (each.ok() for each in api.get_all_operations() if each.ok().label == label)
+    (operation,) = (
+        result.ok() for result in api.get_all_operations() if result.ok().label == label
+    )
 
     @COUNTED(max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
-        wrong = {place for place, how in case.meta.components.items() if how.mode.is_negative}
+        wrong = {location for location, how in case.meta.components.items() if how.mode.is_negative}
         # Whatever a path holds is a text by the time it is sent, and each text is an id.
         only_path = wrong == {ParameterLocation.PATH}
         # What is no event is rejected beside the others.
-        is_beside = label == EVENTS and bool(wrong)
+        is_invalid_event = label == EVENTS and bool(wrong)
         response = case.call_and_validate(
             timeout=30,
-            excluded_checks=NOT_SAID + (only_path or is_beside) * [negative_data_rejection],
+            excluded_checks=NOT_SAID + (only_path or is_invalid_event) * [negative_data_rejection],
         )
-        assert not is_beside or response.status_code != 202 or response.json()["rejected"]
+        assert not is_invalid_event or response.status_code != 202 or response.json()["rejected"]
 
     conforms()
 
@@ -131,9 +136,9 @@ def walk(api: Any, examples: int) -> None:
 
 
 def test_each_route_is_fuzzed(api: Any) -> None:
-    found = {each.ok().label for each in api.get_all_operations()}
+    labels = {result.ok().label for result in api.get_all_operations()}
 
-    assert found == WITH_INPUT | OTHERS
+    assert labels == WITH_INPUT | OTHERS
 
 
 @pytest.mark.parametrize("label", sorted(WITH_INPUT))

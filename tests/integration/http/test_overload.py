@@ -35,19 +35,19 @@ class Strangers:
     """Requests for users that never come again, each with a history to compute from."""
 
     def __init__(self, night: NightConfig) -> None:
-        found = histories(night)
-        self.known = f"/v1/lookup/user_topk/{min(found)}?k=5"
-        self._items = sorted({item for each in found.values() for item in each})
+        history_by_user = histories(night)
+        self.known = f"/v1/lookup/user_topk/{min(history_by_user)}?k=5"
+        self._items = sorted({item for history in history_by_user.values() for item in history})
         self._numbers = itertools.count()
 
     def body(self, entities: int) -> dict[str, Any]:
         number = next(self._numbers)
         history = [self._items[(number * 7 + step * 3) % len(self._items)] for step in range(8)]
-        asked = [
-            {"id": f"stranger-{number}-{place}", "history": history[: 1 + place % 8]}
-            for place in range(entities)
+        stranger_entities = [
+            {"id": f"stranger-{number}-{index}", "history": history[: 1 + index % 8]}
+            for index in range(entities)
         ]
-        return {"entities": asked, "k": 5}
+        return {"entities": stranger_entities, "k": 5}
 
 
 @contextlib.asynccontextmanager
@@ -75,23 +75,23 @@ async def crowd(http: httpx.AsyncClient, strangers: Strangers) -> list[httpx.Res
 
 def sources(responses: list[httpx.Response]) -> Counter[tuple[str, str | None]]:
     """`source` and `live` of every answer; each has its items and its generation."""
-    found: Counter[tuple[str, str | None]] = Counter()
+    answer_counts: Counter[tuple[str, str | None]] = Counter()
     for response in responses:
         if response.status_code == 200:
             answers = response.json()["answers"]
             assert len(answers) == ENTITIES
             for answer in answers:
                 assert len(answer["items"]) == 5 and answer["generation"]
-                found[answer["source"], answer.get("live")] += 1
-    return found
+                answer_counts[answer["source"], answer.get("live")] += 1
+    return answer_counts
 
 
 async def test_overload_goes_down_the_ladder_says_so_and_ends(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    told = environment(night, LARDER_QUEUE_TARGET_MS="5", LARDER_QUEUE_INTERVAL_MS="50")
+    environ = environment(night, LARDER_QUEUE_TARGET_MS="5", LARDER_QUEUE_INTERVAL_MS="50")
     strangers = Strangers(night)
-    with started(told, tmp_path / "service.log") as (_, url):
+    with started(environ, tmp_path / "service.log") as (_, url):
         async with asking(url) as http:
             responses = await crowd(http, strangers)
             for _ in range(CROWDS_MAX):  # where callers get less of the processor than the service
@@ -99,25 +99,25 @@ async def test_overload_goes_down_the_ladder_says_so_and_ends(
                     break
                 responses += await crowd(http, strangers)
         async with asking(url) as http:
-            stored = await http.get(strangers.known)
+            stored_response = await http.get(strangers.known)
             shed = int(SHED.findall((await http.get("/metrics")).text)[0])
 
             async def is_calm() -> bool:
                 bodies = [await http.post("/v1/lookup", json=only(strangers)) for _ in range(20)]
-                return {each.json()["answers"][0]["source"] for each in bodies} == {"live"}
+                return {response.json()["answers"][0]["source"] for response in bodies} == {"live"}
 
             recovered = await eventually(is_calm, timeout_s=60)
             metrics = (await http.get("/metrics")).text
 
-    found = sources(responses)
-    refused = [each for each in responses if each.status_code != 200]
-    assert all(is_honest(each) for each in refused)
-    assert {source for source, _ in found} == {"live", "default"}
-    assert {live for source, live in found if source == "default"} <= {
+    answer_counts = sources(responses)
+    refused = [response for response in responses if response.status_code != 200]
+    assert all(is_honest(response) for response in refused)
+    assert {source for source, _ in answer_counts} == {"live", "default"}
+    assert {live for source, live in answer_counts if source == "default"} <= {
         "overloaded", "timeout", "busy",
     }  # fmt: skip
-    assert shed >= found["default", "overloaded"] > 0
-    assert stored.json()["source"] in ("l1", "l2")
+    assert shed >= answer_counts["default", "overloaded"] > 0
+    assert stored_response.json()["source"] in ("l1", "l2")
     assert recovered and "larder_requests_under_way 0.0" in metrics
 
 
@@ -155,10 +155,10 @@ def ask_by_hand(url: str, path: str, *, more: bytes = b"", trickle: bool = False
 async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    told = environment(night, LARDER_REQUESTS_MAX="1", LARDER_BODY_TIMEOUT_S="0.3")
+    environ = environment(night, LARDER_REQUESTS_MAX="1", LARDER_BODY_TIMEOUT_S="0.3")
     strangers, table = Strangers(night), "/v1/lookup/user_topk"
-    with started(told, tmp_path / "service.log") as (_, url):
-        nothing = await asyncio.to_thread(ask_by_hand, url, table)
+    with started(environ, tmp_path / "service.log") as (_, url):
+        no_body_reply = await asyncio.to_thread(ask_by_hand, url, table)
         half = await asyncio.to_thread(ask_by_hand, url, table, more=b'{"entities":')
         slow = await asyncio.to_thread(ask_by_hand, url, table, trickle=True)
         scored = await asyncio.to_thread(ask_by_hand, url, "/v1/score")
@@ -166,9 +166,9 @@ async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
             after = await http.get(strangers.known)
             metrics = (await http.get("/metrics")).text
 
-    for each in (nothing, half, slow, scored):
-        assert each.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timeout"' in each
-        assert b"connection: close" in each.lower()
+    for reply in (no_body_reply, half, slow, scored):
+        assert reply.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timeout"' in reply
+        assert b"connection: close" in reply.lower()
     assert after.status_code == 200 and "larder_requests_under_way 0.0" in metrics
     for route, count in (("any", 3), ("POST /v1/score", 1)):
         assert f'larder_requests_total{{route="{route}",status="408"}} {count}.0' in metrics
@@ -177,16 +177,16 @@ async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
 async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    told = environment(night, LARDER_REQUESTS_MAX="2")
+    environ = environment(night, LARDER_REQUESTS_MAX="2")
     strangers = Strangers(night)
-    with started(told, tmp_path / "service.log") as (_, url):
+    with started(environ, tmp_path / "service.log") as (_, url):
         async with asking(url) as http:
             responses = await crowd(http, strangers)
         async with asking(url) as http:
             health, after = await http.get("/healthz"), await http.get(strangers.known)
 
-    refused = [each for each in responses if each.status_code != 200]
-    assert refused and all(is_honest(each) for each in refused)
+    refused = [response for response in responses if response.status_code != 200]
+    assert refused and all(is_honest(response) for response in refused)
     assert sum(sources(responses).values()) == (len(responses) - len(refused)) * ENTITIES
     assert (health.status_code, after.status_code) == (200, 200)
 
@@ -194,21 +194,24 @@ async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(
 async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    known = sorted(histories(night))
+    known_users = sorted(histories(night))
     strangers = Strangers(night)
     with started(environment(night), tmp_path / "service.log") as (_, url):
         async with asking(url) as http:
             for _ in range(CALM_MAX):  # where others load the machine, a round of them may be late
                 responses = []
                 for number in range(PLAIN):
-                    user, batch = known[number % len(known)], {"entities": known[:10], "k": 5}
+                    user, batch = (
+                        known_users[number % len(known_users)],
+                        {"entities": known_users[:10], "k": 5},
+                    )
                     responses.append(await http.get(f"/v1/lookup/user_topk/{user}?k=5"))
                     responses.append(await http.get(f"/v1/lookup/user_topk/nobody-{number}?k=5"))
                     responses.append(await http.post("/v1/lookup/user_topk", json=batch))
                     responses.append(await http.post("/v1/lookup", json=only(strangers)))
-                if is_calm := {each.status_code for each in responses} == {200}:
+                if is_calm := {response.status_code for response in responses} == {200}:
                     break
 
-    assert is_calm, Counter(each.status_code for each in responses)
-    left_out = Counter(each.json()["answers"][0].get("live") for each in responses[3::4])
+    assert is_calm, Counter(response.status_code for response in responses)
+    left_out = Counter(response.json()["answers"][0].get("live") for response in responses[3::4])
     assert left_out["overloaded"] < PLAIN / 2

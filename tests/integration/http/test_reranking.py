@@ -51,62 +51,66 @@ def by_hand(shop: Shop, ids: list[str], scores: Any, rerank: dict[str, Any], k: 
     ordinals = {id_: at for at, id_ in enumerate(shop.ids)}
     of = {id_: shop.attributes[ordinals[id_]] for id_ in ids}
     scored = {id_: float(score) for id_, score in zip(ids, scores, strict=True)}
-    for each in rerank.get("boost", ()):
-        root = read_filter(each["filter"]).root
+    for boost in rerank.get("boost", ()):
+        root = read_filter(boost["filter"]).root
         for id_ in ids:
             if passes(root, of[id_]):
                 score = scored[id_]
-                scored[id_] = score * each["factor"] if score >= 0 else score * (1 / each["factor"])
+                scored[id_] = (
+                    score * boost["factor"] if score >= 0 else score * (1 / boost["factor"])
+                )
     order = sorted(ids, key=lambda id_: -scored[id_])
     bound = rerank.get("diversify")
     if bound is None:
         return order[:k]
     counts: Counter[Any] = Counter()
-    chosen: list[str] = []
+    selected_ids: list[str] = []
     for id_ in order:
         value = of[id_].get(bound["attribute"], ())
         values = set(value) if isinstance(value, tuple) else {value}
-        if len(chosen) < k and all(counts[each] < bound["most"] for each in values):
+        if len(selected_ids) < k and all(
+            counts[attribute_value] < bound["most"] for attribute_value in values
+        ):
             counts.update(values)
-            chosen.append(id_)
-    return chosen
+            selected_ids.append(id_)
+    return selected_ids
 
 
-async def answer_of(running: Running, way: str, user: str, **options: Any) -> tuple[Any, ...]:
+async def answer_of(running: Running, form: str, user: str, **options: Any) -> tuple[Any, ...]:
     """(items, short, reranked, generation's scores) by one of the ways."""
-    if way == "json":
+    if form == "json":
         body = {"entities": [{"id": user}], **options}
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
         return answer["items"], answer["short"], answer.get("reranked")
-    if way == "url":
+    if form == "url":
         texts = {
-            name: each if isinstance(each, str | int) else orjson.dumps(each).decode()
-            for name, each in options.items()
+            name: option if isinstance(option, str | int) else orjson.dumps(option).decode()
+            for name, option in options.items()
         }
         answer = await running.get(f"/v1/lookup/user_topk/{user}", **texts)
         return answer["items"], answer["short"], answer.get("reranked")
     transport = running.http._transport
-    async with AsyncClient(BASE, transport=transport, binary=way == "arrow") as client:
-        (found,) = await client.lookup_many("user_topk", [user], Options(**options))
-        return list(found.items or ()), found.short, found.reranked
+    async with AsyncClient(BASE, transport=transport, binary=form == "arrow") as client:
+        (client_answer,) = await client.lookup_many("user_topk", [user], Options(**options))
+        return list(client_answer.items or ()), client_answer.short, client_answer.reranked
 
 
 def named(rerank: dict[str, Any]) -> str:
-    return "+".join(each for each in ("boost", "diversify") if each in rerank)
+    return "+".join(rerank_kind for rerank_kind in ("boost", "diversify") if rerank_kind in rerank)
 
 
-@pytest.mark.parametrize("way", ["json", "url", "client", "arrow"])
-async def test_a_list_is_put_in_order(shop: Shop, way: str) -> None:
+@pytest.mark.parametrize("form", ["json", "url", "client", "arrow"])
+async def test_a_list_is_put_in_order(shop: Shop, form: str) -> None:
     rng, users = random.Random(SEED), sorted(shop.users)
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         for _ in range(COUNT):
             user, rerank, k = rng.choice(users), rerank_of(rng), rng.randrange(1, WIDTH + 1)
-            whole = await running.get(f"/v1/lookup/user_topk/{user}")
-            items, short, told = await answer_of(running, way, user, k=k, rerank=rerank)
-            wanted = by_hand(shop, whole["items"], whole["scores"], rerank, k)
-            said = f"seed {SEED}: {user} {k} {orjson.dumps(rerank).decode()}"
-            assert items == wanted, said
-            assert (short, told) == (len(wanted) < k, named(rerank)), said
+            full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
+            items, short, reranked_by = await answer_of(running, form, user, k=k, rerank=rerank)
+            expected_ids = by_hand(shop, full_answer["items"], full_answer["scores"], rerank, k)
+            failure_message = f"seed {SEED}: {user} {k} {orjson.dumps(rerank).decode()}"
+            assert items == expected_ids, failure_message
+            assert (short, reranked_by) == (len(expected_ids) < k, named(rerank)), failure_message
 
 
 async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) -> None:
@@ -115,22 +119,28 @@ async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) 
         for _ in range(COUNT):
             user, rerank, filter_ = rng.choice(users), rerank_of(rng), filter_of(rng)
             k = rng.randrange(1, 21)
-            said = f"seed {SEED}: {user} {k} {filter_} {orjson.dumps(rerank).decode()}"
-            whole = await running.get(f"/v1/lookup/user_topk/{user}")
+            failure_message = f"seed {SEED}: {user} {k} {filter_} {orjson.dumps(rerank).decode()}"
+            full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
             root, ordinals = read_filter(filter_).root, {id_: at for at, id_ in enumerate(shop.ids)}
             pairs = [
                 (id_, score)
-                for id_, score in zip(whole["items"], whole["scores"], strict=True)
+                for id_, score in zip(full_answer["items"], full_answer["scores"], strict=True)
                 if passes(root, shop.attributes[ordinals[id_]])
             ]
-            wanted = by_hand(
-                shop, [each for each, _ in pairs], [each for _, each in pairs], rerank, k
+            expected_ids = by_hand(
+                shop,
+                [component for component, _ in pairs],
+                [component for _, component in pairs],
+                rerank,
+                k,
             )
-            if len(wanted) < k:  # the list does not do
-                found = wanted_of(shop, shop.users[user], shop.seen[user], filter_, WIDTH)
-                wanted = by_hand(shop, *found, rerank, k)
+            if len(expected_ids) < k:  # the list does not do
+                passing_candidates = wanted_of(
+                    shop, shop.users[user], shop.seen[user], filter_, WIDTH
+                )
+                expected_ids = by_hand(shop, *passing_candidates, rerank, k)
             items, *_ = await answer_of(running, "json", user, k=k, filter=filter_, rerank=rerank)
-            assert items == wanted, said
+            assert items == expected_ids, failure_message
 
 
 async def test_candidates_of_a_caller_are_put_in_order(shop: Shop) -> None:
@@ -138,11 +148,13 @@ async def test_candidates_of_a_caller_are_put_in_order(shop: Shop) -> None:
     async with serving(shop.night) as running:
         for _ in range(COUNT // 4):
             rerank, body = rerank_of(rng), {"user": user, "items": rng.sample(shop.ids, 60)}
-            plain = await running.post("/v1/score", body)
-            found = await running.post("/v1/score", body | {"rerank": rerank, "k": 20})
-            wanted = by_hand(shop, plain["items"], plain["scores"], rerank, 20)
-            assert found["items"] == wanted, f"seed {SEED}: {rerank}"
-            assert found["reranked"] == named(rerank)
+            scored_answer = await running.post("/v1/score", body)
+            reranked_answer = await running.post("/v1/score", body | {"rerank": rerank, "k": 20})
+            expected_ids = by_hand(
+                shop, scored_answer["items"], scored_answer["scores"], rerank, 20
+            )
+            assert reranked_answer["items"] == expected_ids, f"seed {SEED}: {rerank}"
+            assert reranked_answer["reranked"] == named(rerank)
 
 
 async def test_what_is_alike_gives_way(shop: Shop) -> None:
@@ -151,12 +163,15 @@ async def test_what_is_alike_gives_way(shop: Shop) -> None:
     ordinals = {id_: at for at, id_ in enumerate(shop.ids)}
 
     def likeness(ids: list[str]) -> float:
-        units = vectors[[ordinals[each] for each in ids]]
+        units = vectors[[ordinals[id_] for id_ in ids]]
         return float(np.triu(units @ units.T, 1).sum())
 
     async with serving(shop.night) as running:
-        sent = [None, *({"diversify": {"mmr": each}} for each in (1.0, 0.02))]
-        lists = [(await answer_of(running, "json", user, k=10, rerank=each))[0] for each in sent]
+        rerank_options = [None, *({"diversify": {"mmr": weight}} for weight in (1.0, 0.02))]
+        lists = [
+            (await answer_of(running, "json", user, k=10, rerank=rerank))[0]
+            for rerank in rerank_options
+        ]
 
     assert lists[0] == lists[1]  # a weight of 1 is the score alone
     assert likeness(lists[0]) > 1.5 * likeness(lists[2])
@@ -165,14 +180,16 @@ async def test_what_is_alike_gives_way(shop: Shop) -> None:
 async def test_a_declared_one_goes_by_its_name_and_is_explained(shop: Shop) -> None:
     user = min(shop.users)
     async with serving(shop.night, rerank=DECLARED) as running:
-        whole = await running.get(f"/v1/lookup/user_topk/{user}")
-        items, _, told = await answer_of(running, "url", user, k=5, rerank="varied")
-        wanted = by_hand(shop, whole["items"], whole["scores"], DECLARED["varied"], 5)
-        said = await running.get(f"/v1/explain/user_topk/{user}", k=5, rerank="varied")
+        full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
+        items, _, reranked_by = await answer_of(running, "url", user, k=5, rerank="varied")
+        expected_ids = by_hand(
+            shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5
+        )
+        explanation = await running.get(f"/v1/explain/user_topk/{user}", k=5, rerank="varied")
         refused = await running.http.get(f"/v1/lookup/user_topk/{user}", params={"rerank": "other"})
 
-    assert (items, told) == (wanted, "diversify")
-    assert said["rerank"] == {"by": "diversify", "items_of_list": wanted}
+    assert (items, reranked_by) == (expected_ids, "diversify")
+    assert explanation["rerank"] == {"by": "diversify", "items_of_list": expected_ids}
     error = refused.json()["error"]
     assert refused.status_code == 422
     assert (error["code"], error["field"], error["declared"]) == ("unknown_rerank", "rerank", ["varied"])  # fmt: skip
@@ -181,14 +198,17 @@ async def test_a_declared_one_goes_by_its_name_and_is_explained(shop: Shop) -> N
 async def test_strangers_get_the_defaults_in_order(shop: Shop) -> None:
     rerank = {"boost": [{"filter": {"==": ["brand", BRANDS[1]]}, "factor": 4}]}
     async with serving(shop.night) as running:
-        plain = await running.get("/v1/lookup/user_topk/nobody", k=10)
-        items, _, told = await answer_of(running, "json", "nobody", k=10, rerank=rerank)
+        default_answer = await running.get("/v1/lookup/user_topk/nobody", k=10)
+        items, _, reranked_by = await answer_of(running, "json", "nobody", k=10, rerank=rerank)
         wide = await running.get("/v1/lookup/user_topk/nobody")
 
-    assert plain["source"] == "default" and told == "boost"
+    assert default_answer["source"] == "default" and reranked_by == "boost"
     assert items[:1] == by_hand(shop, wide["items"], wide["scores"], rerank, 1)
-    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
-    assert brands[items[0]] == BRANDS[1] != brands[plain["items"][0]]
+    brands = {
+        id_: item_attributes.get("brand")
+        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+    }
+    assert brands[items[0]] == BRANDS[1] != brands[default_answer["items"][0]]
 
 
 async def test_an_older_list_is_put_in_order_too_and_none_is_where_that_cannot_be(
@@ -206,12 +226,14 @@ async def test_an_older_list_is_put_in_order_too_and_none_is_where_that_cannot_b
 
         assert await eventually(has_previous)
         user = min(shop.users)
-        whole = await running.get(f"/v1/lookup/user_topk/{user}")
+        full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
         body = {"entities": [user], "k": 5, "rerank": DECLARED["varied"]}
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
 
     assert (answer["source"], answer["reranked"]) == ("previous", "diversify")
-    assert answer["items"] == by_hand(shop, whole["items"], whole["scores"], DECLARED["varied"], 5)
+    assert answer["items"] == by_hand(
+        shop, full_answer["items"], full_answer["scores"], DECLARED["varied"], 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,8 +270,10 @@ async def test_only_lists_are_put_in_order(
     assert text.status_code == 422 and "rerank is not JSON" in text.json()["error"]["message"]
 
     # Likeness needs no attributes.
-    plain = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)
-    async with serving(plain) as running:
+    night_without_attributes = build_night(
+        tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60
+    )
+    async with serving(night_without_attributes) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
     assert answer["reranked"] == "diversify"
 
@@ -266,7 +290,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
         _,
         url,
     ):
-        sent = [
+        arguments = [
             "user_topk",
             min(shop.users),
             "--url",
@@ -277,9 +301,12 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
             "--rerank",
             rerank,
         ]
-        assert lookup_cli.main(sent) == 0
+        assert lookup_cli.main(arguments) == 0
     (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
-    brands = {id_: each.get("brand") for id_, each in zip(shop.ids, shop.attributes, strict=True)}
-    counts = Counter(brands[each] for each in answer["items"])
+    brands = {
+        id_: item_attributes.get("brand")
+        for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)
+    }
+    counts = Counter(brands[item_id] for item_id in answer["items"])
     counts.pop(None, None)
     assert answer["reranked"] == "diversify" and set(counts.values()) == {1}

@@ -54,9 +54,9 @@ async def test_served_lists_are_those_of_the_night(
 
     body = await app.post("/v1/lookup/user_topk", {"entities": users})
 
-    assert {each["id"]: tuple(each["items"]) for each in body["answers"]} == dict(expected)
-    assert {each["source"] for each in body["answers"]} == {"l2"}
-    assert {each["generation"] for each in body["answers"]} == {generation}
+    assert {answer["id"]: tuple(answer["items"]) for answer in body["answers"]} == dict(expected)
+    assert {answer["source"] for answer in body["answers"]} == {"l2"}
+    assert {answer["generation"] for answer in body["answers"]} == {generation}
 
 
 async def test_one_entity_by_url_says_where_it_comes_from(
@@ -78,7 +78,7 @@ async def test_one_entity_by_url_says_where_it_comes_from(
 async def test_every_table_answers_in_its_own_shape(app: Running, night: NightConfig) -> None:
     user = known_users(night, 1)[0]
     item = histories(night)[user][0]
-    asked = [
+    entities = [
         {"table": "user_topk", "id": user},
         {"table": "user_vector", "id": user},
         {"table": "item_vector", "id": item},
@@ -87,13 +87,15 @@ async def test_every_table_answers_in_its_own_shape(app: Running, night: NightCo
     ]
 
     top, vector, item_vector, similar, affinity = (
-        await app.post("/v1/lookup", {"entities": asked, "k": 5})
+        await app.post("/v1/lookup", {"entities": entities, "k": 5})
     )["answers"]
 
     assert len(top["items"]) == len(similar["items"]) == 5 and item not in similar["items"]
     assert len(vector["vector"]) == len(item_vector["vector"]) == 16
     assert len(affinity["values"]) == len(affinity["labels"]) > 1
-    assert len({each["generation"] for each in (top, vector, item_vector, similar, affinity)}) == 1
+    assert (
+        len({answer["generation"] for answer in (top, vector, item_vector, similar, affinity)}) == 1
+    )
 
 
 async def test_an_unknown_user_gets_defaults_and_with_a_history_a_live_answer(
@@ -102,14 +104,14 @@ async def test_an_unknown_user_gets_defaults_and_with_a_history_a_live_answer(
     history = histories(night)[known_users(night, 1)[0]]
     new = {"id": "a user/of tomorrow", "history": [*history, "no-such-item"]}
 
-    plain = await app.get("/v1/lookup/user_topk/a user%2Fof tomorrow", k=5)
+    default_answer = await app.get("/v1/lookup/user_topk/a user%2Fof tomorrow", k=5)
     live = (await app.post("/v1/lookup/user_topk", {"entities": [new]}))["answers"][0]
-    again = (await app.post("/v1/lookup/user_topk", {"entities": [new]}))["answers"][0]
+    repeated_answer = (await app.post("/v1/lookup/user_topk", {"entities": [new]}))["answers"][0]
     vector = (await app.post("/v1/lookup/user_vector", {"entities": [new]}))["answers"][0]
     affinity = await app.get("/v1/lookup/user_affinity/nobody")
 
-    assert (plain["source"], plain["reason"]) == ("default", "not_in_generation")
-    assert (live["source"], again["source"], vector["source"]) == ("live", "l1", "live")
+    assert (default_answer["source"], default_answer["reason"]) == ("default", "not_in_generation")
+    assert (live["source"], repeated_answer["source"], vector["source"]) == ("live", "l1", "live")
     assert live["dropped_history"] == 1 and len(live["items"]) == K
     assert not set(history) & set(live["items"])
     assert affinity["values"] is None and affinity["reason"] == "not_in_generation"
@@ -119,25 +121,27 @@ async def test_a_live_answer_agrees_with_what_the_night_computed_from_the_same_h
     app: Running, night: NightConfig
 ) -> None:
     users = known_users(night, 40)
-    seen = histories(night)
-    strangers = [{"id": f"twin of {user}", "history": seen[user]} for user in users]
+    history_by_user = histories(night)
+    strangers = [{"id": f"twin of {user}", "history": history_by_user[user]} for user in users]
 
-    stored = (await app.post("/v1/lookup/user_topk", {"entities": users, "k": 20}))["answers"]
+    stored_answers = (await app.post("/v1/lookup/user_topk", {"entities": users, "k": 20}))[
+        "answers"
+    ]
     live = (await app.post("/v1/lookup/user_topk", {"entities": strangers, "k": 20}))["answers"]
 
     overlaps = [
-        len(set(one["items"]) & set(other["items"])) / 20
-        for one, other in zip(stored, live, strict=True)
+        len(set(stored_answer["items"]) & set(live_answer["items"])) / 20
+        for stored_answer, live_answer in zip(stored_answers, live, strict=True)
     ]
-    assert {each["source"] for each in live} == {"live"}
+    assert {answer["source"] for answer in live} == {"live"}
     assert np.mean(overlaps) > 0.9
 
 
 async def test_fresh_is_computed_and_the_batch_answer_stays(
     app: Running, night: NightConfig
 ) -> None:
-    one, other = known_users(night, 2)
-    body = {"entities": [{"id": one, "history": histories(night)[other]}]}
+    first_user, second_user = known_users(night, 2)
+    body = {"entities": [{"id": first_user, "history": histories(night)[second_user]}]}
 
     fresh = (await app.post("/v1/lookup/user_topk", body | {"fresh": True}))["answers"][0]
     after = (await app.post("/v1/lookup/user_topk", body))["answers"][0]
@@ -154,13 +158,17 @@ async def test_excluded_items_and_the_sent_history_do_not_appear(
     body = {"entities": [{"id": user, "history": items[:2]}], "exclude": items[2:4]}
 
     answer = (await app.post("/v1/lookup/user_topk", body))["answers"][0]
-    whole = (await app.post("/v1/lookup/user_topk", body | {"k": K}))["answers"][0]
+    full_answer = (await app.post("/v1/lookup/user_topk", body | {"k": K}))["answers"][0]
     used_up = (await app.post("/v1/lookup/user_topk", {"entities": [user], "exclude": items}))[
         "answers"
     ][0]
 
     assert answer["items"] == items[4:] and answer["short"]
-    assert whole["items"] == items[4:] and whole["short"] and whole["producer"] == "batch"
+    assert (
+        full_answer["items"] == items[4:]
+        and full_answer["short"]
+        and full_answer["producer"] == "batch"
+    )
     assert (used_up["items"], used_up["short"], used_up["producer"]) == ([], True, "batch")
 
 
@@ -171,19 +179,19 @@ async def test_scores_come_in_rank_order_and_name_what_cannot_be_scored(
     top = await app.get(f"/v1/lookup/user_topk/{user}", k=30)
     candidates = [*reversed(top["items"]), "no-such-item"]
 
-    stored = await app.post("/v1/score", {"user": user, "items": candidates})
+    stored_answer = await app.post("/v1/score", {"user": user, "items": candidates})
     live = await app.post(
         "/v1/score", {"user": {"history": histories(night)[user]}, "items": candidates, "k": 3}
     )
-    nobody = await app.post("/v1/score", {"user": "nobody", "items": candidates})
+    unknown_user_answer = await app.post("/v1/score", {"user": "nobody", "items": candidates})
 
-    assert stored["unknown"] == ["no-such-item"] and stored["source"] in ("l1", "l2")
-    assert stored["scores"] == sorted(stored["scores"], reverse=True)
-    exact = exact_order(night, generation, stored["items"], top)
-    assert exact > 0.99 and set(stored["items"]) == set(top["items"])
+    assert stored_answer["unknown"] == ["no-such-item"] and stored_answer["source"] in ("l1", "l2")
+    assert stored_answer["scores"] == sorted(stored_answer["scores"], reverse=True)
+    exact = exact_order(night, generation, stored_answer["items"], top)
+    assert exact > 0.99 and set(stored_answer["items"]) == set(top["items"])
     assert live["source"] == "live" and len(live["items"]) == 3
-    assert (nobody["items"], nobody["source"]) == ([], "default")
-    assert nobody["unscored"] and nobody["reason"] == "not_in_generation"
+    assert (unknown_user_answer["items"], unknown_user_answer["source"]) == ([], "default")
+    assert unknown_user_answer["unscored"] and unknown_user_answer["reason"] == "not_in_generation"
 
 
 def exact_order(
@@ -193,8 +201,8 @@ def exact_order(
     manifest, root = open_generation(night.store(), generation)
     assert ItemTable.open(root, manifest).count == manifest.items.count
     scores = dict(zip(top["items"], top["scores"], strict=True))
-    found = [scores[each] for each in ranked]
-    in_order = [a >= b or abs(a - b) <= 2e-3 * abs(a) for a, b in itertools.pairwise(found)]
+    exact_scores = [scores[item_id] for item_id in ranked]
+    in_order = [a >= b or abs(a - b) <= 2e-3 * abs(a) for a, b in itertools.pairwise(exact_scores)]
     return float(np.mean(in_order))
 
 
@@ -249,10 +257,18 @@ async def test_the_dashboards_page_needs_no_token_and_is_no_part_of_the_api(
 ) -> None:
     async with serving(night, token="secret") as app:
         page, script = await app.http.get("/dashboard"), await app.http.get("/dashboard/main.js")
-        head, other = await app.http.head("/dashboard"), await app.http.get("/dashboard/other.js")
+        head, missing_file_response = (
+            await app.http.head("/dashboard"),
+            await app.http.get("/dashboard/other.js"),
+        )
         described = (await app.http.get("/openapi.json")).json()
 
-    assert [each.status_code for each in (page, script, head, other)] == [200, 200, 200, 404]
+    assert [response.status_code for response in (page, script, head, missing_file_response)] == [
+        200,
+        200,
+        200,
+        404,
+    ]
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert not [path for path in described["paths"] if path in ("/dashboard", "/dashboard/main.js")]
 
@@ -289,8 +305,8 @@ async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(
     total = 2 * (22 + 5)
     assert sum(answers.values()) == total
     assert sum((await app.counted("larder_entities_total")).values()) == total
-    stored = sum(value for (source, _), value in answers.items() if source in ("l1", "l2"))
-    assert sum(misses.values()) == total - stored
+    stored_count = sum(value for (source, _), value in answers.items() if source in ("l1", "l2"))
+    assert sum(misses.values()) == total - stored_count
     seconds = await app.counted("larder_answer_seconds_count")
     assert sum(seconds.values()) == total
 
@@ -317,8 +333,14 @@ async def test_openapi_documents_what_is_parsed_by_hand(app: Running) -> None:
 
     lookup = paths["/v1/lookup/{table}"]["post"]
     assert "entities" in str(lookup["requestBody"]) and {"408", "413"} <= lookup["responses"].keys()
-    one = paths["/v1/lookup/{table}/{entity}"]["get"]["parameters"]
-    assert {each["name"] for each in one} >= {"table", "entity", "k", "fresh", "generation"}
+    parameters = paths["/v1/lookup/{table}/{entity}"]["get"]["parameters"]
+    assert {parameter["name"] for parameter in parameters} >= {
+        "table",
+        "entity",
+        "k",
+        "fresh",
+        "generation",
+    }
     assert "/v1/score" in paths
 
 
@@ -347,11 +369,11 @@ async def test_connections_to_redis_are_open_before_it_is_ready(
     pools: list[PipelinePool] = []
     make = PipelinePool.__init__
 
-    def noted(pool: PipelinePool, *arguments: Any, **options: Any) -> None:
+    def init_and_note(pool: PipelinePool, *arguments: Any, **options: Any) -> None:
         make(pool, *arguments, **options)
         pools.append(pool)
 
-    monkeypatch.setattr(PipelinePool, "__init__", noted)
+    monkeypatch.setattr(PipelinePool, "__init__", init_and_note)
 
     async with serving(night):
         assert [pool.opened for pool in pools] == [1]

@@ -76,24 +76,24 @@ def larder(night: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> Iter
     }  # fmt: skip
     path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
     with started(environment(night, state, **bounds), state / "log") as (process, url):
-        found = Larder(process, url, path)
-        assert found.answers()
-        yield found
+        service = Larder(process, url, path)
+        assert service.answers()
+        yield service
 
 
 @contextlib.contextmanager
 def peers(larder: Larder, first: bytes, count: int = PEERS) -> Iterator[list[socket.socket]]:
     """So many connections, each with these bytes sent, that read nothing by themselves."""
     with contextlib.ExitStack() as stack:
-        found = []
+        connections = []
         for _ in range(count):
             peer = stack.enter_context(socket.socket())
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
             peer.connect(larder.where)
             peer.setblocking(False)
             send(peer, first)
-            found.append(peer)
-        yield found
+            connections.append(peer)
+        yield connections
 
 
 def send(peer: socket.socket, data: bytes) -> int:
@@ -124,15 +124,15 @@ def is_ended(peer: socket.socket) -> bool:
     (b"POST /healthz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * 2_000),
 ])  # fmt: skip
 def test_heads_without_an_end_are_cut_off(larder: Larder, start: bytes, more: bytes) -> None:
-    before, sent = larder.memory_mb(), 0
+    memory_before_mb, sent_bytes = larder.memory_mb(), 0
     with socket.create_connection(larder.where, timeout=30) as peer:
         peer.sendall(start)
         with contextlib.suppress(ConnectionError):
-            while sent < 100 << 20:
+            while sent_bytes < 100 << 20:
                 peer.sendall(more)
-                sent += len(more)
-    assert sent < 20 << 20  # what lies in the kernel's buffers
-    assert larder.answers() and larder.memory_mb() - before < GROWTH_MB
+                sent_bytes += len(more)
+    assert sent_bytes < 20 << 20  # what lies in the kernel's buffers
+    assert larder.answers() and larder.memory_mb() - memory_before_mb < GROWTH_MB
 
 
 @pytest.mark.parametrize("first", [
@@ -140,20 +140,22 @@ def test_heads_without_an_end_are_cut_off(larder: Larder, start: bytes, more: by
     b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nx",  # no token: not waited for
 ])  # fmt: skip
 def test_who_never_ends_what_it_began_is_ended(larder: Larder, first: bytes) -> None:
-    with peers(larder, first) as found:
+    with peers(larder, first) as connections:
         assert larder.answers()
-        assert until(lambda: all(map(is_ended, found)))
+        assert until(lambda: all(map(is_ended, connections)))
 
 
 @pytest.mark.parametrize(
     "first", [b"G", b"POST /v1/lookup/x HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n"]
 )
 def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
-    with peers(larder, first, 20) as found:
+    with peers(larder, first, 20) as connections:
 
         def are_ended() -> bool:
-            found[:] = [each for each in found if send(each, b"x") >= 0 and not is_ended(each)]
-            return not found
+            connections[:] = [
+                peer for peer in connections if send(peer, b"x") >= 0 and not is_ended(peer)
+            ]
+            return not connections
 
         assert until(are_ended, every_s=0.05)
     assert larder.answers() and larder.under_way().endswith(" 0.0")
@@ -163,27 +165,34 @@ def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
 def test_who_asks_and_does_not_read_is_bounded_and_cut_off(
     larder: Larder, target: bytes, count: int
 ) -> None:
-    before, files = larder.memory_mb(), larder.files()
-    asked = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"
-    with peers(larder, asked * 16, count) as few, peers(larder, asked * 500, count) as many:
-        assert len(few) == len(many) and larder.answers() and larder.under_way().endswith(" 0.0")
-        assert larder.memory_mb() - before < GROWTH_MB
+    memory_before_mb, files = larder.memory_mb(), larder.files()
+    request = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"
+    with (
+        peers(larder, request * 16, count) as moderate_peers,
+        peers(larder, request * 500, count) as greedy_peers,
+    ):
+        assert (
+            len(moderate_peers) == len(greedy_peers)
+            and larder.answers()
+            and larder.under_way().endswith(" 0.0")
+        )
+        assert larder.memory_mb() - memory_before_mb < GROWTH_MB
         assert until(lambda: larder.files() < files + count // 3)
 
 
 def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
     head = f"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
-    begun = head.encode() + b"Content-Length: 199000\r\n\r\n" + b" " * 150_000
-    with peers(larder, begun[:-1], 3) as found:
-        replies = [reply(each) for each in found]
-    assert sorted(each[9:12] for each in replies) in (
+    unfinished_request = head.encode() + b"Content-Length: 199000\r\n\r\n" + b" " * 150_000
+    with peers(larder, unfinished_request[:-1], 3) as connections:
+        replies = [reply(peer) for peer in connections]
+    assert sorted(response[9:12] for response in replies) in (
         [b"408", b"408", b"503"],
         [b"408", b"503", b"503"],
     )
     assert b"overloaded" in b"".join(replies)
     assert larder.answers() and larder.under_way().endswith(" 0.0")
-    asked = b'{"entities":["nobody"]}' + b" " * 150_000
-    after = httpx.post(f"{larder.url}/v1/lookup/user_topk", headers=KNOWN, content=asked)
+    body = b'{"entities":["nobody"]}' + b" " * 150_000
+    after = httpx.post(f"{larder.url}/v1/lookup/user_topk", headers=KNOWN, content=body)
     assert after.status_code == 200
 
 

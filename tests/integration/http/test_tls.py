@@ -45,9 +45,9 @@ class Place:
         if authority is not None:
             files.insert(0, (authority.pair.certificate, "clients.pem"))
         for source, name in files:
-            beside = self.folder / f".{name}"
-            beside.write_bytes(source.read_bytes())
-            beside.replace(self.folder / name)
+            temporary_path = self.folder / f".{name}"
+            temporary_path.write_bytes(source.read_bytes())
+            temporary_path.replace(self.folder / name)
 
     def settings(self, **more: str) -> dict[str, str]:
         """What names them."""
@@ -60,9 +60,9 @@ class Place:
         } | more
 
 
-def settings(night: NightConfig, place: Place, **more: str) -> dict[str, str]:
-    state = place.folder / "state"
-    return environment(night, state, REDIS_URL=str(night.redis_url), **place.settings(**more))
+def settings(night: NightConfig, tls_files: Place, **more: str) -> dict[str, str]:
+    state = tls_files.folder / "state"
+    return environment(night, state, REDIS_URL=str(night.redis_url), **tls_files.settings(**more))
 
 
 def path_of(night: NightConfig) -> str:
@@ -74,8 +74,8 @@ def shown(url: str, trusted: str) -> bytes:
     parts = urlsplit(url)
     context = ssl.create_default_context(cafile=trusted)
     with (
-        socket.create_connection((parts.hostname, parts.port), timeout=5) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as wrapped,
+        socket.create_connection((parts.hostname, parts.port), timeout=5) as tcp_socket,
+        context.wrap_socket(tcp_socket, server_hostname="127.0.0.1") as wrapped,
     ):
         return wrapped.getpeercert(binary_form=True) or b""
 
@@ -84,45 +84,45 @@ def der(pair: Pair) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pair.certificate.read_text())
 
 
-def context(trusted: Authority, own: Pair | None = None) -> ssl.SSLContext:
-    made = ssl.create_default_context(cafile=trusted.file)
-    if own is not None:
-        made.load_cert_chain(own.certificate, own.key)
-    return made
+def context(trusted: Authority, client_pair: Pair | None = None) -> ssl.SSLContext:
+    ssl_context = ssl.create_default_context(cafile=trusted.file)
+    if client_pair is not None:
+        ssl_context.load_cert_chain(client_pair.certificate, client_pair.key)
+    return ssl_context
 
 
 @pytest.mark.parametrize(("fast", "workers"), [("on", "1"), ("off", "1"), ("on", "2")])
 def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
     night: NightConfig, authority: Authority, tmp_path: Path, fast: str, workers: str
 ) -> None:
-    first, second, stranger = (authority.signed(f"{fast}{workers}{each}") for each in "abc")
-    place, path = Place(tmp_path), path_of(night)
-    place.put(first)
-    told = settings(night, place, LARDER_FAST_HTTP=fast, LARDER_WORKERS=workers)
-    with started(told, tmp_path / "log") as (_, url):
+    first, second, stranger = (authority.signed(f"{fast}{workers}{suffix}") for suffix in "abc")
+    tls_files, path = Place(tmp_path), path_of(night)
+    tls_files.put(first)
+    environ = settings(night, tls_files, LARDER_FAST_HTTP=fast, LARDER_WORKERS=workers)
+    with started(environ, tmp_path / "log") as (_, url):
         assert url.startswith("https://127.0.0.1:")
         with httpx.Client(verify=context(authority), headers=HEADERS, http2=False) as caller:
-            kept = [caller.get(url + path) for _ in range(4)]
-            assert {each.status_code for each in kept} == {200}
+            responses = [caller.get(url + path) for _ in range(4)]
+            assert {response.status_code for response in responses} == {200}
             posted = caller.post(f"{url}/v1/lookup/user_topk", json={"entities": ["a"] * 200})
             assert posted.status_code == 200 and len(posted.json()["answers"]) == 200
             assert shown(url, authority.file) == der(first)
 
-            place.put(second)
+            tls_files.put(second)
 
             assert until(
                 lambda: {shown(url, authority.file) for _ in range(8)} == {der(second)}, 15
             )
-            again = caller.get(url + path)
-            assert again.status_code == 200
-            wrapped = again.extensions["network_stream"].get_extra_info("ssl_object")
+            later_response = caller.get(url + path)
+            assert later_response.status_code == 200
+            wrapped = later_response.extensions["network_stream"].get_extra_info("ssl_object")
             assert wrapped.getpeercert(True) == der(first)  # the very connection from before
 
-            place.put(Pair(stranger.certificate, first.key))  # no pair
+            tls_files.put(Pair(stranger.certificate, first.key))  # no pair
             stale = "larder_tls_stale"
             assert until(lambda: all_of(caller.get(f"{url}/metrics").text, stale) == {1.0}, 15)
             assert {shown(url, authority.file) for _ in range(4)} == {der(second)}
-            place.put(stranger)
+            tls_files.put(stranger)
             assert until(lambda: {shown(url, authority.file) for _ in range(8)} == {der(stranger)}, 15)  # fmt: skip
         plain_is_refused(url)
         if workers == "1":
@@ -132,8 +132,8 @@ def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
 
 
 def all_of(text: str, name: str) -> set[float]:
-    lines = [each for each in text.splitlines() if each.startswith((f"{name} ", f"{name}{{"))]
-    return {float(each.rpartition(" ")[2]) for each in lines}
+    lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return {float(line.rpartition(" ")[2]) for line in lines}
 
 
 def plain_is_refused(url: str) -> None:
@@ -152,13 +152,15 @@ def asked_by_our_own(url: str, night: NightConfig, authority: Authority) -> None
         (["top", "--once"], {"LARDER_CA": authority.file}),
         (["explain", "user_topk", user, "--ca", authority.file], {}),
     ):
-        done = command([*arguments, "--url", url, "--token", TOKEN], **trust)
-        assert done.returncode == 0, done.stderr
+        completed_process = command([*arguments, "--url", url, "--token", TOKEN], **trust)
+        assert completed_process.returncode == 0, completed_process.stderr
         assert command([*arguments[:3], "--url", url]).returncode != 0
 
 
 def command(arguments: list[str], **more: str) -> "subprocess.CompletedProcess[str]":
-    environ = {name: each for name, each in os.environ.items() if not name.startswith("LARDER_")}
+    environ = {
+        name: setting for name, setting in os.environ.items() if not name.startswith("LARDER_")
+    }
     return subprocess.run(
         [sys.executable, "-m", "serving", *arguments], env=environ | {"PYTHONPATH": str(ROOT)} | more,
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
@@ -169,43 +171,45 @@ def command(arguments: list[str], **more: str) -> "subprocess.CompletedProcess[s
 def test_callers_show_certificates_of_the_authorities_in_force(
     night: NightConfig, authority: Authority, tmp_path: Path, client: str
 ) -> None:
-    ours, others = (Authority.made(tmp_path / each) for each in ("ours", "others"))
-    one, other = ours.signed("one"), others.signed("other")
-    place, path = Place(tmp_path), path_of(night)
-    place.put(authority.signed(f"server-{client}"), ours)
+    first_authority, second_authority = (
+        Authority.made(tmp_path / name) for name in ("ours", "others")
+    )
+    first_pair, second_pair = first_authority.signed("one"), second_authority.signed("other")
+    tls_files, path = Place(tmp_path), path_of(night)
+    tls_files.put(authority.signed(f"server-{client}"), first_authority)
     ca = str(tmp_path / "clients.pem")
-    told = settings(night, place, LARDER_TLS_CLIENT=client, LARDER_TLS_CLIENT_CA=ca)
-    with started(told, tmp_path / "log") as (_, url):
+    environ = settings(night, tls_files, LARDER_TLS_CLIENT=client, LARDER_TLS_CLIENT_CA=ca)
+    with started(environ, tmp_path / "log") as (_, url):
 
-        def is_answered(own: Pair | None) -> bool:
+        def is_answered(client_pair: Pair | None) -> bool:
             try:
-                trusting = context(authority, own)
+                trusting = context(authority, client_pair)
                 return httpx.get(url + path, headers=HEADERS, verify=trusting).status_code == 200
             except httpx.TransportError:
                 return False
 
-        assert is_answered(one) and not is_answered(other)
+        assert is_answered(first_pair) and not is_answered(second_pair)
         assert is_answered(None) == (client == "optional")
         # A certificate takes no token's place.
-        assert httpx.get(url + path, verify=context(authority, one)).status_code == 401
-        place.put(authority.signed("renewed"), others)
-        assert until(lambda: is_answered(other), 15)
-        assert not is_answered(one)
+        assert httpx.get(url + path, verify=context(authority, first_pair)).status_code == 401
+        tls_files.put(authority.signed("renewed"), second_authority)
+        assert until(lambda: is_answered(second_pair), 15)
+        assert not is_answered(first_pair)
 
 
 def test_who_never_shakes_hands_is_ended(
     night: NightConfig, authority: Authority, tmp_path: Path
 ) -> None:
-    place = Place(tmp_path)
-    place.put(authority.signed("silent"))
-    with started(settings(night, place), tmp_path / "log") as (_, url):
+    tls_files = Place(tmp_path)
+    tls_files.put(authority.signed("silent"))
+    with started(settings(night, tls_files), tmp_path / "log") as (_, url):
         parts = urlsplit(url)
         peers = [socket.create_connection((parts.hostname, parts.port), timeout=20) for _ in range(20)]  # fmt: skip
         peers[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
-        for each in peers:
-            while each.recv(100):
+        for peer in peers:
+            while peer.recv(100):
                 pass
-            each.close()
+            peer.close()
         trusting = context(authority)
         assert httpx.get(f"{url}/healthz", verify=trusting).status_code == 200
 
@@ -213,14 +217,18 @@ def test_who_never_shakes_hands_is_ended(
 def test_a_pair_that_is_none_is_told_before_anything_starts(
     night: NightConfig, authority: Authority, tmp_path: Path
 ) -> None:
-    one, other = authority.signed("start-a"), authority.signed("start-b")
-    place = Place(tmp_path)
-    place.put(Pair(one.certificate, other.key))
+    first_pair, second_pair = authority.signed("start-a"), authority.signed("start-b")
+    tls_files = Place(tmp_path)
+    tls_files.put(Pair(first_pair.certificate, second_pair.key))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "serving", "--port", "0"], env=settings(night, place), cwd=ROOT,
+    completed_process = subprocess.run(
+        [sys.executable, "-m", "serving", "--port", "0"], env=settings(night, tls_files), cwd=ROOT,
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
-    assert done.returncode == 2 and "are no pair" in done.stderr and str(tmp_path) in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert (
+        completed_process.returncode == 2
+        and "are no pair" in completed_process.stderr
+        and str(tmp_path) in completed_process.stderr
+    )
+    assert completed_process.stderr.count("\n") == 1 and completed_process.stdout == ""

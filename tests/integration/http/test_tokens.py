@@ -45,7 +45,7 @@ OPEN: set[Route] = {
     ("GET", path)
     for path in (
         "/healthz", "/readyz", "/metrics", "/openapi.json",
-        *(each.path for each in (*page_routes(), *DOCS.routes())),
+        *(route.path for route in (*page_routes(), *DOCS.routes())),
     )
 }  # fmt: skip
 USER = "nobody-at-all"
@@ -83,11 +83,11 @@ def place(tmp_path: Path) -> TokenPlace:
 
 def place_in(folder: Path) -> TokenPlace:
     """A token for each scope alone, and one that has expired."""
-    found = TokenPlace(folder / "tokens.json")
+    token_file = TokenPlace(folder / "tokens.json")
     for scope in SCOPES:
-        found.add(scope, scope)
-    found.add("late", expires_at=EXPIRED)
-    return found
+        token_file.add(scope, scope)
+    token_file.add("late", expires_at=EXPIRED)
+    return token_file
 
 
 @pytest.fixture
@@ -105,17 +105,17 @@ async def app(night: NightConfig, place: TokenPlace, way: str) -> AsyncIterator[
 def routes_of(app: Running) -> dict[Route, Any]:
     """Every route of the application, as routers know it."""
     transport: Any = app.http._transport
-    found = {}
-    for each in transport.app.router.routes:
-        for method in each.methods - {"HEAD"}:
-            found[method, each.path] = each
-    return found
+    route_by_method_path = {}
+    for route in transport.app.router.routes:
+        for method in route.methods - {"HEAD"}:
+            route_by_method_path[method, route.path] = route
+    return route_by_method_path
 
 
 def request_of(route: Route) -> tuple[str, str, Any]:
     method, path = route
-    asked = path.replace("{table}", "user_topk").replace("{entity:rest}", USER)
-    return method, asked, BODIES.get(path)
+    concrete_path = path.replace("{table}", "user_topk").replace("{entity:rest}", USER)
+    return method, concrete_path, BODIES.get(path)
 
 
 async def asked(app: Running, route: Route, headers: dict[str, str]) -> httpx.Response:
@@ -152,8 +152,8 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, place: Token
         everything = await asked(app, route, {"Authorization": "Bearer sesame"})
         assert everything.status_code in (200, 202, 404, 409, 422), (route, everything.text)
     assert {
-        route: [scope for scope, status in found.items() if status != 403]
-        for route, found in table.items()
+        route: [scope for scope, status in status_by_scope.items() if status != 403]
+        for route, status_by_scope in table.items()
     } == {route: [needed] for route, needed in NEEDS.items()}
     for route in OPEN:
         assert (await asked(app, route, {})).status_code in (200, 308), route
@@ -162,7 +162,7 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, place: Token
 async def test_the_document_tells_of_every_scope_and_refusal(app: Running) -> None:
     document = await app.get("/openapi.json")
 
-    told = {}
+    scope_by_route = {}
     for (method, path), route in routes_of(app).items():
         if not isinstance(route, APIRoute) or not route.include_in_schema:
             continue
@@ -170,12 +170,12 @@ async def test_the_document_tells_of_every_scope_and_refusal(app: Running) -> No
         if (needed := NEEDS.get((method, path))) is None:
             assert "security" not in described
             continue
-        told[method, path] = needed
+        scope_by_route[method, path] = needed
         assert described["security"] == [{"bearer": [needed]}]
         assert f"scope {needed}" in described["responses"]["403"]["description"]
         assert "token_expired" in described["responses"]["401"]["description"]
         assert "Retry-After" in described["responses"]["429"]["description"]
-    assert told == NEEDS
+    assert scope_by_route == NEEDS
 
 
 async def test_without_tokens_nothing_is_asked_and_nothing_documented(night: NightConfig) -> None:
@@ -207,7 +207,7 @@ class Service:
         """Samples of a series by their label values, in the order of label names."""
         text = httpx.get(f"{self.url}/metrics").text
         return {
-            tuple(sample.labels[each] for each in sorted(sample.labels)): sample.value
+            tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name
@@ -219,20 +219,20 @@ def service(
     night: NightConfig, known: str, tmp_path_factory: pytest.TempPathFactory, way: str
 ) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp(way)
-    place = place_in(folder)
+    token_file = place_in(folder)
     more = {
-        "REDIS_URL": str(night.redis_url), "LARDER_TOKENS_FILE": str(place.path), "LARDER_TOKEN": "sesame-sesame",
+        "REDIS_URL": str(night.redis_url), "LARDER_TOKENS_FILE": str(token_file.path), "LARDER_TOKEN": "sesame-sesame",
         "LARDER_FAST_HTTP": "on" if way == "fast" else "off", "LARDER_LOG_SHARE": "1", "LARDER_LOG": "json",
         "LARDER_LOG_LINES_PER_S": "1000", "LARDER_DASHBOARD_S": "0.2",
     }  # fmt: skip
     log = folder / "log"
     with started(environment(night, folder / "state", **more), log) as (_, url):
-        yield Service(url, place, log, known)
+        yield Service(url, token_file, log, known)
 
 
 def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
-    right, said = service.place.tokens["read"], set[tuple[int, bytes]]()
-    near = [right[:-1] + each for each in "AZ" if not right.endswith(each)]
+    right, replies = service.place.tokens["read"], set[tuple[int, bytes]]()
+    near = [right[:-1] + letter for letter in "AZ" if not right.endswith(letter)]
     with httpx.Client() as client:
         for _ in range(3):
             assert service.get("read", client).status_code == 200
@@ -240,8 +240,8 @@ def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
         for wrong in [*near, right.lower(), *random]:
             headers = {"Authorization": f"Bearer {wrong}"}
             response = client.get(service.url + service.known, headers=headers)
-            said.add((response.status_code, response.content))
-        assert {status for status, _ in said} == {401} and len(said) == 1
+            replies.add((response.status_code, response.content))
+        assert {status for status, _ in replies} == {401} and len(replies) == 1
         assert service.get("read", client).status_code == 200
     assert "server-timing" not in response.headers
 
@@ -249,26 +249,26 @@ def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
 def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_before(
     service: Service,
 ) -> None:
-    place = service.place
+    token_file = service.place
     with httpx.Client() as client:
         for _ in range(
             5
         ):  # the same head again and again: ready answers, by a judgement that is kept
             assert service.get("read", client).status_code == 200
-        place.drop("read")  # a revoked token
+        token_file.drop("read")  # a revoked token
         assert until(lambda: service.get("read", client).status_code == 401, 5)
         assert service.get("score", client).status_code == 403
-        place.add("new", "read")
+        token_file.add("new", "read")
         assert until(lambda: service.get("new", client).status_code == 200, 5)
 
-        place.path.write_text("{")
+        token_file.path.write_text("{")
         assert until(lambda: service.series("larder_tokens_stale") == {(): 1.0}, 5)
         for _ in range(3):
             assert service.get("new", client).status_code == 200
-        place.add("read", "read")
+        token_file.add("read", "read")
         assert until(lambda: service.series("larder_tokens_stale") == {(): 0.0}, 5)
-    lines = [each for each in service.log.read_text().splitlines() if "stay as they were" in each]
-    assert len(lines) == 1 and str(place.path) in lines[0]
+    lines = [line for line in service.log.read_text().splitlines() if "stay as they were" in line]
+    assert len(lines) == 1 and str(token_file.path) in lines[0]
 
 
 def test_a_token_that_expires_is_refused_from_then_on(service: Service) -> None:
@@ -284,9 +284,9 @@ def test_a_token_that_expires_is_refused_from_then_on(service: Service) -> None:
 
 
 def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: Service) -> None:
-    place = service.place
-    place.add("few", "read", requests_per_s=0.01)
-    place.add("light", "read", entities_per_s=0.01)
+    token_file = service.place
+    token_file.add("few", "read", requests_per_s=0.01)
+    token_file.add("light", "read", entities_per_s=0.01)
     post = f"{service.url}/v1/lookup/user_topk"
     with httpx.Client() as client:
         assert until(lambda: service.get("light", client).status_code == 200, 5)
@@ -298,17 +298,17 @@ def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: 
             assert (error["quota"], error["limit"]) == ("requests_per_s", 0.01)
             assert 1 <= int(refused.headers["retry-after"]) <= 100
         for body in ({"entities": ["a", "b"]}, {"entities": [{"id": "a", "history": ["i"]}]}):
-            refused = client.post(post, json=body, headers=place.header("light"))
+            refused = client.post(post, json=body, headers=token_file.header("light"))
             assert refused.status_code == 429
             assert refused.json()["error"]["quota"] == "entities_per_s"
         # What asks for no entity is let through.
         assert service.get("light", client, "/v1/generations").status_code == 200
         # A batch is more than a burst: once, and paid for after.
-        place.add("once", "read", entities_per_s=0.01)
-        ids = {"entities": [f"u-{each}" for each in range(20)]}
+        token_file.add("once", "read", entities_per_s=0.01)
+        ids = {"entities": [f"u-{number}" for number in range(20)]}
 
         def batch() -> int:
-            return client.post(post, json=ids, headers=place.header("once")).status_code
+            return client.post(post, json=ids, headers=token_file.header("once")).status_code
 
         assert until(lambda: batch() == 200, 5) and batch() == 429
     refusals = service.series("larder_token_refusals_total")
@@ -318,8 +318,8 @@ def test_quotas_are_kept_on_every_way_and_told_with_when_to_come_again(service: 
 
 
 def test_requests_in_flight_are_bounded_and_their_places_come_back(service: Service) -> None:
-    place = service.place
-    header = place.add("narrow", "read", in_flight=1)["Authorization"]
+    token_file = service.place
+    header = token_file.add("narrow", "read", in_flight=1)["Authorization"]
     where = urlsplit(service.url)
     head = (
         f"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: {header}\r\n"
@@ -339,25 +339,28 @@ def test_requests_in_flight_are_bounded_and_their_places_come_back(service: Serv
             slow.settimeout(10)
             assert slow.recv(100).startswith(b"HTTP/1.1 422")
         assert until(lambda: service.get("narrow", client).status_code == 200, 5)
-        with socket.create_connection((where.hostname, where.port)) as gone:
-            gone.sendall(head)
+        with socket.create_connection((where.hostname, where.port)) as abandoned_connection:
+            abandoned_connection.sendall(head)
             assert until(lambda: service.get("narrow", client).status_code == 429, 5)
         assert until(lambda: service.get("narrow", client).status_code == 200, 15)
 
 
 def test_the_client_has_an_error_for_each_refusal_and_waits_as_told(service: Service) -> None:
-    place, user = service.place, min(SCOPES)
-    place.add("steady", "read", requests_per_s=2.0)
+    token_file, user = service.place, min(SCOPES)
+    token_file.add("steady", "read", requests_per_s=2.0)
     with httpx.Client() as probe:
         assert until(lambda: service.get("steady", probe).status_code == 200, 5)
     for name, error in (("score", Forbidden), ("late", TokenExpired)):
-        with Client(service.url, token=place.tokens[name]) as client, pytest.raises(error) as told:
+        with (
+            Client(service.url, token=token_file.tokens[name]) as client,
+            pytest.raises(error) as exc_info,
+        ):
             client.lookup("user_topk", user)
-        assert not isinstance(told.value, Forbidden) or told.value.scope == "read"
+        assert not isinstance(exc_info.value, Forbidden) or exc_info.value.scope == "read"
     with Client(service.url, token="wrong") as client, pytest.raises(Unauthorized):
         client.lookup("user_topk", user)
     patient = Policy(deadline_ms=8_000, attempts=6)
-    with Client(service.url, token=place.tokens["steady"], policy=patient) as client:
+    with Client(service.url, token=token_file.tokens["steady"], policy=patient) as client:
         for _ in range(4):  # more than a burst: each comes again after Retry-After
             client.lookup("user_topk", user)
 
@@ -366,7 +369,7 @@ def test_the_client_has_an_error_for_each_refusal_and_waits_as_told(service: Ser
             client.lookup("user_topk", user)
 
     with (
-        Client(service.url, token=place.tokens["steady"]) as client,
+        Client(service.url, token=token_file.tokens["steady"]) as client,
         pytest.raises(QuotaExceeded) as short,
     ):
         ask_at_once(client)
@@ -374,15 +377,15 @@ def test_the_client_has_an_error_for_each_refusal_and_waits_as_told(service: Ser
 
 
 def test_no_secret_is_written_down_and_names_are(service: Service, night: NightConfig) -> None:
-    place = service.place
-    place.add("rare", "read", "explain", requests_per_s=0.01)
+    token_file = service.place
+    token_file.add("rare", "read", "explain", requests_per_s=0.01)
     texts: list[str] = []
     with httpx.Client() as client:
         assert until(lambda: service.get("rare", client).status_code == 200, 5)
-        for name in place.tokens:
+        for name in token_file.tokens:
             for method, path, body in map(request_of, NEEDS):
                 response = client.request(
-                    method, service.url + path, json=body, headers=place.header(name)
+                    method, service.url + path, json=body, headers=token_file.header(name)
                 )
                 texts += [response.text, str(response.headers)]
         strange = f"larder_{secrets.token_urlsafe(32)}"
@@ -393,9 +396,9 @@ def test_no_secret_is_written_down_and_names_are(service: Service, night: NightC
         for path in ("/metrics", "/openapi.json", "/readyz", "/dashboard/data", "/v1/generations"):
             texts.append(client.get(service.url + path, headers=default).text)
     log = service.log.read_text()
-    everything = "\n".join([log, *texts, place.path.read_text()])
-    kept = [*place.tokens.values(), "sesame-sesame"]
-    assert [each for each in kept if each in everything] == [] and strange not in log
+    everything = "\n".join([log, *texts, token_file.path.read_text()])
+    secret_tokens = [*token_file.tokens.values(), "sesame-sesame"]
+    assert [secret for secret in secret_tokens if secret in everything] == [] and strange not in log
     for name in ("read", "score", "rare", "default"):
         assert f'"token":"{name}"' in log, name
     assert service.series("larder_token_requests_total")["default",] >= 2

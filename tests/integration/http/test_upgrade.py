@@ -44,8 +44,10 @@ def url(
 
 @pytest.fixture(scope="module")
 def users(night: NightConfig) -> list[str]:
-    plain = [user for user in sorted(histories(night)) if user.isascii() and user.isalnum()]
-    return plain[:2] if len(plain) > 1 else ["u1", "u2"]
+    unescaped_users = [
+        user for user in sorted(histories(night)) if user.isascii() and user.isalnum()
+    ]
+    return unescaped_users[:2] if len(unescaped_users) > 1 else ["u1", "u2"]
 
 
 def get(user: str, *fields: str) -> bytes:
@@ -97,14 +99,14 @@ def test_a_body_behind_an_upgrade_is_not_run(
 ) -> None:
     hidden, canary = users
     head, body = post(get(hidden), *upgrade(protocol), is_chunked=is_chunked)
-    whole, behind = head + body, get(canary)
+    request, behind = head + body, get(canary)
     if cut == "one piece":
-        pieces = [whole + behind]
+        pieces = [request + behind]
     elif cut == "body apart":
         pieces = [head, body, behind]
     else:
-        cuts = sorted(np.random.default_rng(SEED).choice(len(whole), 6, replace=False))
-        pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+        cuts = sorted(np.random.default_rng(SEED).choice(len(request), 6, replace=False))
+        pieces = [request[a:b] for a, b in zip([0, *cuts], [*cuts, len(request)], strict=True)]
         pieces = [*filter(None, pieces), behind]
 
     answers = responses(url, pieces, count=2)
@@ -127,18 +129,24 @@ def test_a_long_body_behind_an_upgrade_is_not_run(url: str, users: list[str]) ->
 def test_a_request_with_an_upgrade_is_answered_as_one_without(
     url: str, users: list[str], *, is_chunked: bool
 ) -> None:
-    asked, canary = users
-    body = json.dumps({"entities": [asked], "k": 1}).encode()
-    plain = post(body, is_chunked=is_chunked)
+    requested_user, canary = users
+    body = json.dumps({"entities": [requested_user], "k": 1}).encode()
+    ordinary_request = post(body, is_chunked=is_chunked)
     upgrading = post(body, *upgrade("h2c"), is_chunked=is_chunked)
 
     (expected, _), (answered, last) = (
-        responses(url, [b"".join(request), get(canary)], count=2) for request in (plain, upgrading)
+        responses(url, [b"".join(request), get(canary)], count=2)
+        for request in (ordinary_request, upgrading)
     )
 
     assert answered.status == expected.status == 200
-    (one,), (other,) = (json.loads(answer.body)["answers"] for answer in (expected, answered))
-    assert (one["id"], one["items"]) == (other["id"], other["items"])
+    (ordinary_answer,), (upgraded_answer,) = (
+        json.loads(answer.body)["answers"] for answer in (expected, answered)
+    )
+    assert (ordinary_answer["id"], ordinary_answer["items"]) == (
+        upgraded_answer["id"],
+        upgraded_answer["items"],
+    )
     assert _id(last) == canary
 
 

@@ -51,19 +51,19 @@ def test_the_complete_way_of_a_batch_is_short(plain: dict[str, list[Call]]) -> N
 
 
 @pytest.mark.parametrize("kind", ["get", "unknown"])
-@pytest.mark.parametrize("way", ["plain", "fast"])
+@pytest.mark.parametrize("walk_fixture", ["plain", "fast"])
 def test_an_id_is_hashed_and_looked_up_once(
-    way: str, kind: str, request: pytest.FixtureRequest
+    walk_fixture: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    walk: list[Call] = request.getfixturevalue(way)[kind]
+    walk: list[Call] = request.getfixturevalue(walk_fixture)[kind]
 
     for function in ("hash_id", "fingerprint", "Directory.find"):
         assert calls_of(walk, lambda call, name=function: call.function == name) == 1, function  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("way", ["plain", "fast"])
-def test_a_body_is_parsed_once(way: str, request: pytest.FixtureRequest) -> None:
-    walk: list[Call] = request.getfixturevalue(way)["post"]
+@pytest.mark.parametrize("walk_fixture", ["plain", "fast"])
+def test_a_body_is_parsed_once(walk_fixture: str, request: pytest.FixtureRequest) -> None:
+    walk: list[Call] = request.getfixturevalue(walk_fixture)["post"]
 
     assert calls_of(walk, lambda call: call.function == "read_json") == 1
 
@@ -73,10 +73,10 @@ def test_the_documents_tell_the_walk(plain: dict[str, list[Call]], kind: str) ->
     assert table(hops(plain[kind])) in (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("way", ["on", "off"])
-def test_without_the_fast_way_its_rooms_are_not_imported(way: str, tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", PLAIN_ALONE, tmp_path, way],
+@pytest.mark.parametrize("fast_http", ["on", "off"])
+def test_without_the_fast_way_its_rooms_are_not_imported(fast_http: str, tmp_path: Path) -> None:
+    completed_process = subprocess.run(
+        [sys.executable, "-c", PLAIN_ALONE, tmp_path, fast_http],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert found.stdout.strip() == str(way == "on")
+    assert completed_process.stdout.strip() == str(fast_http == "on")

@@ -33,8 +33,8 @@ def way(request: pytest.FixtureRequest) -> str:
 def url(night: NightConfig, tmp_path_factory: pytest.TempPathFactory, way: str) -> Iterator[str]:
     state = tmp_path_factory.mktemp("state")
     environ = environment(night, state, LARDER_TOKEN=TOKEN, LARDER_FAST_HTTP=way)
-    with started(environ) as (_, found):
-        yield found
+    with started(environ) as (_, service_url):
+        yield service_url
 
 
 class Caller:
@@ -63,7 +63,7 @@ def counted(url: str, name: str) -> dict[tuple[str, ...], float]:
     """Samples of a metric by label values."""
     text = httpx.get(f"{url}/metrics", headers=HEADERS).text
     return {
-        tuple(sample.labels[each] for each in sorted(sample.labels)): sample.value
+        tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name
@@ -78,7 +78,7 @@ def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
     paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=7" for user in users]
     fresh = [Caller(url).told(path) for path in paths[:20]]
     caller = Caller(url)
-    before = counted(url, "larder_requests_total")
+    requests_before = counted(url, "larder_requests_total")
     for _ in range(4):
         assert [caller.told(path) for path in paths[:20]] == fresh
         assert set(caller.headers) - watched == {"date", "server", "content-length", "content-type"}
@@ -87,7 +87,7 @@ def test_from_redis_from_memory_and_ready_it_is_the_same_answer(
 
     assert cold == [Caller(url).told(path) for path in paths[20:]]
     route = ("GET /v1/lookup/{table}", "200")
-    assert after[route] - before[route] == 4 * 20 + 20
+    assert after[route] - requests_before[route] == 4 * 20 + 20
     answers, entities = (counted(url, f"larder_{name}_total") for name in ("answers", "entities"))
     assert sum(answers.values()) == sum(entities.values())
     seconds = counted(url, "larder_answer_seconds_count")
@@ -106,10 +106,10 @@ def test_what_is_wrong_is_told_in_the_same_words(url: str, night: NightConfig) -
         caller.told(good)
     for path in wrong:
         status, body = caller.get(path)
-        again, expected = Caller(url).get(path)
-        for each in (body, expected):
-            each.pop("age_seconds", None)
-        assert (status, body) == (again, expected), path
+        expected_status, expected = Caller(url).get(path)
+        for answer in (body, expected):
+            answer.pop("age_seconds", None)
+        assert (status, body) == (expected_status, expected), path
         caller.told(good)
 
 

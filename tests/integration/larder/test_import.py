@@ -41,7 +41,7 @@ def test_what_is_served_is_what_the_library_recommends(
     (tmp_path / "items.txt").write_text("".join(f"item-{n}\n" for n in range(ITEMS)))
     shop = tmp_path / "shop"
 
-    told = json.loads(
+    import_report = json.loads(
         larder(
             tmp_path, "import", "implicit", "als.npz", "--clicks", "user_items.npz",
             "--item-ids", "items.txt", "--to", "shop", "--json",
@@ -52,12 +52,16 @@ def test_what_is_served_is_what_the_library_recommends(
     larder(shop, "check", environ=redis)
     larder(shop, "night", "--quiet", environ=redis)
 
-    assert told["fold_in"] == "the model's own equations"
-    assert told["users"] == USERS and told["recalls"][told["fold_in"]] > 0.3
+    assert import_report["fold_in"] == "the model's own equations"
+    assert (
+        import_report["users"] == USERS and import_report["recalls"][import_report["fold_in"]] > 0.3
+    )
     items, scores = model.recommend(np.arange(USERS), user_items, N=TOP)
-    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=redis) as url:
-        asked = {"k": TOP, "entities": [{"id": str(user)} for user in range(USERS)]}
-        answers = httpx.post(f"{url}/v1/lookup/user_topk", json=asked, timeout=30).json()["answers"]
+    with running(
+        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis
+    ) as url:
+        body = {"k": TOP, "entities": [{"id": str(user)} for user in range(USERS)]}
+        answers = httpx.post(f"{url}/v1/lookup/user_topk", json=body, timeout=30).json()["answers"]
         history = [f"item-{item}" for item in user_items[0].indices]
         new = {"k": TOP, "entities": [{"id": "new", "history": history}]}
         (live,) = httpx.post(f"{url}/v1/lookup/user_topk", json=new, timeout=30).json()["answers"]
@@ -67,14 +71,14 @@ def test_what_is_served_is_what_the_library_recommends(
         assert answer["items"] == [f"item-{item}" for item in items[user]]
         assert np.allclose(answer["scores"], scores[user], rtol=1e-5, atol=1e-6)
     # A stranger with the same history: the library's own fold-in, by the int8 model.
-    wanted = model.recommend(0, user_items[0], N=TOP, recalculate_user=True)
+    expected = model.recommend(0, user_items[0], N=TOP, recalculate_user=True)
     assert live["source"] == "live"
-    assert len({f"item-{item}" for item in wanted[0]} & set(live["items"])) >= TOP - 3
-    assert np.allclose(live["scores"][:5], wanted[1][:5], rtol=0.1)
+    assert len({f"item-{item}" for item in expected[0]} & set(live["items"])) >= TOP - 3
+    assert np.allclose(live["scores"][:5], expected[1][:5], rtol=0.1)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("vectors", "--items", "none.npy"), "there is no file none.npy"),
         (("implicit", "pickled.pkl", "--clicks", "clicks.npz"), "pickled.pkl is pickled, and "),
@@ -91,7 +95,7 @@ def test_what_is_served_is_what_the_library_recommends(
     ],
 )
 def test_what_cannot_be_imported_is_told_in_one_line(
-    tmp_path: Path, words: tuple[str, ...], said: str
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "empty.npz").touch()
     np.savez(tmp_path / "model.npz", user_factors=np.ones((3, 2)), item_factors=np.ones((4, 2)))
@@ -102,9 +106,9 @@ def test_what_cannot_be_imported_is_told_in_one_line(
     (tmp_path / "named.csv").write_text("customer,item\na,b\n")
     (tmp_path / "shop.csv").write_text("user,item\nanna,hat\n")
 
-    told = larder(tmp_path, "import", *words, "--to", "shop", code=2)
+    output = larder(tmp_path, "import", *arguments, "--to", "shop", code=2)
 
-    assert told.startswith("larder: ") and told.count("\n") == 1 and said in told
+    assert output.startswith("larder: ") and output.count("\n") == 1 and message in output
     assert not (tmp_path / "shop").exists()
 
 
@@ -112,18 +116,18 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     np.save(tmp_path / "items.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "notes.txt").write_text("mine")
-    words = ("import", "vectors", "--items", "items.npy", "--to", "shop")
+    arguments = ("import", "vectors", "--items", "items.npy", "--to", "shop")
 
-    assert "was not made by an import" in larder(tmp_path, *words, code=2)
+    assert "was not made by an import" in larder(tmp_path, *arguments, code=2)
 
-    assert [each.name for each in (tmp_path / "shop").iterdir()] == ["notes.txt"]
+    assert [path.name for path in (tmp_path / "shop").iterdir()] == ["notes.txt"]
     (tmp_path / "shop" / "notes.txt").unlink()
-    larder(tmp_path, *words)
+    larder(tmp_path, *arguments)
     (tmp_path / "shop" / "larder.toml").write_text("# changed\n")
-    larder(tmp_path, *words)
+    larder(tmp_path, *arguments)
     assert (tmp_path / "shop" / "larder.toml").read_text() == "# changed\n"
-    told = larder(tmp_path, *words, "--users", "items.npy")
-    assert "cannot: use user_vectors.parquet, which larder.toml does not name" in told
+    output = larder(tmp_path, *arguments, "--users", "items.npy")
+    assert "cannot: use user_vectors.parquet, which larder.toml does not name" in output
 
 
 def test_an_import_that_died_on_its_way_can_be_run_again(
@@ -147,14 +151,14 @@ def test_the_report_counts_what_it_left_out_and_says_what_it_replaced(tmp_path: 
         "user,item,at\na,0,1\na,0,2\nb,1,3\nb,elsewhere,4\n"
         + "".join(f"u{n},{n % 4},{n}\n" for n in range(30))
     )
-    words = (
+    arguments = (
         "import", "vectors", "--items", "items.npy", "--clicks", "clicks.csv", "--to", "shop",
         "--timestamp-column", "at",
     )  # fmt: skip
 
-    first, again = (larder(tmp_path, *words) for _ in range(2))
+    first, second_output = (larder(tmp_path, *arguments) for _ in range(2))
 
-    for said in (first, again):
-        assert "clicks left out: 1 repeats, 1 of unknown users or items\n" in said
-        assert "times of clicks put them in order, and are not written" in said
-    assert "is replaced, its larder.toml kept" in again and "is replaced" not in first
+    for output in (first, second_output):
+        assert "clicks left out: 1 repeats, 1 of unknown users or items\n" in output
+        assert "times of clicks put them in order, and are not written" in output
+    assert "is replaced, its larder.toml kept" in second_output and "is replaced" not in first

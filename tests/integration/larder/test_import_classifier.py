@@ -29,18 +29,20 @@ def test_known_and_unknown_accounts_get_what_the_library_says(
     expected = examples.probabilities(rows)
     np.save(tmp_path / "expected.npy", expected)
 
-    told = larder(
+    import_output = larder(
         tmp_path, "import", "classifier", "model.onnx", "--features", "accounts.parquet", "--id-column", "account",
         "--labels", "ok,fraud", "--table", "risk", "--expected", "expected.npy", "--to", "fraud", "--json",
     )  # fmt: skip
     folder = tmp_path / "fraud"
     checked = larder(folder, "check", environ=environ)
     night = larder(folder, "night", environ=environ)
-    with running(folder, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
+    with running(
+        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
         body = {"entities": [*ids, {"id": "new", "features": {"features": rows[7].tolist()}}]}
         answers = httpx.post(f"{url}/v1/lookup/risk", json=body).json()["answers"]
 
-    assert json.loads(told)["largest_difference"] < 1e-6
+    assert json.loads(import_output)["largest_difference"] < 1e-6
     assert "users are those of user_features.parquet" in checked
     assert "too little data" not in night
     assert {answer["source"] for answer in answers[:-1]} == {"l2"}

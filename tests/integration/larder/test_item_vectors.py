@@ -81,44 +81,50 @@ def test_each_night_answers_from_the_vectors_of_its_day(
 
     assert "made of items.parquet by each night" in larder(shop, "check", environ=environ)
     larder(shop, "night", "--data-until", FIRST, environ=environ)
-    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
-        ask = asking(url)
-        known = ask("user_topk", *everyone)
+    with running(
+        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
+        look_up = asking(url)
+        known_answers = look_up("user_topk", *everyone)
         history = ["i3", "i5", "i8"]
-        live, nobody = ask("user_topk", {"id": "new", "history": history}, {"id": "nobody"})
-        (alike,) = ask("item_similar", {"id": "i7"})
+        live, unknown_answer = look_up(
+            "user_topk", {"id": "new", "history": history}, {"id": "nobody"}
+        )
+        (alike,) = look_up("item_similar", {"id": "i7"})
 
         # Given other vectors of all items, and two items more
         rng = np.random.default_rng(3)
-        changed = items + 0.2 * rng.normal(size=items.shape).astype(np.float32)
-        changed = np.concatenate([changed, users[:2] / 2])
-        write(shop / "items.parquet", "item", "i", changed)
+        changed_vectors = items + 0.2 * rng.normal(size=items.shape).astype(np.float32)
+        changed_vectors = np.concatenate([changed_vectors, users[:2] / 2])
+        write(shop / "items.parquet", "item", "i", changed_vectors)
         larder(shop, "night", "--data-until", LATER, environ=environ)
-        first = known[0]["generation"]
-        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] != first)
-        after = ask("user_topk", *everyone)
-        (newest,) = ask("item_similar", {"id": f"i{ITEMS}"})
+        first = known_answers[0]["generation"]
+        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
+        after = look_up("user_topk", *everyone)
+        (new_item_answer,) = look_up("item_similar", {"id": f"i{ITEMS}"})
 
         larder(shop, "roll-back", "--reason", "a test", environ=environ)
-        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] == first)
-        again = ask("user_topk", *everyone)
+        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
+        rolled_back_answers = look_up("user_topk", *everyone)
 
-    assert [each["items"] for each in known] == best(users @ items.T)
+    assert [answer["items"] for answer in known_answers] == best(users @ items.T)
     mean = items[[3, 5, 8]].mean(axis=0, keepdims=True) @ items.T
     mean[:, [3, 5, 8]] = -np.inf
     assert live["source"] == "live"
     assert len({*live["items"]} & {*best(mean)[0]}) >= TOP - 1  # by the int8 model
-    assert nobody["source"] == "default"
-    assert nobody["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
+    assert unknown_answer["source"] == "default"
+    assert unknown_answer["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
     cosines = unit(items) @ unit(items).T
     np.fill_diagonal(cosines, -np.inf)
     assert alike["items"] == best(cosines)[7]
-    assert [each["items"] for each in after] == best(users @ changed.T)
-    assert [each["items"] for each in after] != [each["items"] for each in known]
-    cosines = unit(changed) @ unit(changed).T
+    assert [answer["items"] for answer in after] == best(users @ changed_vectors.T)
+    assert [answer["items"] for answer in after] != [answer["items"] for answer in known_answers]
+    cosines = unit(changed_vectors) @ unit(changed_vectors).T
     np.fill_diagonal(cosines, -np.inf)
-    assert newest["items"] == best(cosines)[ITEMS]
-    assert [each["items"] for each in again] == [each["items"] for each in known]
+    assert new_item_answer["items"] == best(cosines)[ITEMS]
+    assert [answer["items"] for answer in rolled_back_answers] == [
+        answer["items"] for answer in known_answers
+    ]
 
 
 def test_a_night_that_is_begun_again_has_the_same_bundle_and_the_manifest_names_its_table(
@@ -133,7 +139,7 @@ def test_a_night_that_is_begun_again_has_the_same_bundle_and_the_manifest_names_
     (record,) = (shop / ".larder/artifacts").glob("*/bundles/*.json")
     assert manifest["bundle_digest"] in record.name
     bundle = json.loads((path.parent / "bundle/bundle.json").read_text())
-    named = {each["name"]: each["sha256"] for each in manifest["facts"]["inputs"]}
+    named = {input_file["name"]: input_file["sha256"] for input_file in manifest["facts"]["inputs"]}
     assert bundle["training"]["item_vectors"]["sha256"] == named["items.parquet"]
     assert named.keys() == {"items.parquet", "users.parquet"}
 
@@ -154,9 +160,11 @@ def test_with_what_users_did_it_is_left_out_and_every_gate_is_asked(
 
     scores = users @ items.T
     np.put_along_axis(scores, liked, -np.inf, axis=1)
-    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
-        known = asking(url)("user_topk", *({"id": f"u{number}"} for number in range(USERS)))
-    assert [each["items"] for each in known] == best(scores)
+    with running(
+        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
+        answers = asking(url)("user_topk", *({"id": f"u{number}"} for number in range(USERS)))
+    assert [answer["items"] for answer in answers] == best(scores)
     (path,) = (shop / ".larder/artifacts").glob("**/bundle/bundle.json")
     training = json.loads(path.read_text())["training"]
     assert {"mean", "ridge 1"} <= training["recalls"].keys()
@@ -168,10 +176,12 @@ def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(
     settings = shop / "larder.toml"
     settings.write_text('bundle = "mine"\n' + settings.read_text())
 
-    told = larder(shop, "night", "--quiet", environ=environ, code=1)
+    output = larder(shop, "night", "--quiet", environ=environ, code=1)
 
-    assert "bundle (" in told and "and sources.item_vectors (items.parquet) are both set" in told
-    assert told.count("\n") == 1
+    assert (
+        "bundle (" in output and "and sources.item_vectors (items.parquet) are both set" in output
+    )
+    assert output.count("\n") == 1
 
 
 def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bundle(
@@ -202,8 +212,8 @@ def test_each_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bu
 
     everyone = [f"u{number}" for number in range(USERS)]
     lists = top_lists(scored, build["generation"], everyone)
-    wanted = best(users @ items.T, 50)
-    assert [list(lists[user]) for user in everyone] == wanted
+    expected_lists = best(users @ items.T, 50)
+    assert [list(lists[user]) for user in everyone] == expected_lists
 
 
 HALF = b"PAR1 half of what is being written"
@@ -213,12 +223,12 @@ def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_n
     shop: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, path = night_config(str(shop / "larder.toml"), environ), shop / "items.parquet"
-    whole = path.read_bytes()
+    original_content = path.read_bytes()
 
     def torn_after(files: Sequence[SourceFile]) -> Any:
-        found = pin(files)
+        digest_and_files = pin(files)
         path.write_bytes(HALF)
-        return found
+        return digest_and_files
 
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", torn_after)
@@ -226,6 +236,6 @@ def test_a_table_that_is_being_written_is_read_again_and_one_that_is_broken_is_n
             begin.run(config, data_until=FIRST, run_after=None)
     with pytest.raises(SourceError, match=r"items\.parquet"):
         begin.run(config, data_until=FIRST, run_after=None)
-    path.write_bytes(whole)
+    path.write_bytes(original_content)
 
     assert begin.run(config, data_until=FIRST, run_after=None)

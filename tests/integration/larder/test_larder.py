@@ -33,28 +33,32 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None:
     redis = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
 
-    told = larder(shop, "init", "exports")
-    assert "user = visitorId, item = Article_ID, timestamp = occurred_at, weight = plays" in told
-    before = json.loads(larder(shop, "check", "--json", code=3, environ=redis))
-    assert {each["what"] for each in before if each["state"] == "to do"} == {"bundle"}
+    output = larder(shop, "init", "exports")
+    assert "user = visitorId, item = Article_ID, timestamp = occurred_at, weight = plays" in output
+    check_lines = json.loads(larder(shop, "check", "--json", code=3, environ=redis))
+    assert {check_line["what"] for check_line in check_lines if check_line["state"] == "to do"} == {
+        "bundle"
+    }
 
-    told = larder(shop, "train", "--quiet")
-    assert " stood among 20 suggestions: the best of " in told
+    output = larder(shop, "train", "--quiet")
+    assert " stood among 20 suggestions: the best of " in output
     larder(shop, "check", environ=redis)
     assert " gates passed" in larder(shop, "night", environ=redis)
     status = json.loads(larder(shop, "status", "--json", environ=redis))
-    (generation,) = [each["generation"] for each in status["generations"]]
+    (generation,) = [generation_report["generation"] for generation_report in status["generations"]]
 
-    with running(shop, "serve", "--port", "0", until="Larder serves on ", environ=redis) as url:
+    with running(
+        shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=redis
+    ) as url:
         answer = json.loads(
             larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url, "--json")
         )
         assert (answer["source"], answer["generation"]) == ("l2", generation)
         assert len(answer["items"]) == 5
 
-        shown = larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url)
-        assert shown.splitlines()[0].startswith("user_topk u-00001: 5 items from l1, ")
-        assert [line.split()[1] for line in shown.splitlines()[1:]] == answer["items"]
+        lookup_output = larder(shop, "lookup", "user_topk", "u-00001", "--k", "5", "--url", url)
+        assert lookup_output.splitlines()[0].startswith("user_topk u-00001: 5 items from l1, ")
+        assert [line.split()[1] for line in lookup_output.splitlines()[1:]] == answer["items"]
 
         history = ",".join(answer["items"][:2])
         live = larder(shop, "lookup", "user_topk", "new", "--history", history, "--url", url)
@@ -62,25 +66,29 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
 
         for table, kind in (("user_vector", "numbers"), ("user_affinity", "numbers")):
             assert f" {kind} from l2" in larder(shop, "lookup", table, "u-00001", "--url", url)
-        why = json.loads(larder(shop, "explain", "user_topk", "u-00001", "--url", url, "--json"))
-        assert why["answer"]["tier"] == "l1"
+        explanation = json.loads(
+            larder(shop, "explain", "user_topk", "u-00001", "--url", url, "--json")
+        )
+        assert explanation["answer"]["tier"] == "l1"
 
         refused = larder(shop, "lookup", "nothing", "u-00001", "--url", url, code=1)
         assert "there is no table 'nothing'; there are item_similar," in refused
         assert refused.startswith("larder: ") and refused.count("\n") == 1
 
         # What programs read is JSON alone, of all commands.
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        again = json.loads(larder(shop, "night", "--json", "--data-until", now, environ=redis))
-        assert [each["step"] for each in again["steps"]][:2] == ["begin", "embed_items"]
-        generation = again["generation"]
+        data_until = datetime.now(UTC).isoformat(timespec="seconds")
+        night_report = json.loads(
+            larder(shop, "night", "--json", "--data-until", data_until, environ=redis)
+        )
+        assert [step["step"] for step in night_report["steps"]][:2] == ["begin", "embed_items"]
+        generation = night_report["generation"]
         erased = json.loads(larder(shop, "erase", "--list", "--json", environ=redis))
         assert erased == {"erasures": [], "overlays_dropped": None, "notes": []}
         top = json.loads(larder(shop, "top", "--url", url, "--json", environ=redis))
         assert top["verdict"]
 
-        seen = json.loads(larder(shop, "status", "--json", environ=redis))
-        assert (seen["live"], len(seen["replicas"])) == (generation, 1)
+        later_status = json.loads(larder(shop, "status", "--json", environ=redis))
+        assert (later_status["live"], len(later_status["replicas"])) == (generation, 1)
 
 
 def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> None:
@@ -91,17 +99,17 @@ def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> N
     larder(shop, "init", "exports", "--force")
     larder(shop, "train", "--quiet", environ=settings)
 
-    with running(shop, "redis", until="Redis runs at ", environ=settings) as place:
-        found = running_server(tmp_path / "state")
-        assert found is not None and found.url.endswith(f"{place}/0")
-        again = larder(shop, "redis", code=2, environ=settings)
-        assert again.startswith("larder: one runs already for ") and place in again
+    with running(shop, "redis", line_prefix="Redis runs at ", environ=settings) as address:
+        server = running_server(tmp_path / "state")
+        assert server is not None and server.url.endswith(f"{address}/0")
+        refusal = larder(shop, "redis", code=2, environ=settings)
+        assert refusal.startswith("larder: one runs already for ") and address in refusal
         larder(shop, "night", "--quiet", environ=settings)
-        assert f"{place}, of `larder redis`" in larder(shop, "check", environ=settings)
+        assert f"{address}, of `larder redis`" in larder(shop, "check", environ=settings)
         with running(
-            shop, "serve", "--port", "0", until="Larder serves on ", environ=settings
+            shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=settings
         ) as url:
-            told = larder(shop, "lookup", "user_topk", "u-00001", "--url", url)
-            assert " from l2, " in told.splitlines()[0]
+            lookup_output = larder(shop, "lookup", "user_topk", "u-00001", "--url", url)
+            assert " from l2, " in lookup_output.splitlines()[0]
 
     assert running_server(tmp_path / "state") is None

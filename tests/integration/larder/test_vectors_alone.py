@@ -37,10 +37,12 @@ def shop(tmp_path: Path, items: Floats, users: Floats, redis_server: RedisServer
     """A folder that was imported, and its settings."""
     write(tmp_path / "items.parquet", "item", "i", items)
     write(tmp_path / "users.parquet", "user", "u", users)
-    words = ("--items", "items.parquet", "--users", "users.parquet", "--to", "shop", "--json")
-    told = json.loads(larder(tmp_path, "import", "vectors", *words))
-    assert told["clicks"] == 0 and not any("have a night yet" in each for each in told["cannot"])
-    assert any("there are no clicks" in each for each in told["cannot"])
+    arguments = ("--items", "items.parquet", "--users", "users.parquet", "--to", "shop", "--json")
+    import_report = json.loads(larder(tmp_path, "import", "vectors", *arguments))
+    assert import_report["clicks"] == 0 and not any(
+        "have a night yet" in limitation for limitation in import_report["cannot"]
+    )
+    assert any("there are no clicks" in limitation for limitation in import_report["cannot"])
     settings = tmp_path / "shop/larder.toml"
     settings.write_text(settings.read_text().replace("k = 100", 'k = 50\nprecision = "f4"'))
     environ = {"REDIS_URL": redis_server.url, "LARDER_NAMESPACE": f"test-{uuid.uuid4().hex[:12]}"}
@@ -54,41 +56,47 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_nights_fo
     everyone = [{"id": f"u{number}"} for number in range(USERS)]
 
     assert "none of interactions" in larder(folder, "check", environ=environ)
-    told = larder(folder, "night", "--data-until", FIRST, environ=environ)
-    assert "left out, for there are no interactions: stale_lists, heldout_recall" in told
-    with running(folder, "serve", "--port", "0", until="Larder serves on ", environ=environ) as url:
-        ask = asking(url)
-        known = ask("user_topk", *everyone)
+    night_output = larder(folder, "night", "--data-until", FIRST, environ=environ)
+    assert "left out, for there are no interactions: stale_lists, heldout_recall" in night_output
+    with running(
+        folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ
+    ) as url:
+        look_up = asking(url)
+        known_answers = look_up("user_topk", *everyone)
         history = ["i3", "i5", "i8"]
-        live, nobody = ask("user_topk", {"id": "new", "history": history}, {"id": "nobody"})
-        (alike,) = ask("item_similar", {"id": "i7"})
+        live, unknown_answer = look_up(
+            "user_topk", {"id": "new", "history": history}, {"id": "nobody"}
+        )
+        (alike,) = look_up("item_similar", {"id": "i7"})
 
-        changed = users + 0.3 * np.roll(users, 1, axis=0)
-        write(folder / "user_vectors.parquet", "user", "u", changed)
+        changed_vectors = users + 0.3 * np.roll(users, 1, axis=0)
+        write(folder / "user_vectors.parquet", "user", "u", changed_vectors)
         larder(folder, "night", "--data-until", LATER, environ=environ)
-        first = known[0]["generation"]
-        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] != first)
-        after = ask("user_topk", *everyone)
+        first = known_answers[0]["generation"]
+        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] != first)
+        after = look_up("user_topk", *everyone)
 
         larder(folder, "roll-back", "--reason", "a test", environ=environ)
-        assert until(lambda: ask("user_topk", everyone[0])[0]["generation"] == first)
-        again = ask("user_topk", *everyone)
+        assert until(lambda: look_up("user_topk", everyone[0])[0]["generation"] == first)
+        rolled_back_answers = look_up("user_topk", *everyone)
 
-    assert [each["items"] for each in known] == best(users @ items.T)
-    assert {each["source"] for each in known} <= {"l1", "l2"}
-    for answer, row in zip(known, users @ items.T, strict=True):
+    assert [answer["items"] for answer in known_answers] == best(users @ items.T)
+    assert {answer["source"] for answer in known_answers} <= {"l1", "l2"}
+    for answer, row in zip(known_answers, users @ items.T, strict=True):
         assert np.allclose(answer["scores"], np.sort(row)[::-1][:TOP], rtol=1e-5)
     mean = items[[3, 5, 8]].mean(axis=0, keepdims=True) @ items.T
     mean[:, [3, 5, 8]] = -np.inf
     assert live["source"] == "live"
     assert len({*live["items"]} & {*best(mean)[0]}) >= TOP - 1  # by the int8 model
-    assert nobody["source"] == "default"
-    assert nobody["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
+    assert unknown_answer["source"] == "default"
+    assert unknown_answer["items"] == best(users.mean(axis=0, keepdims=True) @ items.T)[0]
     cosines = unit(items[[7]]) @ unit(items).T
     cosines[:, 7] = -np.inf
     assert alike["items"] == best(cosines)[0]
-    assert [each["items"] for each in after] == best(changed @ items.T)
-    assert [each["items"] for each in again] == [each["items"] for each in known]
+    assert [answer["items"] for answer in after] == best(changed_vectors @ items.T)
+    assert [answer["items"] for answer in rolled_back_answers] == [
+        answer["items"] for answer in known_answers
+    ]
 
 
 def test_what_the_manifest_says_of_a_night_without_interactions(
@@ -101,7 +109,7 @@ def test_what_the_manifest_says_of_a_night_without_interactions(
     assert "stale_lists" in verified
     (path,) = (folder / "artifacts").glob("**/manifest.json")
     manifest = json.loads(path.read_text())
-    facts, rules = manifest["facts"], {each["rule"]: each for each in manifest["gates"]}
+    facts, rules = manifest["facts"], {gate["rule"]: gate for gate in manifest["gates"]}
     assert facts["without_interactions"] and facts["interactions"] == 0 and facts["probe"] is None
     assert facts["gates_left_out"] == ["stale_lists", "heldout_recall"]
     assert not rules.keys() & {"stale_lists", "heldout_recall"}
@@ -118,8 +126,10 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
     folder, environ = shop
     pq.write_table(pa.table({"user": ["u1"], "age": [3]}), folder / "features.parquet")
     settings = folder / "larder.toml"
-    told = settings.read_text()
-    settings.write_text(told.replace('user_vectors = "user_vectors', 'user_features = "features'))
+    settings_text = settings.read_text()
+    settings.write_text(
+        settings_text.replace('user_vectors = "user_vectors', 'user_features = "features')
+    )
 
     refused = larder(folder, "night", "--quiet", environ=environ, code=1)
 
@@ -127,7 +137,7 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
 
 
 @pytest.mark.parametrize(
-    ("vectors", "said"),
+    ("vectors", "message"),
     [
         (None, "sources.interactions is empty, and so are sources.user_vectors and"),
         (np.empty((0, DIMS), np.float32), "it has no rows"),
@@ -136,7 +146,7 @@ def test_features_of_users_are_too_little_for_a_user_tower_that_takes_a_history(
     ids=["not configured", "empty", "other dimensions"],
 )
 def test_vectors_that_no_night_can_be_made_of_are_told_in_one_line(
-    shop: tuple[Path, dict[str, str]], vectors: Floats | None, said: str
+    shop: tuple[Path, dict[str, str]], vectors: Floats | None, message: str
 ) -> None:
     folder, environ = shop
     settings = folder / "larder.toml"
@@ -150,6 +160,6 @@ def test_vectors_that_no_night_can_be_made_of_are_told_in_one_line(
             folder / "user_vectors.parquet",
         )
 
-    told = larder(folder, "night", "--quiet", environ=environ, code=1)
+    output = larder(folder, "night", "--quiet", environ=environ, code=1)
 
-    assert said in told and told.count("\n") == 1
+    assert message in output and output.count("\n") == 1

@@ -35,9 +35,9 @@ def unit(rows: Floats) -> Floats:
 def asking(url: str) -> Callable[..., list[dict[str, Any]]]:
     """Answers of a service for entities of a table."""
 
-    def ask(table: str, *entities: dict[str, Any]) -> list[dict[str, Any]]:
+    def look_up(table: str, *entities: dict[str, Any]) -> list[dict[str, Any]]:
         body = {"k": TOP, "entities": list(entities)}
         answers = httpx.post(f"{url}/v1/lookup/{table}", json=body, timeout=30).json()["answers"]
         return list(answers)
 
-    return ask
+    return look_up

@@ -43,9 +43,9 @@ def test_weights_beside_a_model_that_the_bundle_does_not_list_are_refused_by_nam
     """They would lie in no generation, and every step after this one would fail, hours later."""
     folder = config.path(config.bundle)
     put_weights_beside(folder, "user_tower")
-    told = orjson.loads((folder / "bundle.json").read_bytes())
-    del told["user_tower"]["weights"]
-    (folder / "bundle.json").write_bytes(orjson.dumps(told))
+    bundle_document = orjson.loads((folder / "bundle.json").read_bytes())
+    del bundle_document["user_tower"]["weights"]
+    (folder / "bundle.json").write_bytes(orjson.dumps(bundle_document))
 
     with pytest.raises(
         BundleError, match=r"user_tower keeps weights in user_tower\.weights"
@@ -59,19 +59,19 @@ def test_what_looks_odd_about_the_interactions_is_told_with_the_night_and_kept(c
     """Counted once, over all rows: by a night that reads all, and by one that copies the first file's partition."""
     table = pq.read_table(config.path("interactions.parquet"))
     bot = pa.array(["0"] * (len(table) // 2), table.schema.field("user").type)
-    some = table.slice(0, len(bot))
-    place = table.column_names.index("user")
-    pq.write_table(some.set_column(place, "user", bot), config.path("more.parquet"))
+    first_half = table.slice(0, len(bot))
+    column_index = table.column_names.index("user")
+    pq.write_table(first_half.set_column(column_index, "user", bot), config.path("more.parquet"))
     sources = replace(config.sources, interactions=("interactions.parquet", "more.parquet"))
     config = replace(config, sources=sources)
 
-    found = begin.run(config, data_until=None, run_after=None, named=UNTIL)
-    begun = Build(config, config.store(), found["generation"]).need("begin")
+    build = begin.run(config, data_until=None, run_after=None, named=UNTIL)
+    begin_report = Build(config, config.store(), build["generation"]).need("begin")
 
-    told = [remark for remark in begun["remarks"] if "has 3" in remark]
-    assert told and told[0].startswith("one user has 33% of all rows")
-    assert any("too little data to judge by" in remark for remark in begun["remarks"])
-    assert sum(begun["rows"]["user_rows"]) == begun["interactions"]
+    bot_remarks = [remark for remark in begin_report["remarks"] if "has 3" in remark]
+    assert bot_remarks and bot_remarks[0].startswith("one user has 33% of all rows")
+    assert any("too little data to judge by" in remark for remark in begin_report["remarks"])
+    assert sum(begin_report["rows"]["user_rows"]) == begin_report["interactions"]
 
 
 def test_a_copy_of_a_file_is_told_with_the_night(config):
@@ -79,11 +79,13 @@ def test_a_copy_of_a_file_is_told_with_the_night(config):
     copy.write_bytes(config.path("interactions.parquet").read_bytes())
     sources = replace(config.sources, interactions=("interactions.parquet", "again.parquet"))
 
-    found = begin.run(replace(config, sources=sources), data_until=UNTIL, run_after=None)
+    build = begin.run(replace(config, sources=sources), data_until=UNTIL, run_after=None)
 
-    remarks = Build(config, config.store(), found["generation"]).need("begin")["remarks"]
-    told = "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
-    assert any(remark.startswith(told) for remark in remarks)
+    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
+    expected_remark = (
+        "interactions.parquet and again.parquet hold the same bytes, so their rows count 2 times"
+    )
+    assert any(remark.startswith(expected_remark) for remark in remarks)
 
 
 def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
@@ -93,29 +95,29 @@ def test_a_refusal_over_few_users_and_items_says_that_there_are_few(config):
         publish_night(config, UNTIL)
 
 
-@pytest.mark.parametrize(("trained", "is_told"), [("2100-01-01", True), ("1999-01-01", False)])
-def test_a_model_that_learnt_what_it_is_judged_by_is_told(config, trained, is_told):
+@pytest.mark.parametrize(("trained", "is_reported"), [("2100-01-01", True), ("1999-01-01", False)])
+def test_a_model_that_learnt_what_it_is_judged_by_is_told(config, trained, is_reported):
     path = config.path(config.bundle) / "bundle.json"
-    told = orjson.loads(path.read_bytes())
-    told["training"]["trained_until"] = f"{trained}T00:00:00+00:00"
-    path.write_bytes(orjson.dumps(told))
+    bundle_document = orjson.loads(path.read_bytes())
+    bundle_document["training"]["trained_until"] = f"{trained}T00:00:00+00:00"
+    path.write_bytes(orjson.dumps(bundle_document))
 
-    found = begin.run(config, data_until=UNTIL, run_after=None)
-    remarks = Build(config, config.store(), found["generation"]).need("begin")["remarks"]
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    remarks = Build(config, config.store(), build["generation"]).need("begin")["remarks"]
 
-    assert any("learnt from interactions up to 2100" in each for each in remarks) is is_told
+    assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
 
 
 def test_a_file_from_the_future_names_no_generation(config):
     """A clock that was ahead when files were copied: each night after that one was refused as older than it."""
     os.utime(config.path("interactions.parquet"), (4_000_000_000, 4_000_000_000))
 
-    found = begin.run(config, data_until=None, run_after=None, named=standing_name(config, None))
+    build = begin.run(config, data_until=None, run_after=None, named=standing_name(config, None))
 
     with open_releases(config) as releases:
-        now = datetime.fromtimestamp(releases.clock(), UTC)
-    named = datetime.strptime(found["generation"][:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC)
-    assert now - timedelta(minutes=5) < named <= now
+        clock_time = datetime.fromtimestamp(releases.clock(), UTC)
+    named = datetime.strptime(build["generation"][:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC)
+    assert clock_time - timedelta(minutes=5) < named <= clock_time
 
 
 def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config, tmp_path):
@@ -128,10 +130,10 @@ def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config,
 
     assert top_lists(config, outside, sorted(histories(config))) == lists
     manifest, root = open_generation(config.store(), outside)
-    before, _ = open_generation(config.store(), inside)
-    assert (before.format, manifest.format) == (1, 2)
-    user, was = manifest.models["user_tower"], before.models["user_tower"]
-    assert [each.path for each in user.fp32_files] == [
+    inside_manifest, _ = open_generation(config.store(), inside)
+    assert (inside_manifest.format, manifest.format) == (1, 2)
+    user, was = manifest.models["user_tower"], inside_manifest.models["user_tower"]
+    assert [artefact.path for artefact in user.fp32_files] == [
         "models/user_tower.fp32.onnx", "models/user_tower.weights",
     ]  # fmt: skip
     assert (
@@ -139,14 +141,17 @@ def test_a_night_of_models_with_weights_beside_them_is_the_night_without(config,
     )
     assert set(user.fp32_files) < set(manifest.artefacts())
     items = ItemTable.open(root, manifest)
-    for user_id, listed in list(lists.items())[:5]:
-        sent = LiveInput(tuple(each.encode() for each in histories(config)[user_id]))
+    for user_id, item_ids in list(lists.items())[:5]:
+        live_input = LiveInput(tuple(item_id.encode() for item_id in histories(config)[user_id]))
         predictor = Predictor.open(manifest, root, items, precision="fp32")
-        prepared = predictor.prepare("user_topk", sent)
+        prepared = predictor.prepare("user_topk", live_input)
         assert prepared is not None
         record = predictor.predict("user_topk", [prepared], [1], 0)[0]
-        found = decode(manifest.tables["user_topk"].layout, record).items
-        assert found is not None and items.ids_of(found[found != NO_ITEM])[:5] == list(listed)[:5]
+        item_ordinals = decode(manifest.tables["user_topk"].layout, record).items
+        assert (
+            item_ordinals is not None
+            and items.ids_of(item_ordinals[item_ordinals != NO_ITEM])[:5] == list(item_ids)[:5]
+        )
 
 
 def test_weights_that_changed_since_the_night_began_are_refused(config):
@@ -163,8 +168,8 @@ def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
     put_weights_beside(config.path(config.bundle), "user_tower")
     with open_releases(config) as releases:
         beat: dict[str, object] = {"replica": "old", "serving": None, "holds": []}
-        keys, now = releases.control.keys, releases.control.time()
-        releases.control.client.zadd(keys.replicas, {orjson.dumps(beat): now})
+        keys, beat_at = releases.control.keys, releases.control.time()
+        releases.control.client.zadd(keys.replicas, {orjson.dumps(beat): beat_at})
 
     with pytest.raises(
         Refused, match=r"old \(Larder 0\.1\.0\) reads manifest format 1, a night of a"
@@ -186,16 +191,16 @@ def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_rea
 def test_a_second_pass_over_the_sources_leaves_nothing_of_the_first_in_the_holdout(
     config, monkeypatch
 ):
-    once = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
+    single_pass_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
     of_first = Ids.of(pa.array(["of the first pass"]))
 
-    def again(*given, late, restart, **named):
+    def partition_twice(*arguments, late, restart, **named):
         late(Interactions(of_first, of_first, np.zeros(1, np.int64)))
         restart()
-        return partition(*given, late=late, restart=restart, **named)
+        return partition(*arguments, late=late, restart=restart, **named)
 
-    monkeypatch.setattr(begin, "partition", again)
+    monkeypatch.setattr(begin, "partition", partition_twice)
     twice = replace(config, namespace=f"{config.namespace}-twice")
-    found = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
+    two_pass_build = Build.of(twice, begin.run(twice, data_until=UNTIL, run_after=None))
 
-    assert read_holdout(found.root) == read_holdout(once.root) != {}
+    assert read_holdout(two_pass_build.root) == read_holdout(single_pass_build.root) != {}

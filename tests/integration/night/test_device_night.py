@@ -38,20 +38,22 @@ def test_the_device_and_the_processor_write_the_same_bytes(
 ) -> None:
     from precompute.device import scorer
 
-    made = []
-    plain = scorer.DeviceScorer.of
+    scorer_arguments = []
+    build_scorer = scorer.DeviceScorer.of
 
     def of(vectors: Any, metric: Any, device: str) -> Any:
-        made.append((metric, device))
-        return plain(vectors, metric, device)
+        scorer_arguments.append((metric, device))
+        return build_scorer(vectors, metric, device)
 
     monkeypatch.setattr(scorer.DeviceScorer, "of", of)
-    found = {}
+    files_by_device = {}
     for device in ("off", DEVICE):
         config = elsewhere(replace(prepared, device=device), tmp_path / device)
-        found[device] = files_of(config, scored(config, [0, 1]))
-    assert found[DEVICE] == found["off"]
-    assert sorted(made) == [(metric, devices(DEVICE)[0]) for metric in ("cosine", "inner_product")]
+        files_by_device[device] = files_of(config, scored(config, [0, 1]))
+    assert files_by_device[DEVICE] == files_by_device["off"]
+    assert sorted(scorer_arguments) == [
+        (metric, devices(DEVICE)[0]) for metric in ("cosine", "inner_product")
+    ]
 
 
 def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
@@ -82,11 +84,11 @@ def test_a_night_by_programs_is_published(
 ) -> None:
     config = with_programs(prepared, tmp_path)
     opened = []
-    plain = DeviceTower.run
+    run_tower = DeviceTower.run
 
     def run(self: Any, inputs: Any) -> Any:
         opened.append(self._name)
-        return plain(self, inputs)
+        return run_tower(self, inputs)
 
     monkeypatch.setattr(DeviceTower, "run", run)
     generation = publish_night(config, UNTIL)
@@ -101,17 +103,19 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
     # Given a device whose vectors have other last bits for every second user, at the edge of what is allowed
     config = with_programs(prepared, tmp_path)
     moved = []
-    plain = DeviceTower._tried
+    compute_outputs = DeviceTower._tried
 
     def outputs(self: Any, inputs: Any) -> Any:
-        found = plain(self, inputs)
-        if self._name == "user_tower" and found is not None:
-            lengths = np.linalg.norm(found[::2], axis=1)
-            off = np.random.default_rng(len(found)).standard_normal(found[::2].shape)
+        vectors = compute_outputs(self, inputs)
+        if self._name == "user_tower" and vectors is not None:
+            lengths = np.linalg.norm(vectors[::2], axis=1)
+            off = np.random.default_rng(len(vectors)).standard_normal(vectors[::2].shape)
             off *= (0.9 * LENGTH_AGREEMENT * lengths / np.linalg.norm(off, axis=1))[:, None]
-            moved.append(int((found[::2] + off.astype(np.float32) != found[::2]).any(axis=1).sum()))
-            found[::2] += off.astype(np.float32)
-        return found
+            moved.append(
+                int((vectors[::2] + off.astype(np.float32) != vectors[::2]).any(axis=1).sum())
+            )
+            vectors[::2] += off.astype(np.float32)
+        return vectors
 
     monkeypatch.setattr(DeviceTower, "_tried", outputs)
 

@@ -107,7 +107,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
     night: NightConfig,
 ) -> None:
     first = live(night)
-    user = next(each for each in sorted(histories(night)) if has(night, first, each))
+    user = next(user_id for user_id in sorted(histories(night)) if has(night, first, user_id))
     async with serving(night) as app:
         path = f"/v1/lookup/user_topk/{user}"
         assert (await app.get(path))["source"] == "l2"
@@ -129,7 +129,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
             user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
         )
         (standing,) = settled(night)
-        assert [held.generation for held, _ in standing.held] == [first]
+        assert [holder.generation for holder, _ in standing.held] == [first]
         assert standing.word == "pending" and "superseded" in standing.held[0][1]
         assert await eventually(is_blocked, 3.0)
 
@@ -141,8 +141,8 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
     assert not erasure.is_pending
     (standing,) = settled(night)
     assert standing.word == "done" and not standing.held
-    listed = shell(night, "erase", "--list")
-    assert user in listed.stdout and "done 20" in listed.stdout
+    listing = shell(night, "erase", "--list")
+    assert user in listing.stdout and "done 20" in listing.stdout
 
 
 def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfig) -> None:
@@ -155,11 +155,11 @@ def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfi
 
     assert not has(night, second, item, "item")
     lists = top_lists(night, second, users)
-    assert lists and all(item not in each for each in lists.values())
-    begun = json.loads(
+    assert lists and all(item not in item_list for item_list in lists.values())
+    begin_report = json.loads(
         (night.store().local(f"generations/{second}") / "work/begin.json").read_text()
     )
-    assert begun["erased"] == [1] and begun["unknown_items"] == 0
+    assert begin_report["erased"] == [1] and begin_report["unknown_items"] == 0
 
 
 def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig) -> None:
@@ -169,19 +169,19 @@ def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig)
 
     second = publish_night(night, NEXT)
 
-    gates = {each["rule"]: each for each in read_manifest(night.store(), second).gates}
+    gates = {gate["rule"]: gate for gate in read_manifest(night.store(), second).gates}
     assert gates["coverage_of_live"]["passed"] and gates["coverage_of_live"]["value"] >= 0.99
     assert gates["coverage_of_source"]["value"] >= 0.99
 
 
 def test_erasing_before_a_retry_names_another_generation(night: NightConfig) -> None:
-    begun = begin.run(night, data_until=NEXT, run_after=None)
+    build = begin.run(night, data_until=NEXT, run_after=None)
     begin_erasing(night.store(), b"u1", "user", at=1.0)
 
-    again = begin.run(night, data_until=NEXT, run_after=None)
+    second_build = begin.run(night, data_until=NEXT, run_after=None)
 
-    assert again["generation"] != begun["generation"]
-    assert begin.run(night, data_until=NEXT, run_after=None) == again
+    assert second_build["generation"] != build["generation"]
+    assert begin.run(night, data_until=NEXT, run_after=None) == second_build
 
 
 def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
@@ -192,36 +192,38 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
 
     def erase_late(*arguments: Any, **more: Any) -> dict[str, Any]:
         begin_erasing(store, user.encode(), "user", at=1.0)
-        (before,) = settled(night)
-        assert before.word == "pending" and len(before.held) == 2  # live, and the one being made
-        found: dict[str, Any] = write(*arguments, **more)
-        return found
+        (standing_before,) = settled(night)
+        assert (
+            standing_before.word == "pending" and len(standing_before.held) == 2
+        )  # live, and the one being made
+        catalogue_facts: dict[str, Any] = write(*arguments, **more)
+        return catalogue_facts
 
     monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
     generation = publish_night(night, NEXT)
 
     assert has(night, generation, user)
     (standing,) = settled(night)
-    assert generation in [held.generation for held, _ in standing.held]
+    assert generation in [holder.generation for holder, _ in standing.held]
     assert user.encode() in latest_blocklist(store).users
 
 
 def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
     night: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user, store, known = min(histories(night)), night.store(), all_erasures
+    user, store, read_erasures = min(histories(night)), night.store(), all_erasures
 
     def slip_in(where: Any) -> Any:
-        found = known(where)
-        if not found:
+        erasures = read_erasures(where)
+        if not erasures:
             request(store, user.encode(), "user", at=1.0)
-        return found
+        return erasures
 
     monkeypatch.setattr(begin, "all_erasures", slip_in)
-    begun = begin.run(night, data_until=NEXT, run_after=None)
+    build = begin.run(night, data_until=NEXT, run_after=None)
 
     report = json.loads(
-        (store.local(f"generations/{begun['generation']}") / "work/begin.json").read_text()
+        (store.local(f"generations/{build['generation']}") / "work/begin.json").read_text()
     )
     assert report["erased"] == [1]
 
@@ -238,9 +240,9 @@ def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) 
             client.set(name, b"x", px=60_000)
         erasure, is_new = begin_erasing(night.store(), b"somebody", "user", at=1.0)
 
-        dropped = drop_overlays(night, night.store(), Control(client, keys), [erasure])
+        dropped_count = drop_overlays(night, night.store(), Control(client, keys), [erasure])
 
-        assert is_new and dropped == 2
+        assert is_new and dropped_count == 2
         assert [bool(client.exists(name)) for name in names] == [False, True, False, True]
 
 
@@ -250,16 +252,18 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
     key = keys.hot if window is HOT else keys.cold
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        now = hour_of(control.time(), window)
-        for each in (now, now - 1):
+        current_hour = hour_of(control.time(), window)
+        for hour in (current_hour, current_hour - 1):
             for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
-                client.zincrby(key(each), 3.0, name)
+                client.zincrby(key(hour), 3.0, name)
         begin_erasing(night.store(), b"somebody", "user", at=1.0)
 
         settled(night)
 
-        left = [client.zrange(key(each), 0, -1) for each in (now, now - 1)]
-        assert left == [[b"user_topk:else"]] * 2
+        remaining_names = [
+            client.zrange(key(hour), 0, -1) for hour in (current_hour, current_hour - 1)
+        ]
+        assert remaining_names == [[b"user_topk:else"]] * 2
 
 
 def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not(
@@ -297,12 +301,12 @@ def test_a_mistyped_id_does_not_read_like_an_erasure_that_was_carried_out(
     item = str(pq.read_table(night.base + "/items.parquet").column(0)[0])
 
     typo = shell(night, "erase", "u-00 17", "--as", "user").stdout
-    other = shell(night, "erase", item, "--as", "user").stdout
+    wrong_kind_output = shell(night, "erase", item, "--as", "user").stdout
     right = shell(night, "erase", item, "--as", "item").stdout
 
     assert "no generation holds user 'u-00 17': check the id" in " ".join(typo.split())
     assert typo.count("'u-00 17'") >= 2 and "did you mean" not in typo
-    assert "did you mean --as item?" in " ".join(other.split())
+    assert "did you mean --as item?" in " ".join(wrong_kind_output.split())
     assert "check the id" not in right
 
 
@@ -319,7 +323,7 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
     begin_erasing(night.store(), b"lurker", "user", at=1.0)
 
     (standing,) = settled(night)
-    assert [held.generation for held, _ in standing.held] == [generation]
+    assert [holder.generation for holder, _ in standing.held] == [generation]
 
 
 def test_unblocking_resurrects_nobody_and_forgetting_needs_a_reason(night: NightConfig) -> None:
@@ -341,9 +345,9 @@ def test_unblocking_resurrects_nobody_and_forgetting_needs_a_reason(night: Night
         forget(store, b"u1", "user", at=3.0, reason="twice")
 
     assert latest_blocklist(store).users == frozenset()
-    assert [each.is_in_force for each in all_erasures(store)] == [False, True]
-    again, is_new = begin_erasing(store, b"u1", "user", at=4.0)
-    assert is_new and again.number == 3
+    assert [erasure.is_in_force for erasure in all_erasures(store)] == [False, True]
+    later_erasure, is_new = begin_erasing(store, b"u1", "user", at=4.0)
+    assert is_new and later_erasure.number == 3
 
 
 def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(
@@ -351,9 +355,9 @@ def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(
 ) -> None:
     store = night.store()
     first, _ = begin_erasing(store, b"42", "user", at=1.0)
-    again, is_new = begin_erasing(store, b"42", "user", at=2.0)
+    repeated_erasure, is_new = begin_erasing(store, b"42", "user", at=2.0)
 
-    assert (again, is_new) == (first, False)
+    assert (repeated_erasure, is_new) == (first, False)
     blocked = latest_blocklist(store)
     assert blocked.users == frozenset({b"42"})
     assert not blocked.items and not blocked.entities
@@ -370,23 +374,23 @@ def test_without_redis_the_entity_is_blocked_all_the_same(night: NightConfig) ->
 
 
 def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: NightConfig) -> None:
-    begun = begin.run(night, data_until=NEXT, run_after=None)
+    build = begin.run(night, data_until=NEXT, run_after=None)
     with open_releases(night) as releases:
-        releases.refuse(begun["generation"], reason="a test says so", attempt="test")
-        assert releases.state(begun["generation"]) is State.REFUSED
+        releases.refuse(build["generation"], reason="a test says so", attempt="test")
+        assert releases.state(build["generation"]) is State.REFUSED
     begin_erasing(night.store(), min(histories(night)).encode(), "user", at=1.0)
 
     (standing,) = settled(night)
 
-    fates = {held.generation: fate for held, fate in standing.held}
-    assert fates[begun["generation"]].startswith("refused, swept by the next retire")
+    fates = {holder.generation: fate for holder, fate in standing.held}
+    assert fates[build["generation"]].startswith("refused, swept by the next retire")
 
 
 def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     night: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers that share a store and Redis: one computed what the other retired."""
-    worker, other = (
+    worker, other_host = (
         dataclasses.replace(
             night,
             artifacts=f"memory://{tmp_path.name}",
@@ -395,28 +399,28 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
         )
         for name in ("worker", "other")
     )
-    begun = begin.run(worker, data_until=UNTIL, run_after=None)
+    build = begin.run(worker, data_until=UNTIL, run_after=None)
     begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
-    with open_releases(other) as releases:
-        releases.refuse(begun["generation"], reason="a test says so", attempt="test")
+    with open_releases(other_host) as releases:
+        releases.refuse(build["generation"], reason="a test says so", attempt="test")
 
-    assert retire.run(other)["retired"] == [begun["generation"]]
+    assert retire.run(other_host)["retired"] == [build["generation"]]
 
-    (standing,) = settled(other)
+    (standing,) = settled(other_host)
     copies = worker.store().copies
     assert copies is not None and standing.word == "pending"
-    assert [(each.generation, each.host) for each, _ in standing.held] == [
-        (begun["generation"], copies.host)
+    assert [(holder.generation, holder.host) for holder, _ in standing.held] == [
+        (build["generation"], copies.host)
     ]
     assert "swept by the next step or service on that host" in standing.held[0][1]
 
-    again = begin.run(worker, data_until=NEXT, run_after=None)
-    assert settled(other) == [standing]
+    second_build = begin.run(worker, data_until=NEXT, run_after=None)
+    assert settled(other_host) == [standing]
     monkeypatch.setattr("precompute.builds.copies.COPY_IDLE_S", -60.0)
-    embed_items.run(worker, again)
-    (standing,) = settled(other)
+    embed_items.run(worker, second_build)
+    (standing,) = settled(other_host)
 
-    assert copies.generations() == [again["generation"]]
+    assert copies.generations() == [second_build["generation"]]
     assert standing.word == "done"
 
 
@@ -428,16 +432,22 @@ def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(
     )
     store, generation = config.store(), f"20260101T000000Z-{'0' * 12}"
     record_copies(store, generation)
-    asked = {"entity": "somebody", "kind": "user", "list": False, "status": False, "forget": False}
-    asked |= {"reason": None, "gone": None, "json": False}
+    arguments = {
+        "entity": "somebody",
+        "kind": "user",
+        "list": False,
+        "status": False,
+        "forget": False,
+    }
+    arguments |= {"reason": None, "gone": None, "json": False}
 
-    table, *lines = erase(config, argparse.Namespace(**asked), quiet)
+    table, *lines = erase(config, argparse.Namespace(**arguments), quiet)
 
     assert store.copies is not None and isinstance(table, Table)
     assert list(table.columns[4].cells) == [f"{generation} on {store.copies.host}"]
     assert "1 pending" in str(lines[0]) and "erase --gone HOST" in str(lines[1])
 
     elsewhere = dataclasses.replace(config, state=str(tmp_path / "b"))
-    table, *lines = erase(elsewhere, argparse.Namespace(**asked | {"gone": "*"}), quiet)
+    table, *lines = erase(elsewhere, argparse.Namespace(**arguments | {"gone": "*"}), quiet)
 
     assert isinstance(table, Table) and list(table.columns[4].cells) == [""]

@@ -25,7 +25,9 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     )
 
 
-def exact_scores(bundle: Path, seen: list[list[str]]) -> tuple[list[str], NDArray[np.float64]]:
+def exact_scores(
+    bundle: Path, user_histories: list[list[str]]
+) -> tuple[list[str], NDArray[np.float64]]:
     """The bundle's item ids, and float64 scores [users, items] of its fp32 towers, own history at -inf."""
     model = orjson.loads((bundle / "bundle.json").read_bytes())
     ids: list[str] = pq.read_table(bundle / "items.parquet")["id"].to_pylist()
@@ -34,13 +36,13 @@ def exact_scores(bundle: Path, seen: list[list[str]]) -> tuple[list[str], NDArra
     def run(name: str, value: NDArray[np.int32]) -> NDArray[np.float64]:
         tower = model[name]
         session = ort.InferenceSession(str(bundle / tower["path"]))
-        found = session.run([tower["output"]], {tower["inputs"][0]["name"]: value})[0]
-        return np.asarray(found, np.float64)
+        output = session.run([tower["output"]], {tower["inputs"][0]["name"]: value})[0]
+        return np.asarray(output, np.float64)
 
     vectors = run("item_tower", np.arange(len(ids), dtype=np.int32))
     pad = model["user_tower"]["inputs"][0]["pad"]
-    scores = np.empty((len(seen), len(ids)))
-    for line, history in enumerate(seen):
+    scores = np.empty((len(user_histories), len(ids)))
+    for line, history in enumerate(user_histories):
         rows = [number[item] for item in history if item in number]
         # One user at a time and no padding beyond one slot: nothing of how Larder batches is repeated here.
         user = run("user_tower", np.array([[*rows, pad]], np.int32))
@@ -51,10 +53,10 @@ def exact_scores(bundle: Path, seen: list[list[str]]) -> tuple[list[str], NDArra
 
 async def test_served_lists_equal_an_independent_exact_computation(night: NightConfig) -> None:
     # given
-    known = histories(night)
+    history_by_user = histories(night)
     rng = np.random.default_rng(SEED)
-    users = [str(each) for each in rng.choice(sorted(known), SAMPLE, replace=False)]
-    ids, scores = exact_scores(night.path("bundle"), [known[user] for user in users])
+    users = [str(user) for user in rng.choice(sorted(history_by_user), SAMPLE, replace=False)]
+    ids, scores = exact_scores(night.path("bundle"), [history_by_user[user] for user in users])
     number = {item: row for row, item in enumerate(ids)}
 
     # when
@@ -66,18 +68,20 @@ async def test_served_lists_equal_an_independent_exact_computation(night: NightC
     assert [answer["id"] for answer in answers] == users
     for user, answer, line in zip(users, answers, scores, strict=True):
         assert answer["source"] in ("l1", "l2")
-        best = np.sort(line)[::-1][: min(K, int(np.isfinite(line).sum()))]
+        best_scores = np.sort(line)[::-1][: min(K, int(np.isfinite(line).sum()))]
         served = line[[number[item] for item in answer["items"]]]
-        assert len(set(answer["items"])) == len(answer["items"]) == len(best), user
-        assert not set(answer["items"]).intersection(known[user])
-        assert (np.abs(served - best) <= RELATIVE_GAP * np.maximum(np.abs(best), 1e-12)).all(), user
+        assert len(set(answer["items"])) == len(answer["items"]) == len(best_scores), user
+        assert not set(answer["items"]).intersection(history_by_user[user])
+        assert (
+            np.abs(served - best_scores) <= RELATIVE_GAP * np.maximum(np.abs(best_scores), 1e-12)
+        ).all(), user
 
 
 async def test_the_comparison_would_notice_a_wrong_item(night: NightConfig) -> None:
     # given
-    known = histories(night)
-    user = min(known)
-    ids, scores = exact_scores(night.path("bundle"), [known[user]])
+    history_by_user = histories(night)
+    user = min(history_by_user)
+    ids, scores = exact_scores(night.path("bundle"), [history_by_user[user]])
     async with serving(night) as running:
         items = (await running.get(f"/v1/lookup/user_topk/{user}", k=K))["items"]
 
@@ -85,6 +89,6 @@ async def test_the_comparison_would_notice_a_wrong_item(night: NightConfig) -> N
     swapped = [items[-1], *items[1:-1], items[0]]
 
     # then
-    best = np.sort(scores[0])[::-1][: len(items)]
+    best_scores = np.sort(scores[0])[::-1][: len(items)]
     served = scores[0][[ids.index(item) for item in swapped]]
-    assert (np.abs(served - best) > RELATIVE_GAP * np.abs(best)).any()
+    assert (np.abs(served - best_scores) > RELATIVE_GAP * np.abs(best_scores)).any()

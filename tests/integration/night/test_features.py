@@ -57,8 +57,8 @@ def config(tmp_path, redis_url):
         ),
         tmp_path / "users.parquet",
     )
-    known = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
-    items = [*known, NEW_ITEM]
+    item_ids = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
+    items = [*item_ids, NEW_ITEM]
     pq.write_table(
         pa.table({"item": items, "looks": vectors_column(len(items), 3)}),
         tmp_path / "items.parquet",
@@ -91,11 +91,11 @@ def features_of(config, user, column):
 
 
 def gate(manifest, rule):
-    return next(each for each in manifest.gates if each["rule"] == rule)
+    return next(verdict for verdict in manifest.gates if verdict["rule"] == rule)
 
 
-def overlap(ours, theirs):
-    return len(set(ours) & set(theirs)) / max(1, len(theirs))
+def overlap(live_items, theirs):
+    return len(set(live_items) & set(theirs)) / max(1, len(theirs))
 
 
 def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
@@ -107,12 +107,16 @@ def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
     assert gate(manifest, "skew")["passed"] and manifest.models["user_tower"].int8
     histories = nights.histories(config)
     users = sorted(histories)[:8]
-    stored = nights.top_lists(config, generation, users)
+    stored_lists = nights.top_lists(config, generation, users)
     for user in users:
-        sent = LiveInput(
-            tuple(each.encode() for each in histories[user]), features_of(config, user, "country")
+        live_input = LiveInput(
+            tuple(item_id.encode() for item_id in histories[user]),
+            features_of(config, user, "country"),
         )
-        assert overlap(answer(manifest, items, predictor, "user_topk", sent), stored[user]) >= 0.8
+        assert (
+            overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[user])
+            >= 0.8
+        )
 
 
 def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config):
@@ -124,9 +128,9 @@ def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config)
     verdict = gate(manifest, "int8_agreement")
     assert verdict["passed"] and verdict["value"] is None
     assert "no model is quantized" in verdict["note"]
-    stored = nights.top_lists(config, generation, [QUIET])
-    sent = LiveInput(features=features_of(config, QUIET, "taste"))
-    assert answer(manifest, items, predictor, "user_topk", sent) == list(stored[QUIET])
+    stored_lists = nights.top_lists(config, generation, [QUIET])
+    live_input = LiveInput(features=features_of(config, QUIET, "taste"))
+    assert answer(manifest, items, predictor, "user_topk", live_input) == list(stored_lists[QUIET])
 
 
 def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
@@ -139,10 +143,12 @@ def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
     assert items.to_model(Ordinals(np.array([ordinal])))[0] == -1
     assert np.linalg.norm(items.vectors[ordinal]) > 0.1
     rows = pq.read_table(config.path("items.parquet")).to_pylist()
-    looks = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)
-    stored = nights.top_lists(config, generation, [NEW_ITEM], "item_similar")[NEW_ITEM]
-    sent = LiveInput(item=ordinal, features={"looks": looks})
-    assert overlap(answer(manifest, items, predictor, "item_similar", sent), stored) >= 0.8
+    looks_vector = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)
+    stored_items = nights.top_lists(config, generation, [NEW_ITEM], "item_similar")[NEW_ITEM]
+    live_input = LiveInput(item=ordinal, features={"looks": looks_vector})
+    assert (
+        overlap(answer(manifest, items, predictor, "item_similar", live_input), stored_items) >= 0.8
+    )
 
 
 def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(config):
@@ -169,19 +175,21 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
 def test_an_item_without_a_feature_is_left_out_by_name(config):
     bundle = with_towers(config, lambda _items: from_taste())
     root, unusable = config.path("apart"), Unusable()
-    whole = pq.read_table(config.path("items.parquet"))
-    looks = pa.array([*whole["looks"].to_pylist()[:-1], None], whole["looks"].type)
-    pq.write_table(whole.set_column(1, "looks", looks), config.path("items.parquet"))
+    items_table = pq.read_table(config.path("items.parquet"))
+    looks_column = pa.array(
+        [*items_table["looks"].to_pylist()[:-1], None], items_table["looks"].type
+    )
+    pq.write_table(items_table.set_column(1, "looks", looks_column), config.path("items.parquet"))
 
     laid = catalogue.write_catalogue(config, bundle, root, unusable=unusable)
 
     assert catalogue.open_items(root, laid).ordinal_of(NEW_ITEM.encode()) < 0
-    assert laid["items"] == len(whole) - 1
+    assert laid["items"] == len(items_table) - 1
     assert ids_in(unusable.to_json()) == {NEW_ITEM}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda config: replace(config, sources=replace(config.sources, user_features=None)),
          "user_features is not set"),
@@ -191,9 +199,9 @@ def test_an_item_without_a_feature_is_left_out_by_name(config):
          "no column 'country'"),
     ],
 )  # fmt: skip
-def test_user_features_that_are_not_there_are_named(config, spoil, said):
+def test_user_features_that_are_not_there_are_named(config, spoil, message):
     with_towers(config, from_history_and_country)
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message):
         begin.run(spoil(config), data_until=nights.UNTIL, run_after=None)
 
 
@@ -204,10 +212,10 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     root = config.path("apart")
     items = catalogue.open_items(root, catalogue.write_catalogue(config, bundle, root))
     users = pq.read_table(config.path("users.parquet"))
-    partition(config, items, root / "work/partition", before=None, feature_columns=["taste"])
+    partition(config, items, root / "work/partition", cutoff_at=None, feature_columns=["taste"])
     last = read_shard(root / "work/partition", 7, history_limit=10)
-    known = set(last.ids.to_pylist())
-    keep = pa.array([each in known for each in users["user"].to_pylist()])
+    shard_users = set(last.ids.to_pylist())
+    keep = pa.array([user in shard_users for user in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 
     build = begin.run(config, data_until=nights.UNTIL, run_after=None)
@@ -229,15 +237,15 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
 
 
 def test_a_plan_samples_the_features_that_the_models_want(config):
-    asked = PlanParameters(seconds=0.1, data_until=nights.UNTIL)
+    parameters = PlanParameters(seconds=0.1, data_until=nights.UNTIL)
 
-    found = forecast(config, asked)
+    plan = forecast(config, parameters)
 
     build = begin.run(config, data_until=nights.UNTIL, run_after=None)
     embed_items.run(config, build)
     scored = [score.run_shard(config, build, shard) for shard in build["shards"]]
-    assert found.shape.users == sum(each["users"] for each in scored)
-    assert found.shape.items == sum(each["items"] for each in scored)
+    assert plan.shape.users == sum(shard_report["users"] for shard_report in scored)
+    assert plan.shape.items == sum(shard_report["items"] for shard_report in scored)
 
 
 async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(config):
@@ -246,9 +254,12 @@ async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(conf
 
     manifest, items, predictor = opened(config, generation)
 
-    stored = nights.top_lists(config, generation, [QUIET])
-    sent = LiveInput(features=features_of(config, QUIET, "country"))
-    assert overlap(answer(manifest, items, predictor, "user_topk", sent), stored[QUIET]) >= 0.8
+    stored_lists = nights.top_lists(config, generation, [QUIET])
+    live_input = LiveInput(features=features_of(config, QUIET, "country"))
+    assert (
+        overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[QUIET])
+        >= 0.8
+    )
     assert manifest.facts["users_in_source"] == manifest.entity_sets["user"].count == CLICKED + 1
     async with serving(config) as running:
         body = await running.get(f"/v1/lookup/user_topk/{QUIET}", k=5)
@@ -261,8 +272,12 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
 
     build = begin.run(config, data_until=nights.UNTIL, run_after=None)
 
-    begun = Build.of(config, build).need("begin")
-    assert (begun["users"], begun["featured"], begun["featured_users"]) == (CLICKED, 131, False)
+    begin_report = Build.of(config, build).need("begin")
+    assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (
+        CLICKED,
+        131,
+        False,
+    )
     row = begin.in_night(Night(config, "attempt", data_until=nights.UNTIL))
     assert "131 users of the feature table alone get no records" in row.what
     assert "featured_users = true" in row.what

@@ -57,14 +57,14 @@ TRIES, PAUSE_S = 3, 2.0
 
 def take(step: Callable[[], T]) -> T:
     """A step as Airflow takes it: again after a pause, unless the same inputs would fail again."""
-    for left in reversed(range(TRIES)):
+    for tries_left in reversed(range(TRIES)):
         try:
             return step()
         except FINAL:
             raise
         except LarderError as error:
-            print(f"  {type(error).__name__}: {error.message[:110]}; {left} tries left")
-            if not left:
+            print(f"  {type(error).__name__}: {error.message[:110]}; {tries_left} tries left")
+            if not tries_left:
                 raise
             time.sleep(PAUSE_S)
     raise AssertionError
@@ -75,7 +75,7 @@ def outage(server: RedisServer, at: int) -> Iterator[Progress]:
     """Redis hangs for `OUTAGE_S` from the gate of that number on (0: before the first), once."""
     timer = threading.Timer(OUTAGE_S, os.kill, (server.pid, signal.SIGCONT))
 
-    def progress(_what: str, number: int, _total: int) -> None:
+    def progress(_label: str, number: int, _total: int) -> None:
         if number == at and timer.ident is None:
             os.kill(server.pid, signal.SIGSTOP)
             timer.start()
@@ -97,8 +97,8 @@ def night(
     name = f"scheduled-{due:%Y%m%d}"
     build = take(lambda: begin.run(config, data_until=None, run_after=due.isoformat()))
     take(lambda: embed_items.run(config, build))
-    for each in build["shards"]:
-        take(partial(score.run_shard, config, build, each))
+    for shard in build["shards"]:
+        take(partial(score.run_shard, config, build, shard))
     take(lambda: assemble.run(config, build))
     take(lambda: index.run(config, build))
     take(lambda: quantize.run(config, build))
@@ -113,14 +113,14 @@ def night(
 def planned_bytes(config: NightConfig) -> tuple[int, int]:
     """What `plan` says of Redis: all that it holds at the peak, and `maxmemory` for that."""
     plan = forecast(config, PlanParameters(seconds=0.2, sample=0.5))
-    record_bytes = max(each.size_bytes for _, each in plan.shape.layouts.values())
+    record_bytes = max(layout.size_bytes for _, layout in plan.shape.layouts.values())
     (node,) = limits_of(config, record_bytes=record_bytes).nodes
     planned = node.other_bytes + generations_at_peak(config.keep) * plan.redis_bytes
     print(f"planned are {planned:,} bytes, {plan.redis_bytes:,} a generation")
     limit = int(planned / config.gates.redis_headroom) + 1
     for size, fits in ((limit, True), (limit - 20, False)):
         sized = CapacityLimits((replace(node, limit_bytes=size),), 1 << 50, 1 << 50)
-        assert all(each.passed for each in judged(config, plan, sized)) == fits
+        assert all(verdict.passed for verdict in judged(config, plan, sized)) == fits
     return planned, limit
 
 
@@ -150,17 +150,17 @@ def test_forty_nights_fit_what_plan_asked_for_and_need_nobody(tmp_path, own_redi
                 outcomes.append("published")
             except Refused as error:
                 outcomes.append(str(error.details["rule"]))
-            stored = config.store().names("generations")
+            generation_ids = config.store().names("generations")
             used = client.info("memory")["used_memory"]
             print(
-                f"night {number} {outcomes[-1]}, Redis hung at gate {at}; {used:,} bytes, {stored}"
+                f"night {number} {outcomes[-1]}, Redis hung at gate {at}; {used:,} bytes, {generation_ids}"
             )
-            assert len(stored) <= generations_at_peak(config.keep)
+            assert len(generation_ids) <= generations_at_peak(config.keep)
         peak = client.info("memory")["used_memory_peak"]
 
     week = ["published"] * (BAD_EVERY - 1) + ["coverage_of_live"]
     assert outcomes == week * (NIGHTS // BAD_EVERY)
-    actions = [each.action for each in all_releases(config.store())]
+    actions = [release.action for release in all_releases(config.store())]
     assert actions.count("publish") == outcomes.count("published")
     assert actions.count("refuse") == outcomes.count("coverage_of_live")
     assert peak <= planned

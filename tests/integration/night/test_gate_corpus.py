@@ -55,12 +55,14 @@ QUICK_INPUTS = ("bundle_vocabulary_shuffled", "half_the_source")
 @pytest.fixture(scope="module")
 def margins() -> Iterator[dict[str, list[tuple[str, Any, Any]]]]:
     """What clean and spoilt generations measured, rule by rule; shown with -s."""
-    found: dict[str, list[tuple[str, Any, Any]]] = {}
-    yield found
-    for rule, rows in sorted(found.items()):
+    rows_by_rule: dict[str, list[tuple[str, Any, Any]]] = {}
+    yield rows_by_rule
+    for rule, rows in sorted(rows_by_rule.items()):
         for kind in ("clean", "spoilt"):
             values = [(value, threshold) for name, value, threshold in rows if name == kind]
-            if numbers := [each for each in values if isinstance(each[0], int | float)]:
+            if numbers := [
+                measurement for measurement in values if isinstance(measurement[0], int | float)
+            ]:
                 print(f"{rule:20} {kind:7} {min(numbers)} to {max(numbers)} (value, threshold)")
 
 
@@ -79,8 +81,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory, own_url: str) -> Bench:
     return make_bench(tmp_path_factory.mktemp("bench"), own_url, seed=seed, users=600, items=240)
 
 
-def quick(names: Any, chosen: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.storm) for name in names]
+def quick(names: Any, quick_names: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in quick_names else pytest.mark.storm) for name in names
+    ]
 
 
 def note(margins: dict[str, Any], kind: str, verdicts: Verdicts, rules: Any) -> None:
@@ -108,8 +112,8 @@ def test_a_spoilt_generation_is_refused_by_the_rule_that_names_its_mistake(
         pointer, row = control.pointer(), control.rows()[bench.generation]
     assert pointer is not None and pointer.generation == bench.live
     assert row.state is State.REFUSED and rule in row.reason
-    newest = all_releases(bench.config.store())[-1]
-    assert newest.action == "refuse" and rule in newest.reason
+    last_release = all_releases(bench.config.store())[-1]
+    assert last_release.action == "refuse" and rule in last_release.reason
 
 
 @pytest.mark.parametrize("name", quick(BAD_INPUTS, QUICK_INPUTS))
@@ -177,12 +181,12 @@ def test_what_redis_does_to_a_generation_refuses_it(bench: Bench, harm: Any, rul
 
 
 def test_live_pages_that_redis_lost_say_nothing_of_the_generation(bench: Bench) -> None:
-    def lost(client: Any, _manifest: Any) -> None:
+    def lose_live_page(client: Any, _manifest: Any) -> None:
         client.rename(first_page(bench, bench.live), "aside")
 
     try:
         with pytest.raises(NotJudged, match=r"of the live generation.*larder restore"):
-            bench.judge(in_redis=lost)
+            bench.judge(in_redis=lose_live_page)
     finally:
         with connect(bench.config.redis_url, 5.0) as client:
             client.rename("aside", first_page(bench, bench.live))
@@ -265,14 +269,14 @@ def test_the_next_night_of_a_live_generation_is_never_refused(
         reference=ReferenceConfig(dims=int(rng.choice([8, 16, 32])), choose=False),
         shards=int(rng.integers(1, 5)),
     )  # fmt: skip
-    before, after = cut_at(config, 0.95 - new), cut_at(config, 0.95)
-    retrain(config, seed=0, until=before)
-    publish_night(config, before)
-    until = before if kind == 1 else after
+    earlier_cut, after = cut_at(config, 0.95 - new), cut_at(config, 0.95)
+    retrain(config, seed=0, data_until=earlier_cut)
+    publish_night(config, earlier_cut)
+    data_until = earlier_cut if kind == 1 else after
     if kind:
-        retrain(config, seed=seed % 1000 + 1, until=until)
+        retrain(config, seed=seed % 1000 + 1, data_until=data_until)
 
-    verdicts = judged(config, build(config, until))
+    verdicts = judged(config, build(config, data_until))
 
     assert failed(verdicts) == set(), (new, kind, verdicts)
     note(margins, "clean", verdicts, verdicts)
@@ -283,12 +287,12 @@ def test_a_refusal_says_how_it_is_overridden_or_that_it_cannot_be(bench: Bench) 
     bench.judge(fault)
 
     with connect(bench.config.redis_url, 5.0) as client:
-        said = Control(client, bench.config.keyspace()).rows()[bench.generation].reason
+        reason = Control(client, bench.config.keyspace()).rows()[bench.generation].reason
 
     command = f'larder override {bench.generation} --rule distinct_lists --reason "..."'
-    assert command in said and f"`larder verify {bench.generation}`" in said
-    assert f"compared with {bench.live}" in said
-    assert "exact_lists" in said and "cannot be overridden" in said
+    assert command in reason and f"`larder verify {bench.generation}`" in reason
+    assert f"compared with {bench.live}" in reason
+    assert "exact_lists" in reason and "cannot be overridden" in reason
 
 
 def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> None:
@@ -300,5 +304,5 @@ def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> N
 def test_every_gate_states_its_rule_under_its_own_name(bench: Bench) -> None:
     verdicts = bench.judge()
     assert list(verdicts) == ["files", LIVE_FILES, *(gate.rule for gate in GATES)]
-    compared = {rule for rule, each in verdicts.items() if each.get("baseline") == bench.live}
+    compared = {rule for rule, verdict in verdicts.items() if verdict.get("baseline") == bench.live}
     assert {"coverage_of_live", "list_jaccard", "score_psi", "top_items_of_live"} <= compared

@@ -21,13 +21,13 @@ async def test_live_answers_a_history_as_the_night_did_whatever_its_length(
 
     async with serving(config, precision="fp32") as app:
         path = "/v1/lookup/user_vector"
-        stored = (await app.post(path, {"entities": users}))["answers"]
-        sent = [{"id": None, "history": histories[user]} for user in users]
-        live = (await app.post(path, {"entities": sent}))["answers"]
-        lists = (await app.post("/v1/lookup/user_topk", {"entities": sent}))["answers"]
+        stored_answers = (await app.post(path, {"entities": users}))["answers"]
+        entities = [{"id": None, "history": histories[user]} for user in users]
+        live = (await app.post(path, {"entities": entities}))["answers"]
+        lists = (await app.post("/v1/lookup/user_topk", {"entities": entities}))["answers"]
 
     assert len(users) == 10
-    for user, night, day, found in zip(users, stored, live, lists, strict=True):
+    for user, night, day, list_answer in zip(users, stored_answers, live, lists, strict=True):
         assert day["source"] == "live"
         assert max(abs(a - b) for a, b in zip(night["vector"], day["vector"], strict=True)) < 1e-3
-        assert not {*histories[user]} & {*found["items"]}
+        assert not {*histories[user]} & {*list_answer["items"]}

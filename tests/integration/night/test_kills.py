@@ -41,17 +41,17 @@ def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
         state="twin-state",
         redis_url=own_redis.url.removesuffix("0") + "1",
     )
-    for each in (config, twin):
-        assert run(partial(night, each, UNTIL, "first")) is not None
+    for namesake in (config, twin):
+        assert run(partial(night, namesake, UNTIL, "first")) is not None
     users = sorted(histories(config))
-    items = sorted({item for seen in histories(config).values() for item in seen})
+    items = sorted({item for history in histories(config).values() for item in history})
     live = moves(config)[0]
     with ExitStack() as stack:
         # L1 holds next to nothing, so that every answer proves Redis' pages.
-        told = environment(
+        environ = environment(
             config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2"
         )
-        service = stack.enter_context(ServiceProcess(tmp_path / "service.log", told))
+        service = stack.enter_context(ServiceProcess(tmp_path / "service.log", environ))
         watch = Watch(service.url, users, items, seed=seed)
         watch.expected[live] = top_lists(config, live, users)
         stack.enter_context(watch)
@@ -72,13 +72,13 @@ def test_a_killed_night_publish_roll_back_and_restore_end_as_if_undisturbed(grou
 
 @pytest.mark.storm
 def test_two_hundred_kills_leave_no_trace_and_no_reader_notices_one(ground: Ground) -> None:
-    for turn in itertools.count():
-        made = ground.make(kills=2, damaged=turn % 2 == 0)
-        if turn % 3 == 1:
-            ground.try_out(made, kills=2)
-        ground.publish(made, kills=2)
-        ground.restore(LOSSES[turn % len(LOSSES)], kills=2)
-        if turn % 2:
+    for round_number in itertools.count():
+        generation = ground.make(kills=2, damaged=round_number % 2 == 0)
+        if round_number % 3 == 1:
+            ground.try_out(generation, kills=2)
+        ground.publish(generation, kills=2)
+        ground.restore(LOSSES[round_number % len(LOSSES)], kills=2)
+        if round_number % 2:
             ground.roll_back(kills=2)
             ground.try_out(ground.make(kills=0), kills=1)
             ground.abandon(kills=2)

@@ -35,12 +35,14 @@ def no_collection() -> Iterator[None]:
 
 def alive(generations: set[str]) -> list[str]:
     """The generations of all snapshots that are still in memory."""
-    found = [each.generation for each in gc.get_objects() if type(each) is Snapshot]
-    return sorted(each for each in found if each in generations)
+    snapshot_generations = [
+        instance.generation for instance in gc.get_objects() if type(instance) is Snapshot
+    ]
+    return sorted(generation for generation in snapshot_generations if generation in generations)
 
 
 def count(kind: type) -> int:
-    return sum(type(each) is kind for each in gc.get_objects())
+    return sum(type(instance) is kind for instance in gc.get_objects())
 
 
 async def ask(app: Running, night: NightConfig) -> None:
@@ -69,10 +71,10 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
     generations = set(night.store().names("generations"))
     real, tables = Predictor.predict, count(ItemTable)
 
-    def predict(self: Predictor, *given: Any, **named: Any) -> Any:
+    def predict(self: Predictor, *arguments: Any, **named: Any) -> Any:
         if is_broken and threading.current_thread().name.startswith("larder-live"):
             raise RuntimeError("broken")
-        return real(self, *given, **named)
+        return real(self, *arguments, **named)
 
     monkeypatch.setattr(Predictor, "predict", predict)
     monkeypatch.setattr(
@@ -81,27 +83,27 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
     async with serving(night) as app:
 
         def live() -> str:
-            holding = app.service.follower.holding
-            assert holding is not None
-            return holding.live.generation
+            served = app.service.follower.holding
+            assert served is not None
+            return served.live.generation
 
         async def only_what_is_held() -> bool:
-            holding = app.service.follower.holding
-            assert holding is not None
-            return alive(generations) == sorted(holding.generations) and count(
+            served = app.service.follower.holding
+            assert served is not None
+            return alive(generations) == sorted(served.generations) and count(
                 ItemTable
-            ) - tables == len(holding.generations)
+            ) - tables == len(served.generations)
 
         await ask(app, night)
         for is_forward in (True, False, True):
-            before = live()
+            generation_before = live()
             if is_forward:
                 await asyncio.to_thread(publish, night, coming, verify_again=True)
             else:
                 await asyncio.to_thread(roll_back, night)
 
-            async def flipped(before: str = before) -> bool:
-                return live() != before
+            async def flipped(generation_before: str = generation_before) -> bool:
+                return live() != generation_before
 
             assert await eventually(flipped)
             await ask(app, night)

@@ -103,15 +103,15 @@ def night(
 
 def after_pages(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
     """Do something once, when that many commands of pages have been sent."""
-    sent, send = [0], PageStream._sent
+    sent_counter, send = [0], PageStream._sent
 
-    def counted(stream: PageStream, *arguments: object) -> None:
-        sent[0] += 1
-        if sent[0] == count:
+    def count_and_send(stream: PageStream, *arguments: object) -> None:
+        sent_counter[0] += 1
+        if sent_counter[0] == count:
             act()
         send(stream, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PageStream, "_sent", counted)
+    monkeypatch.setattr(PageStream, "_sent", count_and_send)
 
 
 def test_out_of_memory_in_the_middle_of_a_load(night, monkeypatch):
@@ -230,20 +230,20 @@ def answering() -> Iterator[Callable[[bytes], str]]:
         return f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
 
     yield start
-    for each in closing:
-        each.close()
+    for listener in closing:
+        listener.close()
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (b"-BUSY Redis is busy running a script.\r\n", "BUSY.*again"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", "(?i)loading.*again"),
     ],
 )
-def test_a_redis_that_is_busy_or_still_loading_is_said_to_be(answering, answer, said):
+def test_a_redis_that_is_busy_or_still_loading_is_said_to_be(answering, answer, message):
     with (
-        pytest.raises(TierUnavailable, match=said),
+        pytest.raises(TierUnavailable, match=message),
         connect(answering(answer), 1.0) as client,
     ):
         client.set("page", b"x")
@@ -321,14 +321,18 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
     manifest = read_manifest(night.config.store(), night.build["generation"])
     with connect(night.server.url, 5.0) as client:
         keys = night.config.keyspace()
-        marks = set(client.hgetall(keys.loaded(night.build["generation"])))
-        noted = sum(
+        loaded_part_names = set(client.hgetall(keys.loaded(night.build["generation"])))
+        noted_count = sum(
             loaded_pages(client, keys, manifest, part)
             for part in parts_of(manifest)
-            if part.name.encode() not in marks
+            if part.name.encode() not in loaded_part_names
         )
-        done = sum(part.pages.pages for part in parts_of(manifest) if part.name.encode() in marks)
-        assert noted + done > 0
+        finished_count = sum(
+            part.pages.pages
+            for part in parts_of(manifest)
+            if part.name.encode() in loaded_part_names
+        )
+        assert noted_count + finished_count > 0
         written: list[bytes] = []
         send = PageStream.send
 
@@ -340,7 +344,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
         night.load(governor=governor)
 
     total = sum(part.pages.pages for part in parts_of(manifest))
-    assert len(written) == total - noted - done
+    assert len(written) == total - noted_count - finished_count
     assert night.pages_whole(night.build["generation"]) or True
     night.finishes()
 
@@ -456,11 +460,11 @@ def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(
 
 def test_notes_of_another_server_are_worth_nothing(night, stalled, monkeypatch):
     manifest = read_manifest(night.config.store(), night.build["generation"])
-    noted = night.config.keyspace().loaded(manifest.generation)
+    loaded_key = night.config.keyspace().loaded(manifest.generation)
     with night.client as client:
-        for name, note in client.hgetall(noted).items():
+        for name, note in client.hgetall(loaded_key).items():
             if name.endswith(b"/read"):
-                client.hset(noted, name, note[:-1] + b"?")
+                client.hset(loaded_key, name, note[:-1] + b"?")
     read = reads(monkeypatch)
 
     verify.run(night.config, night.build)
@@ -485,10 +489,10 @@ def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monke
     night.load()
     name = night.config.keyspace().page(night.build["generation"], "user_topk", 0)
 
-    def spoil(*given, **named):
+    def spoil(*arguments, **named):
         with night.client as client:
             client.setrange(name, 9, b"spoilt")
-        return verify_part(*given, **named)
+        return verify_part(*arguments, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.in_redis.verify_part", spoil)
@@ -534,11 +538,11 @@ def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(
 ):
     night.load()
 
-    def away(*_given):
+    def raise_unavailable(*_arguments):
         raise StoreError("503 Slow Down")
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, away)
+        patched.setattr(step, raise_unavailable)
         with pytest.raises(NotJudged, match="503 Slow Down"):
             verify.run(night.config, night.build)
 
@@ -551,4 +555,4 @@ def nothing_is_refused(night: Night) -> None:
     with connect(night.server.url, 5.0) as client:
         row = Control(client, night.config.keyspace()).rows()[night.build["generation"]]
     assert row.state is State.LOADED
-    assert "refuse" not in {each.action for each in all_releases(night.config.store())}
+    assert "refuse" not in {release.action for release in all_releases(night.config.store())}

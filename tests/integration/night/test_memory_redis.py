@@ -13,7 +13,7 @@ from precompute.control.rows import Row
 from precompute.control.states import State
 from tests.memory import MemoryRedis
 
-NAMES = tuple(f"20260101T000000Z-00000000000{each}" for each in "abcd")
+NAMES = tuple(f"20260101T000000Z-00000000000{suffix}" for suffix in "abcd")
 
 
 def outcome(call: Any, control: Control) -> Any:
@@ -26,17 +26,17 @@ def outcome(call: Any, control: Control) -> Any:
 
 def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
     """One call of `Control`, as likely to succeed as not."""
-    name, other = rng.choice(NAMES), rng.choice([*NAMES, None])
+    name, previous = rng.choice(NAMES), rng.choice([*NAMES, None])
     expected = rng.choice([*epochs[-3:], 0])
     rows = {
-        each: Row(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
-        for each in rng.sample(NAMES, rng.randrange(3))
+        generation: Row(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
+        for generation in rng.sample(NAMES, rng.randrange(3))
     }
     match rng.randrange(8):
         case 0 | 1 | 2 | 3:
             canary = Canary(rng.choice(NAMES), rng.choice([1.0, 2.5]), 1.0)
             to = Pointer(
-                name, max(epochs[-1] + rng.choice([-1, 1, 1_800_000_000_000]), 1), other,
+                name, max(epochs[-1] + rng.choice([-1, 1, 1_800_000_000_000]), 1), previous,
                 rng.choice("xyz"), 1.0, canary if rng.random() < 0.3 else None,
             )  # fmt: skip
             epochs.append(to.epoch)
@@ -66,9 +66,11 @@ def test_control_sees_the_same_in_both(redis_url: str, keyspace: Keyspace, seed:
             if rng.random() < 0.02:
                 client.delete(keyspace.live)
                 memory.data.pop(keyspace.live, None)
-            told, call = random_command(rng, epochs)
-            assert outcome(call, real) == outcome(call, model), told
-            assert real.pointer() == model.pointer() and real.rows() == model.rows(), told
+            command_description, call = random_command(rng, epochs)
+            assert outcome(call, real) == outcome(call, model), command_description
+            assert real.pointer() == model.pointer() and real.rows() == model.rows(), (
+                command_description
+            )
             assert client.get(keyspace.live) == memory.get(keyspace.live)
 
 
@@ -77,23 +79,23 @@ def test_strings_hashes_and_replicas_are_the_same_in_both(
 ) -> None:
     memory = MemoryRedis(keyspace, lambda: 1_000.5)
     with connect(redis_url, 5.0) as client:
-        said = []
-        for each in (client, memory):
-            redis: Any = each
-            page, marks = keyspace.page(NAMES[0], "t", 0), keyspace.loaded(NAMES[0])
+        replies = []
+        for redis_backend in (client, memory):
+            redis: Any = redis_backend
+            page, loaded_key = keyspace.page(NAMES[0], "t", 0), keyspace.loaded(NAMES[0])
             redis.set(page, b"12345678")
-            redis.hset(marks, "t/0", "mark")
-            redis.hset(marks, "t/1", "mark")
-            redis.hdel(marks, "t/1")
+            redis.hset(loaded_key, "t/0", "mark")
+            redis.hset(loaded_key, "t/1", "mark")
+            redis.hdel(loaded_key, "t/1")
             for name, at in (("r1", 990.0), ("r2", 999.0), ("r1", 1_000.0), ("r3", 1_004.0)):
                 redis.zadd(keyspace.replicas, {b'{"replica":"%s"}' % name.encode(): at})
             control = Control(redis, keyspace)
-            said.append([
-                redis.get(page), redis.strlen(page), redis.strlen("none"), redis.hgetall(marks),
-                redis.hget(marks, "t/0"), redis.hget(marks, "none"), control.replicas(1_000.5),
+            replies.append([
+                redis.get(page), redis.strlen(page), redis.strlen("none"), redis.hgetall(loaded_key),
+                redis.hget(loaded_key, "t/0"), redis.hget(loaded_key, "none"), control.replicas(1_000.5),
                 control.forget_dead_replicas(1_000.5, 1.5), control.replicas(1_000.5),
-                redis.unlink(page, marks, "none"), redis.get(page), redis.hgetall(marks),
+                redis.unlink(page, loaded_key, "none"), redis.get(page), redis.hgetall(loaded_key),
             ])  # fmt: skip
-        assert said[0] == said[1]
+        assert replies[0] == replies[1]
     with pytest.raises(AssertionError, match="without comparing"):
         memory.set(keyspace.live, b"{}")

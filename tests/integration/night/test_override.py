@@ -46,9 +46,11 @@ def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(
     verdicts = {gate["rule"]: gate for gate in read_manifest(config.store(), generation).gates}
     assert verdicts["score_psi"]["passed"] and verdicts["score_psi"]["value"] > 1
     assert verdicts["score_psi"]["overridden"] == "the new scale is agreed"
-    kept = next(each for each in all_releases(config.store()) if each.action == "override")
-    assert (kept.generation, kept.rule) == (generation, "score_psi")
-    assert kept.reason == "the new scale is agreed"
+    override_record = next(
+        release for release in all_releases(config.store()) if release.action == "override"
+    )
+    assert (override_record.generation, override_record.rule) == (generation, "score_psi")
+    assert override_record.reason == "the new scale is agreed"
 
 
 def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> None:
@@ -66,13 +68,13 @@ def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> Non
 
 def test_an_override_needs_a_reason_a_rule_and_a_generation(refused: Refusal) -> None:
     config, generation = refused
-    for arguments, error, said in (
+    for arguments, error, message in (
         ((generation, "score_psi", "  "), ConfigError, "reason"),
         ((generation, "finite", "x"), Refused, "cannot be overridden"),
         ((generation, "nothing", "x"), Refused, "no rule"),
         (("20260101T000000Z-000000000000", "score_psi", "x"), LarderError, "20260101"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             override(config, arguments[0], rule=arguments[1], reason=arguments[2], attempt="a")
 
 
@@ -81,13 +83,13 @@ def test_the_command_that_a_refusal_names_is_the_one_that_works(
 ) -> None:
     config, generation = refused
     monkeypatch.setenv("REDIS_URL", str(config.redis_url))
-    places = [
+    location_arguments = [
         "--artifacts",
         str(config.path(config.artifacts)),
         "--state",
         str(config.path(config.state)),
     ]
-    common = ["--quiet", "--namespace", config.namespace, *places]
+    common = ["--quiet", "--namespace", config.namespace, *location_arguments]
 
     code = main([*common, "override", generation, "--rule", "score_psi", "--reason", "a new scale"])
 

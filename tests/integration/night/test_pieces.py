@@ -68,20 +68,20 @@ def values(world: World, manifest: Manifest) -> list[object]:
 
 
 def calls(world: World, name: str) -> int:
-    found = world.client.info("commandstats").get(f"cmdstat_{name}", {"calls": 0})
-    return int(found["calls"])
+    command_stats = world.client.info("commandstats").get(f"cmdstat_{name}", {"calls": 0})
+    return int(command_stats["calls"])
 
 
 def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
     manifest, _ = loaded(world, None)
-    whole = values(world, manifest)
+    page_values = values(world, manifest)
     world.client.delete(*page_keys(world.keys, manifest), world.keys.loaded(A))
-    before, paced = calls(world, "set"), small.pieces
+    set_calls_before, paced = calls(world, "set"), small.pieces
 
     _, root = loaded(world, small)
 
-    assert values(world, manifest) == whole
-    assert calls(world, "set") - before == 2 * 6
+    assert values(world, manifest) == page_values
+    assert calls(world, "set") - set_calls_before == 2 * 6
     assert small.pieces - paced == 2 * (5 * 4 + 3)
     for part in parts_of(manifest):
         assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
@@ -94,7 +94,7 @@ def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection
     world, small
 ):
     manifest, root = loaded(world, None)
-    whole, part = values(world, manifest), parts_of(manifest)[0]
+    page_values, part = values(world, manifest), parts_of(manifest)[0]
     world.client.delete(world.keys.loaded(A), part.key(world.keys, A, 5))
 
     def pace(_size: int) -> None:
@@ -107,21 +107,21 @@ def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection
         load_part(world.client, world.keys, manifest, root, part, governor=small)
 
     del small.pace
-    assert values(world, manifest) == [*whole[:5], None, *whole[6:]]
+    assert values(world, manifest) == [*page_values[:5], None, *page_values[6:]]
     assert load_part(world.client, world.keys, manifest, root, part, governor=small)
-    assert values(world, manifest) == whole
+    assert values(world, manifest) == page_values
 
 
 def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
     """A round trip per piece of 16 KiB at 2 ms would be 8 MB/s, half of the governor's floor."""
     manifest, root = loaded(world, small)
-    ahead, take = [], PieceReader._take
+    ahead, receive_piece = [], PieceReader._take
 
-    def noted(reader: PieceReader) -> Iterator[PageDigest]:
+    def note_and_receive(reader: PieceReader) -> Iterator[PageDigest]:
         ahead.append(len(reader._waiting))
-        return take(reader)
+        return receive_piece(reader)
 
-    monkeypatch.setattr(PieceReader, "_take", noted)
+    monkeypatch.setattr(PieceReader, "_take", note_and_receive)
     part = parts_of(manifest)[0]
 
     assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
@@ -133,7 +133,7 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
 
 def test_reading_that_ends_within_a_page_leaves_no_reply_to_the_next_command(world, small):
     manifest, root = loaded(world, None)
-    part, before = parts_of(manifest)[0], values(world, manifest)
+    part, page_values = parts_of(manifest)[0], values(world, manifest)
 
     def pace(_size: int) -> None:
         small.pieces += 1
@@ -145,14 +145,14 @@ def test_reading_that_ends_within_a_page_leaves_no_reply_to_the_next_command(wor
         verify_part(world.client, world.keys, manifest, root, part, governor=small)
 
     del small.pace
-    assert values(world, manifest) == before
+    assert values(world, manifest) == page_values
     assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
 
 
 def test_readers_that_go_while_pages_are_read_back_change_nothing(world, small, monkeypatch):
     manifest, root = loaded(world, None)
-    asked = iter([100] * 6)
-    monkeypatch.setattr(Small, "piece_bytes", property(lambda _: next(asked, None)))
+    piece_sizes = iter([100] * 6)
+    monkeypatch.setattr(Small, "piece_bytes", property(lambda _: next(piece_sizes, None)))
 
     for part in parts_of(manifest):
         assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
@@ -189,21 +189,21 @@ def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
     manifest, _ = loaded(world, None)
     part = parts_of(manifest)[0]
     world.client.set(part.key(world.keys, A, 3), b"short")
-    before = calls(world, "getrange") + calls(world, "get")
+    reads_before = calls(world, "getrange") + calls(world, "get")
 
     assert load_missing(world.control, world.store, A) == 1
 
     # Only the part that was streamed again is read back.
-    assert calls(world, "getrange") + calls(world, "get") - before <= 6 + 3
+    assert calls(world, "getrange") + calls(world, "get") - reads_before <= 6 + 3
 
 
 def test_retiring_beside_readers_unlinks_a_page_at_a_time(world, small):
     manifest, _ = loaded(world, small)
-    before = calls(world, "unlink")
+    unlinks_before = calls(world, "unlink")
 
     assert unlink_pages(world.client, world.keys, manifest, governor=small) == 13
 
-    assert calls(world, "unlink") - before == 13 and world.pages() == set()
+    assert calls(world, "unlink") - unlinks_before == 13 and world.pages() == set()
 
 
 def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspace):
@@ -213,33 +213,38 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
         watch = Watcher(control, probe_ms=1.0)
         try:
             assert until(lambda: (look := watch.look()) is not None and look.foreign_s is not None)
-            look = watch.look()
-            assert look is not None and look.replicas == 0
-            assert (look.foreign_s or 0.0) <= FOREIGN_READS_S
-            found: list[float] = []
-            assert until(lambda: found.extend(watch.round_trips()) or len(found) > 50)  # type: ignore[func-returns-value]
-            assert all(0 < each < 5 for each in found)
+            observation = watch.look()
+            assert observation is not None and observation.replicas == 0
+            assert (observation.foreign_s or 0.0) <= FOREIGN_READS_S
+            round_trips_s: list[float] = []
+
+            def has_many() -> bool:
+                round_trips_s.extend(watch.round_trips())
+                return len(round_trips_s) > 50
+
+            assert until(has_many)
+            assert all(0 < round_trip_s < 5 for round_trip_s in round_trips_s)
 
             beat = b'{"replica":"r1","serving":null,"holds":[],"l2_p99_ms":0.4}'
 
             def beating() -> bool:
                 client.zadd(keyspace.replicas, {beat: control.time()})
-                look = watch.look()
-                return look is not None and look.replicas_ms == {"r1": 0.4}
+                observation = watch.look()
+                return observation is not None and observation.replicas_ms == {"r1": 0.4}
 
             assert until(beating)
 
             def noticed() -> bool:
                 for _ in range(50):
                     client.get("anything")
-                look = watch.look()
-                return look is not None and (look.foreign_s or 0.0) > FOREIGN_READS_S
+                observation = watch.look()
+                return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_S
 
             assert until(noticed)
-            before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
+            pings_before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
             for _ in range(10):
                 watch.stir()
-            assert client.info("commandstats")["cmdstat_ping"]["calls"] == before + 10
+            assert client.info("commandstats")["cmdstat_ping"]["calls"] == pings_before + 10
         finally:
             watch.close()
         watch.stir()  # harmless
@@ -256,8 +261,8 @@ def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world
 
         assert None not in values(world, manifest)
         assert watch.look() is None
-        found: list[float] = []
-        assert until(lambda: found.extend(watch.round_trips()) or math.inf in found)  # type: ignore[func-returns-value]
+        round_trips_s: list[float] = []
+        assert until(lambda: round_trips_s.extend(watch.round_trips()) or math.inf in round_trips_s)  # type: ignore[func-returns-value]
     finally:
         governor.close()
 
@@ -280,10 +285,14 @@ def test_an_idle_redis_is_loaded_without_waiting(own_redis, keyspace):
 
 
 def test_giving_way_ends_where_it_began():
-    way = GiveWay()
-    gives = way(True)
+    idle_priority = GiveWay()
+    is_idle = idle_priority(True)
 
-    assert way(True) == gives and way(False) is False and way(False) is False
+    assert (
+        idle_priority(True) == is_idle
+        and idle_priority(False) is False
+        and idle_priority(False) is False
+    )
 
 
 @pytest.mark.parametrize("how", ["repaired", "streamed"])

@@ -109,15 +109,15 @@ def test_a_night_works_on_a_remote_store_and_another_host_opens_it(config, tmp_p
 
 def test_every_step_can_be_repeated_and_finds_its_own_work(config):
     generation = build_verified(config, UNTIL)
-    before = read_manifest(config.store(), generation)
+    manifest_before = read_manifest(config.store(), generation)
 
     assert build_verified(config, UNTIL) == generation
 
     after = read_manifest(config.store(), generation)
     assert (after.tables, after.entity_sets, after.items) == (
-        before.tables,
-        before.entity_sets,
-        before.items,
+        manifest_before.tables,
+        manifest_before.entity_sets,
+        manifest_before.items,
     )
     assert load.run(config, {"generation": generation})["loaded_bytes"] == 0
 
@@ -146,7 +146,9 @@ def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
 
     assert caught.value.details["rule"] == "coverage_of_source"
     assert live(config) == first
-    refused = next(each for each in all_releases(config.store()) if each.action == "refuse")
+    refused = next(
+        release for release in all_releases(config.store()) if release.action == "refuse"
+    )
     assert "coverage_of_source" in refused.reason
     assert state(config, refused.generation) is State.REFUSED
     gates = read_manifest(config.store(), refused.generation).gates
@@ -254,12 +256,12 @@ def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(confi
     publish_night(config, UNTIL)
     publish_night(config, NEXT)
     with connect(config.redis_url, 5.0) as client:
-        known = set(Control(client, config.keyspace()).rows())
-        found = {
+        registered_generations = set(Control(client, config.keyspace()).rows())
+        generations_in_redis = {
             key.decode().split(":")[4]
             for key in client.scan_iter(f"larder:1:{config.namespace}:g:*")
         }
-    assert found and found <= known
+    assert generations_in_redis and generations_in_redis <= registered_generations
 
 
 def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_one_build(config):
@@ -276,13 +278,15 @@ def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_
 
 
 def test_p17_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(config):
-    one = read_manifest(config.store(), build_verified(replace(config, threads=1), UNTIL))
+    manifest_of_one_thread = read_manifest(
+        config.store(), build_verified(replace(config, threads=1), UNTIL)
+    )
     moved = replace(config, threads=2, artifacts="elsewhere", namespace=f"{config.namespace}-2")
     two = read_manifest(moved.store(), build_verified(moved, UNTIL))
-    for name, table in one.tables.items():
+    for name, table in manifest_of_one_thread.tables.items():
         if table.kind == "topk":
-            ours = [part.file.sha256 for part in table.parts]
-            assert ours == [part.file.sha256 for part in two.tables[name].parts]
+            checksums = [part.file.sha256 for part in table.parts]
+            assert checksums == [part.file.sha256 for part in two.tables[name].parts]
 
 
 def test_a_night_without_a_cut_or_sources_says_what_to_set(config):
@@ -315,16 +319,16 @@ def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read
 
 def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
     """A run that waited for a pool, or was cleared, is as old as it says, and has choices to be judged by."""
-    asked = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
+    cut_build = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
     due = replace(config, namespace=f"{config.namespace}-due")
     scheduled = Build.of(due, begin.run(due, data_until=None, run_after=UNTIL))
     named = replace(config, namespace=f"{config.namespace}-named")
-    whole = Build.of(named, begin.run(named, data_until=None, run_after=None, named=UNTIL))
+    uncut_build = Build.of(named, begin.run(named, data_until=None, run_after=None, named=UNTIL))
 
-    assert scheduled.need("begin")["interactions"] == asked.need("begin")["interactions"]
-    assert scheduled.need("begin")["interactions"] < whole.need("begin")["interactions"]
-    assert read_holdout(scheduled.root) == read_holdout(asked.root) != {}
-    assert not read_holdout(whole.root)
+    assert scheduled.need("begin")["interactions"] == cut_build.need("begin")["interactions"]
+    assert scheduled.need("begin")["interactions"] < uncut_build.need("begin")["interactions"]
+    assert read_holdout(scheduled.root) == read_holdout(cut_build.root) != {}
+    assert not read_holdout(uncut_build.root)
 
 
 def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
@@ -350,14 +354,14 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
 def test_a_night_that_a_newer_one_retired_says_so(config):
     older = begin.run(config, data_until=UNTIL, run_after=None)
     embed_items.run(config, older)
-    newer = begin.run(config, data_until=NEXT, run_after=None)
+    newer_build = begin.run(config, data_until=NEXT, run_after=None)
 
     with pytest.raises(Refused) as refusal:
         score.run(config, older, older["shards"])
 
-    told = str(refusal.value)
-    assert older["generation"] in told
-    assert f"was retired while it was being made, by {newer['generation']}" in told
+    message = str(refusal.value)
+    assert older["generation"] in message
+    assert f"was retired while it was being made, by {newer_build['generation']}" in message
 
 
 def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
@@ -395,13 +399,13 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
     config = replace(config, artifacts=f"{at}/artifacts", sources=sources)
     hosts = (replace(config, base=str(tmp_path / f"{number}")) for number in itertools.count())
 
-    def apart(step, *given, **named):
+    def apart(step, *arguments, **named):
         host = next(hosts)
         leave_copy(host.store())
-        found = step(host, *given, **named)
+        step_result = step(host, *arguments, **named)
         assert GONE not in host.store().host_copies(), step.__module__
         assert not host.store().names(f"copies/{GONE}"), step.__module__
-        return found
+        return step_result
 
     trained = train_reference(next(hosts), data_until=UNTIL)
     publish_night(next(hosts), UNTIL)
@@ -461,10 +465,10 @@ def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_point
     publish_night(config, UNTIL)
     build = {"generation": build_verified(config, NEXT)}
     with connect(config.redis_url, 5.0) as client:
-        lost = pages_of(client, config, build["generation"], "user_topk")
-        client.delete(*lost)
+        lost_keys = pages_of(client, config, build["generation"], "user_topk")
+        client.delete(*lost_keys)
         publish.run(config, build, attempt="test")
-        assert pages_of(client, config, build["generation"], "user_topk") == lost
+        assert pages_of(client, config, build["generation"], "user_topk") == lost_keys
     assert live(config) == build["generation"]
 
 
@@ -515,7 +519,7 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
     data["user_tower"]["sha256"] = sha256_of(path)
     (path.parent / "bundle.json").write_bytes(orjson.dumps(data))
 
-    def endless(*_given: object, progress: Callable[[int], None], **_named: object) -> None:
+    def endless(*_arguments: object, progress: Callable[[int], None], **_named: object) -> None:
         for rows in itertools.count():
             progress(rows)
 
@@ -548,17 +552,17 @@ def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypat
     with pytest.raises(OSError, match="no space"):
         retrain(config, 8)
     assert Bundle.open(target).digest == old
-    assert not [each for each in target.parent.iterdir() if each.name.startswith(".bundle")]
+    assert not [path for path in target.parent.iterdir() if path.name.startswith(".bundle")]
 
 
 def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypatch):
     pin = files.pin
 
     def rewritten_after(files):
-        found = pin(files)
+        digest_and_files = pin(files)
         table = pq.read_table(config.path("interactions.parquet"))
         pq.write_table(table.slice(0, len(table) // 2), config.path("interactions.parquet"))
-        return found
+        return digest_and_files
 
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", rewritten_after)
@@ -568,8 +572,10 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
     assert begin.run(config, data_until=UNTIL, run_after=None)
 
 
-@pytest.mark.parametrize("until", [UNTIL, None], ids=["cut", "no cut"])
-def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(config, monkeypatch, until):
+@pytest.mark.parametrize("data_until", [UNTIL, None], ids=["cut", "no cut"])
+def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(
+    config, monkeypatch, data_until
+):
     """A log collector writes a file a minute: a night that began over again for each would never end."""
     pin = files.pin
     (config.path(".") / "clicks").mkdir()
@@ -577,20 +583,20 @@ def test_files_that_arrive_while_the_night_reads_are_for_the_next_one(config, mo
     config = replace(config, sources=replace(config.sources, interactions=("clicks",)))
 
     def arriving_after(files):
-        found = pin(files)
+        digest_and_files = pin(files)
         table = pq.read_table(config.path("clicks/1.parquet"))
         number = len(list(config.path("clicks").iterdir())) + 1
         pq.write_table(table.slice(0, 10), config.path(f"clicks/{number}.parquet"))
-        return found
+        return digest_and_files
 
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", arriving_after)
-        found = begin.run(config, data_until=until, run_after=None, named=UNTIL)
-    begun = Build(config, config.store(), found["generation"]).need("begin")
+        build = begin.run(config, data_until=data_until, run_after=None, named=UNTIL)
+    begin_report = Build(config, config.store(), build["generation"]).need("begin")
 
-    names = [each["name"] for each in begun["inputs"]]
+    names = [input_file["name"] for input_file in begin_report["inputs"]]
     assert "1.parquet" in names and "2.parquet" not in names
-    assert begun["unusable"]["interactions"]["rows"] == len(
+    assert begin_report["unusable"]["interactions"]["rows"] == len(
         pq.read_table(config.path("clicks/1.parquet"))
     )
 
@@ -600,19 +606,19 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     config, monkeypatch, content
 ):
     pin, path = files.pin, config.path("interactions.parquet")
-    whole = path.read_bytes()
+    original_content = path.read_bytes()
 
     def torn_after(files):
-        found = pin(files)
+        digest_and_files = pin(files)
         path.unlink() if content is None else path.write_bytes(content)
-        return found
+        return digest_and_files
 
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", torn_after)
         with pytest.raises(StoreError, match="changed while"):
             begin.run(config, data_until=UNTIL, run_after=None)
 
-    path.write_bytes(whole)
+    path.write_bytes(original_content)
     assert begin.run(config, data_until=UNTIL, run_after=None)
 
 
@@ -663,12 +669,15 @@ def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypa
     def silent(*_arguments, **_options):
         raise OSError("503 slow down")
 
-    made = Build.of(replace(config, state="another-host"), build)
-    assert made.read_report("begin") is not None and made.read_report("assemble") is None
+    other_host_build = Build.of(replace(config, state="another-host"), build)
+    assert (
+        other_host_build.read_report("begin") is not None
+        and other_host_build.read_report("assemble") is None
+    )
     for name in ("cat_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, name, silent)
     with pytest.raises(StoreError, match="slow down"):
-        made.read_report("begin")
+        other_host_build.read_report("begin")
 
 
 def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
@@ -682,7 +691,7 @@ def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
 
     assert verify.run(config, build)["verified"]
     gates = read_manifest(config.store(), build["generation"]).gates
-    pages = next(each for each in gates if each["rule"] == "pages_in_redis")
+    pages = next(gate for gate in gates if gate["rule"] == "pages_in_redis")
     assert "loaded once more" not in pages["note"]  # the first had mended them
 
 
@@ -714,10 +723,10 @@ def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
         "except NotJudged as error:\n"
         "    print(error.code)\n"
     )
-    found = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
     )
-    assert found.stdout.strip() == "not_judged"
+    assert completed_process.stdout.strip() == "not_judged"
 
 
 def candidate_of(config, control, **changes):
@@ -729,7 +738,7 @@ def candidate_of(config, control, **changes):
 
 
 @pytest.mark.parametrize(
-    ("tower", "value", "passed", "said"),
+    ("tower", "value", "passed", "message"),
     [
         ({"overlap_at_20": 0.99}, {"overlap_at_1": 0.5}, False, "user_affinity"),
         ({"overlap_at_20": 0.5}, {"overlap_at_1": 0.99}, False, "user_tower"),
@@ -739,18 +748,18 @@ def candidate_of(config, control, **changes):
         ({"precision": "int8"}, {"overlap_at_1": 0.99}, False, "user_tower"),
     ],
 )
-def test_every_quantized_model_that_users_see_is_held_against_fp32(tower, value, passed, said):
+def test_every_quantized_model_that_users_see_is_held_against_fp32(tower, value, passed, message):
     def table(kind, name):
         return SimpleNamespace(producer=Producer(kind, name))
 
     facts = {"user_tower": tower, "user_affinity": value}
-    models = {name: SimpleNamespace(agreement=each) for name, each in facts.items()}
+    models = {name: SimpleNamespace(agreement=agreement) for name, agreement in facts.items()}
     tables = {"a": table("topk", "user_tower"), "b": table("value", "user_affinity")}
     manifest = SimpleNamespace(models=models, tables=tables)
     verdict = int8_agreement(
         cast(Candidate, SimpleNamespace(manifest=manifest, thresholds=GateThresholds()))
     )
-    assert verdict.passed is passed and said in verdict.note
+    assert verdict.passed is passed and message in verdict.note
 
 
 def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypatch):
@@ -770,18 +779,18 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
 
 def places(config, tmp_path):
     """Options that name the night's namespace and store, and a state of the command's own."""
-    found = {
+    value_by_option = {
         "--namespace": config.namespace,
         "--artifacts": config.path(config.artifacts),
         "--state": tmp_path / "own-state",
     }
-    return [str(word) for each in found.items() for word in each]
+    return [str(argument) for pair in value_by_option.items() for argument in pair]
 
 
 def environment(tmp_path):
     """Without any configured Redis."""
-    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
-    return {**kept, "HOME": str(tmp_path)}
+    environ = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**environ, "HOME": str(tmp_path)}
 
 
 def run(config, tmp_path, *arguments):
@@ -793,7 +802,7 @@ def run(config, tmp_path, *arguments):
 
 
 def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
-    for arguments, said in (
+    for arguments, message in (
         (["night"], "sources.interactions is empty"),
         *(
             ([command, "20260101T000000Z-000000000000"], "is unknown")
@@ -806,17 +815,22 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
         (["--config", str(tmp_path / "none.toml"), "status"], "does not exist"),
         (["train"], "sources.interactions is empty"),
     ):
-        found = shell(*places(config, tmp_path), *arguments, environ=environment(tmp_path))
-        assert found.returncode == 1, (arguments, found)
-        assert said in found.stderr.replace("\n", " "), (arguments, found.stderr)
-        assert "Traceback" not in found.stderr
+        completed_process = shell(
+            *places(config, tmp_path), *arguments, environ=environment(tmp_path)
+        )
+        assert completed_process.returncode == 1, (arguments, completed_process)
+        assert message in completed_process.stderr.replace("\n", " "), (
+            arguments,
+            completed_process.stderr,
+        )
+        assert "Traceback" not in completed_process.stderr
 
 
 def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process(config, tmp_path):
     generation = publish_night(config, UNTIL)
-    found = run(config, tmp_path, "warm", generation)  # which needs a pointer
-    assert found.returncode == 0, found.stderr
-    assert generation in found.stdout
+    completed_process = run(config, tmp_path, "warm", generation)  # which needs a pointer
+    assert completed_process.returncode == 0, completed_process.stderr
+    assert generation in completed_process.stdout
     assert not (tmp_path / "own-state" / "redis.json").exists()
 
 

@@ -48,8 +48,16 @@ def plan(config, *options, url=None):
     environment = {"PATH": os.environ["PATH"], "HOME": str(config.path("."))}
     if url != "":
         environment["REDIS_URL"] = str(config.redis_url)
-    words = ("--config", str(settings(config)), "plan", "--seconds", "0.2", "--data-until", UNTIL)
-    return shell(*words, *options, environ=environment)
+    arguments = (
+        "--config",
+        str(settings(config)),
+        "plan",
+        "--seconds",
+        "0.2",
+        "--data-until",
+        UNTIL,
+    )
+    return shell(*arguments, *options, environ=environment)
 
 
 def card_plan(config, *options):
@@ -59,15 +67,15 @@ def card_plan(config, *options):
 
 
 def test_a_plan_on_a_card_takes_the_items_from_the_bundle_and_answers_from_a_table(config):
-    found = card_plan(config, "--card", "h200", "--users", "5000", "--json")
+    completed_process = card_plan(config, "--card", "h200", "--users", "5000", "--json")
 
-    assert found.returncode == 0, found.stderr
-    told, bundle = (
-        json.loads(found.stdout),
+    assert completed_process.returncode == 0, completed_process.stderr
+    estimate, bundle = (
+        json.loads(completed_process.stdout),
         json.loads(config.path("bundle/bundle.json").read_text()),
     )
-    assert told["items"] == bundle["items"]["count"] and told["dims"] == bundle["dims"]
-    assert told["users"] == 5000 and told["topk_s"] > 0
+    assert estimate["items"] == bundle["items"]["count"] and estimate["dims"] == bundle["dims"]
+    assert estimate["users"] == 5000 and estimate["topk_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -85,45 +93,45 @@ def test_a_plan_on_a_card_takes_the_items_from_the_bundle_and_answers_from_a_tab
     ],
 )
 def test_a_plan_on_a_card_says_what_it_lacks(config, options, reason):
-    found = card_plan(config, *options)
+    completed_process = card_plan(config, *options)
 
-    assert found.returncode == 1
-    assert reason in " ".join(found.stderr.split())
+    assert completed_process.returncode == 1
+    assert reason in " ".join(completed_process.stderr.split())
 
 
 def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
     store = config.path("artifacts")
-    before = sorted(store.rglob("*"))
+    paths_before = sorted(store.rglob("*"))
     with redis.Redis.from_url(config.redis_url) as client:
-        found = plan(
+        completed_process = plan(
             config, "--json", "--qps", "100", "--gpu-users-per-s", "1e6", "--sample", "0.5"
         )
         assert client.dbsize() == 0
-        assert sorted(store.rglob("*")) == before  # nothing of it is left in the store
-        assert found.returncode == 0, found.stderr
-        told = json.loads(found.stdout)
-        assert {"begin", "score", "index", "verify"} < set(told["step_memory_bytes"])
+        assert sorted(store.rglob("*")) == paths_before  # nothing of it is left in the store
+        assert completed_process.returncode == 0, completed_process.stderr
+        estimate = json.loads(completed_process.stdout)
+        assert {"begin", "score", "index", "verify"} < set(estimate["step_memory_bytes"])
 
         manifest = read_manifest(config.store(), build_verified(config, UNTIL))
         keys = list(page_keys(config.keyspace(), manifest))
-        in_redis = sum(client.memory_usage(each) for each in keys)
-    parts = [part.file for each in manifest.entity_sets.values() for part in each.parts]
+        in_redis = sum(client.memory_usage(key) for key in keys)
+    parts = [part.file for entity_set in manifest.entity_sets.values() for part in entity_set.parts]
     root = config.store().local(generation_path(manifest.generation))
-    on_disk = sum(each.stat().st_size for each in root.rglob("*") if each.is_file())
-    assert told["users"] == manifest.facts["users_in_source"]
-    assert sum(told["pages"].values()) == pytest.approx(len(keys), abs=4)
-    assert told["payload_bytes"] == pytest.approx(total_bytes(manifest), rel=0.03)
-    assert told["redis_bytes"] == pytest.approx(in_redis, rel=0.05)
-    assert told["directory_bytes"] == sum(each.size_bytes for each in parts)
-    mapped = sum(each.size_bytes for each in manifest.artefacts())
-    assert told["mapped_bytes"] == pytest.approx(mapped, rel=0.05)
-    assert told["disk_bytes"] == pytest.approx(on_disk, rel=0.1)
-    assert {each["rule"] for each in told["verdicts"]} == {
+    on_disk = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    assert estimate["users"] == manifest.facts["users_in_source"]
+    assert sum(estimate["pages"].values()) == pytest.approx(len(keys), abs=4)
+    assert estimate["payload_bytes"] == pytest.approx(total_bytes(manifest), rel=0.03)
+    assert estimate["redis_bytes"] == pytest.approx(in_redis, rel=0.05)
+    assert estimate["directory_bytes"] == sum(file.size_bytes for file in parts)
+    mapped = sum(artefact.size_bytes for artefact in manifest.artefacts())
+    assert estimate["mapped_bytes"] == pytest.approx(mapped, rel=0.05)
+    assert estimate["disk_bytes"] == pytest.approx(on_disk, rel=0.1)
+    assert {verdict["rule"] for verdict in estimate["verdicts"]} == {
         "redis_headroom", "memory_headroom", "disk_headroom",
     }  # fmt: skip
-    assert min(told["scoring_gpu_s"], told["scoring_s"], told["load_s"]) > 0
-    assert told["scoring_gpu_how"] == "the stated 1,000,000 users/s"
-    assert all(0 < each["from_cold"] <= each["steady"] <= 1 for each in told["l1"])
+    assert min(estimate["scoring_gpu_s"], estimate["scoring_s"], estimate["load_s"]) > 0
+    assert estimate["scoring_gpu_how"] == "the stated 1,000,000 users/s"
+    assert all(0 < l1_row["from_cold"] <= l1_row["steady"] <= 1 for l1_row in estimate["l1"])
 
 
 def test_a_larger_plan_is_extrapolated_and_says_so(config):
@@ -149,46 +157,50 @@ def test_a_plan_foresees_a_load_that_airflow_would_end(config):
     room = ("--redis-gb", "9e9", "--host-gb", "9e9", "--disk-gb", "9e9")
     options = ("--users", "400000000", "--k", "200", *room)
 
-    told = json.loads(plan(config, "--json", *options).stdout)
+    estimate = json.loads(plan(config, "--json", *options).stdout)
 
-    (remark,) = told["remarks"]
-    assert f"up to {told['load_beside_readers_max_s']:,.0f} s, at floor_mib_s (16 MiB/s)" in remark
+    (remark,) = estimate["remarks"]
+    assert (
+        f"up to {estimate['load_beside_readers_max_s']:,.0f} s, at floor_mib_s (16 MiB/s)" in remark
+    )
     assert "raise load_timeout_s and verify_timeout_s in [dag]" in remark
     assert json.loads(plan(config, "--json").stdout)["remarks"] == []
 
 
 def test_a_redis_too_small_for_the_generations_of_a_peak_refuses_and_still_shows_the_plan(config):
-    told = json.loads(plan(config, "--json").stdout)
-    limit = (told["generations"] - 1) * told["redis_bytes"]
+    estimate = json.loads(plan(config, "--json").stdout)
+    limit = (estimate["generations"] - 1) * estimate["redis_bytes"]
     with redis.Redis.from_url(config.redis_url) as client:
         client.config_set("maxmemory", limit + client.info("memory")["used_memory"])
 
-    found = plan(config)
+    completed_process = plan(config)
 
-    assert found.returncode == 1
-    assert found.stderr.startswith(
+    assert completed_process.returncode == 1
+    assert completed_process.stderr.startswith(
         "refused: the generations of a night at its peak would not fit: redis_headroom"
     )
-    assert "reader's host" in found.stdout and "refused" in found.stdout
+    assert "reader's host" in completed_process.stdout and "refused" in completed_process.stdout
 
 
 def test_a_redis_that_may_evict_pages_refuses_before_anything_is_drawn(config):
     with redis.Redis.from_url(config.redis_url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
 
-    found = plan(config)
+    completed_process = plan(config)
 
-    assert found.returncode == 1
-    assert "maxmemory-policy allkeys-lru" in found.stderr and not found.stdout
+    assert completed_process.returncode == 1
+    assert (
+        "maxmemory-policy allkeys-lru" in completed_process.stderr and not completed_process.stdout
+    )
 
 
 def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, own_redis):
     os.kill(own_redis.pid, signal.SIGKILL)
 
-    found = plan(config)
+    completed_process = plan(config)
 
-    assert found.returncode == 1
-    assert "Traceback" not in found.stderr and not found.stdout
+    assert completed_process.returncode == 1
+    assert "Traceback" not in completed_process.stderr and not completed_process.stdout
 
 
 @pytest.mark.parametrize(
@@ -200,11 +212,15 @@ def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, 
     ],
 )
 def test_room_that_is_stated_counts_instead_of_what_is_here(config, option, rule):
-    found = plan(config, "--json", option, "1e-5", url="")
+    completed_process = plan(config, "--json", option, "1e-5", url="")
 
-    assert found.returncode == 1
-    assert re.search(rf"^refused: .*{rule}", found.stderr)
-    failed = [each["rule"] for each in json.loads(found.stdout)["verdicts"] if not each["passed"]]
+    assert completed_process.returncode == 1
+    assert re.search(rf"^refused: .*{rule}", completed_process.stderr)
+    failed = [
+        verdict["rule"]
+        for verdict in json.loads(completed_process.stdout)["verdicts"]
+        if not verdict["passed"]
+    ]
     assert failed == [rule]
 
 
@@ -213,15 +229,15 @@ def test_a_log_of_requests_replaces_zipf(config, tmp_path):
     (tmp_path / "log.txt").write_text("\n".join(users[:1] * 99 + users[1:2]))
 
     options = ("--requests", str(tmp_path / "log.txt"), "--l1-mb", "1", "--qps", "1")
-    told = json.loads(plan(config, "--json", "--answer-bytes", "0", *options).stdout)
+    estimate = json.loads(plan(config, "--json", "--answer-bytes", "0", *options).stdout)
 
     # Two users, each missed once; by Zipf's law it would be all of them.
-    assert told["l1"][0]["steady"] == 1.0
-    assert told["l1"][0]["from_cold"] == pytest.approx(1 - 600 / 86_400, abs=0.004)
+    assert estimate["l1"][0]["steady"] == 1.0
+    assert estimate["l1"][0]["from_cold"] == pytest.approx(1 - 600 / 86_400, abs=0.004)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--sample", "2"), "--sample is a share of 1"),
         (("--users", "0"), "--users is a number above 0"),
@@ -231,14 +247,18 @@ def test_a_log_of_requests_replaces_zipf(config, tmp_path):
         (("--zipf", "-1"), "--zipf is 0 to 10"),
     ],
 )
-def test_what_cannot_be_asked_is_said_at_once(config, options, said):
-    found = plan(config, *options)
+def test_what_cannot_be_asked_is_said_at_once(config, options, message):
+    completed_process = plan(config, *options)
 
-    assert found.returncode == 1 and said in found.stderr and "Traceback" not in found.stderr
+    assert (
+        completed_process.returncode == 1
+        and message in completed_process.stderr
+        and "Traceback" not in completed_process.stderr
+    )
 
 
 def test_generations_of_the_namespace_itself_count_as_room(config):
-    before = limits_of(config, record_bytes=500)
+    limits_before = limits_of(config, record_bytes=500)
 
     build_verified(config, UNTIL)
     after = limits_of(config, record_bytes=500)
@@ -249,13 +269,13 @@ def test_generations_of_the_namespace_itself_count_as_room(config):
     pages = total_bytes(read_manifest(config.store(), config.store().names("generations")[0]))
     assert pages > 200_000
     assert node.other_bytes == pytest.approx(used - pages, abs=pages / 4)
-    assert after.disk_bytes == pytest.approx(before.disk_bytes, abs=200 << 20)
+    assert after.disk_bytes == pytest.approx(limits_before.disk_bytes, abs=200 << 20)
 
 
 def test_without_a_redis_this_host_is_the_node():
     limits = limits_of(NightConfig(), record_bytes=1)
 
-    assert [(each.name, each.share) for each in limits.nodes] == [("primary", 1.0)]
+    assert [(node.name, node.share) for node in limits.nodes] == [("primary", 1.0)]
     assert limits.nodes[0].limit_bytes == pytest.approx(memory_available_bytes(), rel=0.2)
 
 
@@ -266,5 +286,5 @@ def test_every_master_of_a_cluster_is_a_node_with_its_share(tmp_path):
         limits = limits_of(config, record_bytes=500)
 
     assert len(limits.nodes) == 3
-    assert sum(each.share for each in limits.nodes) == pytest.approx(1)
-    assert all(each.limit_bytes > 0 and each.other_bytes > 0 for each in limits.nodes)
+    assert sum(node.share for node in limits.nodes) == pytest.approx(1)
+    assert all(node.limit_bytes > 0 and node.other_bytes > 0 for node in limits.nodes)

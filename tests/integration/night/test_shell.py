@@ -54,8 +54,8 @@ def folder(tmp_path):
 
 
 def environment(folder):
-    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
-    return {**kept, "HOME": str(folder), "TERM": "xterm-256color"}
+    environ = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    return {**environ, "HOME": str(folder), "TERM": "xterm-256color"}
 
 
 def command(folder, *arguments):
@@ -76,22 +76,22 @@ def run_here(folder, *arguments):
     return shell("--config", config, *arguments, environ=environment(folder))
 
 
-def generation_of(done):
-    assert done.returncode == 0, done
-    return re.findall(r"\d{8}T\d{6}Z-[0-9a-f]{12}", done.stdout)[0]
+def generation_of(completed_process):
+    assert completed_process.returncode == 0, completed_process
+    return re.findall(r"\d{8}T\d{6}Z-[0-9a-f]{12}", completed_process.stdout)[0]
 
 
 def processes_naming(folder):
     """Command lines of the processes that mention this folder."""
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(folder) in line:
-            found.append(line)
-    return found
+            command_lines.append(line)
+    return command_lines
 
 
 def test_a_night_without_a_cut_is_named_after_its_inputs_and_finds_its_own_work(folder):
@@ -112,25 +112,27 @@ def test_a_standing_cut_cuts_no_row(folder):
     for name in ("interactions.parquet", "items.parquet", "bundle/bundle.json"):
         os.utime(folder / name, (86_400, 86_400))
     generation = generation_of(run_here(folder, "begin"))
-    begun = folder / f"artifacts/shell/generations/{generation}/work/begin.json"
+    begin_path = folder / f"artifacts/shell/generations/{generation}/work/begin.json"
     assert generation.startswith("19700102T000000Z")
-    assert json.loads(begun.read_bytes())["interactions"] > 1000
+    assert json.loads(begin_path.read_bytes())["interactions"] > 1000
 
 
 def test_a_night_may_stop_before_its_publish(folder):
-    done = run(folder, "night", "--until", "verify")
-    told = " ".join(done.stdout.split())
+    completed_process = run(folder, "night", "--until", "verify")
+    output = " ".join(completed_process.stdout.split())
 
-    assert done.returncode == 0, done
-    assert "is verified, and not published: `larder canary start" in told
-    assert "publish" not in [line.split()[0] for line in done.stdout.splitlines() if line.split()]
+    assert completed_process.returncode == 0, completed_process
+    assert "is verified, and not published: `larder canary start" in output
+    assert "publish" not in [
+        line.split()[0] for line in completed_process.stdout.splitlines() if line.split()
+    ]
 
 
 def test_single_steps_work_one_by_one_without_a_redis(folder):
     generation = generation_of(run(folder, "begin"))
     for step in ("score", "index", "quantize", "load", "verify", "publish", "warm"):
-        done = run(folder, step, generation)
-        assert done.returncode == 0, (step, done)
+        completed_process = run(folder, step, generation)
+        assert completed_process.returncode == 0, (step, completed_process)
     assert "live" in run(folder, "status").stdout
     assert "already" in run(folder, "night").stdout
     pinned = run(folder, "pin", generation, "--reason", "x")
@@ -140,21 +142,23 @@ def test_single_steps_work_one_by_one_without_a_redis(folder):
     os.utime(folder / "interactions.parquet", (1_900_000_000, 1_900_000_000))
     second = generation_of(run_here(folder, "begin"))
     for step in ("score", "index", "quantize", "publish"):
-        done = run_here(folder, step, second)
-        assert done.returncode == 0, (step, done)
+        completed_process = run_here(folder, step, second)
+        assert completed_process.returncode == 0, (step, completed_process)
     back = run_here(folder, "roll-back", "--to", generation, "--reason", "x")
     assert back.returncode == 0 and generation in back.stdout, back
-    again = run_here(folder, "publish", second)
-    assert again.returncode == 1 and "rolled_back" in again.stderr, again
+    refused_publish = run_here(folder, "publish", second)
+    assert refused_publish.returncode == 1 and "rolled_back" in refused_publish.stderr, (
+        refused_publish
+    )
     assert not processes_naming(folder)
 
 
 def test_the_night_s_table_is_plain_and_says_how_fast_and_how_big(folder):
-    done = run(folder, "night")
-    assert done.returncode == 0, done
-    assert done.stdout.isascii() and "\x1b" not in done.stdout
-    lines = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
-    assert all(word in lines["step"] for word in ("what", "seconds", "rate", "size"))
+    completed_process = run(folder, "night")
+    assert completed_process.returncode == 0, completed_process
+    assert completed_process.stdout.isascii() and "\x1b" not in completed_process.stdout
+    lines = {line.split("  ")[0].strip(): line for line in completed_process.stdout.splitlines()}
+    assert all(column in lines["step"] for column in ("what", "seconds", "rate", "size"))
     assert "entities/s" in lines["score"] and "iB/s" in lines["load"]
     assert "iB" in lines["index"] and "iB" in lines["quantize"]
     assert max(len(line.rstrip()) for line in lines.values()) < 150
@@ -167,7 +171,7 @@ def on_a_terminal(folder, *arguments, columns=100, interrupt_at=None):
         os.chdir(ROOT)
         line = command(folder, *arguments)
         os.execve(line[0], line, environment(folder) | {"COLUMNS": str(columns)})  # noqa: S606
-    shown, give_up = b"", time.monotonic() + 120
+    terminal_output, give_up = b"", time.monotonic() + 120
     while time.monotonic() < give_up:
         ready, _, _ = select.select([master], [], [], 1.0)
         if not ready:
@@ -178,29 +182,33 @@ def on_a_terminal(folder, *arguments, columns=100, interrupt_at=None):
             break
         if not piece:
             break
-        shown += piece
-        if interrupt_at is not None and interrupt_at in shown:
+        terminal_output += piece
+        if interrupt_at is not None and interrupt_at in terminal_output:
             os.write(master, b"\x03")
             interrupt_at = None
     _, status = os.waitpid(pid, 0)
     os.close(master)
-    return os.waitstatus_to_exitcode(status), shown.decode()
+    return os.waitstatus_to_exitcode(status), terminal_output.decode()
 
 
 def test_a_night_on_a_terminal_fits_a_hundred_columns(folder):
-    code, shown = on_a_terminal(folder, "night")
+    code, terminal_output = on_a_terminal(folder, "night")
     assert code == 0
-    table = shown[shown.rindex("┏") :] if "┏" in shown else shown
+    table = (
+        terminal_output[terminal_output.rindex("┏") :]
+        if "┏" in terminal_output
+        else terminal_output
+    )
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in table.splitlines()]
     assert max(map(len, lines)) <= 100
-    assert "read interactions" in shown and "/?" not in shown
+    assert "read interactions" in terminal_output and "/?" not in terminal_output
 
 
 @pytest.mark.parametrize("moment", ["read interactions", "score shard"])
 def test_ctrl_c_leaves_one_line_and_no_process(folder, moment):
-    code, shown = on_a_terminal(folder, "night", interrupt_at=moment.encode())
+    code, terminal_output = on_a_terminal(folder, "night", interrupt_at=moment.encode())
     assert code == 130
-    assert shown.count("interrupted;") == 1 and "Traceback" not in shown
+    assert terminal_output.count("interrupted;") == 1 and "Traceback" not in terminal_output
     assert until(lambda: not processes_naming(folder))
     assert running_server(folder / "state") is None
 
@@ -215,10 +223,10 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(folder, after_s):
         process.wait(after_s)
     was_running = process.poll() is None
     process.send_signal(signal.SIGINT)
-    told, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     # A night that was done before the signal came says so. In the first tenths of a second Python itself has not
     # come to us yet.
-    is_done = process.returncode == 0 and "retire" in told
+    is_done = process.returncode == 0 and "retire" in output
     assert process.returncode == 130 or is_done or after_s < 0.1 or not was_running
     assert "Traceback" not in errors or after_s < 0.1, errors
     assert until(lambda: not processes_naming(folder))
@@ -226,10 +234,13 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(folder, after_s):
 
 @pytest.fixture
 def handlers():
-    kept = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    handler_by_signal = {
+        signal_number: signal.getsignal(signal_number)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     yield
-    for each, handler in kept.items():
-        signal.signal(each, handler)
+    for signal_number, handler in handler_by_signal.items():
+        signal.signal(signal_number, handler)
 
 
 def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
@@ -242,8 +253,8 @@ def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
     arguments = ["--config", str(folder / "larder.toml"), "score", "x"]
 
     assert program.main(arguments) == 1
-    said = capsys.readouterr().err
-    assert said.splitlines() == [
+    stderr = capsys.readouterr().err
+    assert stderr.splitlines() == [
         "internal error: ZeroDivisionError: [bold] division; run with --debug for the traceback"
     ]
     assert program.main(["--debug", *arguments]) == 1

@@ -33,11 +33,11 @@ def nights_of(
 ) -> tuple[NightConfig, str, str]:
     """A superseded night and the live one after it."""
     config = prepare(tmp_path_factory.mktemp("shell") / "n", redis_url, users=150, items=60)
-    found = []
-    for until in (UNTIL, NEXT):
-        found.append(build_verified(config, until))
-        publish(config, found[-1])
-    return replace(config, warm_timeout_s=0.3), found[0], found[1]
+    generations = []
+    for data_until in (UNTIL, NEXT):
+        generations.append(build_verified(config, data_until))
+        publish(config, generations[-1])
+    return replace(config, warm_timeout_s=0.3), generations[0], generations[1]
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def run(config: NightConfig, *line: str) -> Any:
 
 def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str]) -> None:
     config, generation = tried
-    other = f"20260101T000000Z-{'0' * 12}"
+    other_generation = f"20260101T000000Z-{'0' * 12}"
     for line in (
-        ("canary", "publish", other),
-        ("canary", "abandon", other, "--reason", "the wrong one named"),
+        ("canary", "publish", other_generation),
+        ("canary", "abandon", other_generation, "--reason", "the wrong one named"),
     ):
         with pytest.raises(Conflict, match=f"the one that runs is {generation}"):
             run(config, *line)
@@ -72,8 +72,8 @@ def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str
     assert pointer is not None and pointer.canary is not None
     assert pointer.canary.generation == generation != pointer.generation
 
-    found = run(config, "canary", "abandon", generation, "--reason", "enough")
-    assert found["generation"] == generation
+    abandon_result = run(config, "canary", "abandon", generation, "--reason", "enough")
+    assert abandon_result["generation"] == generation
     with pytest.raises(Conflict, match="cannot start a canary of"):
         run(config, "canary", "start", generation)
 
@@ -82,19 +82,21 @@ def test_a_reason_that_says_nothing_is_refused_everywhere(
     nights_of: tuple[NightConfig, str, str],
 ) -> None:
     config, old, _ = nights_of
-    before = len(all_releases(config.store()))
+    release_count = len(all_releases(config.store()))
     for blank in BLANK:
-        said = blank or ""
+        reason = blank or ""
         for refused in (
-            lambda said=said: run(config, "pin", old, "--reason", said),
-            lambda said=said: run(config, "roll-back", "--reason", said),
-            lambda said=said: run(config, "canary", "abandon", "--reason", said),
-            lambda said=said: run(config, "restore", "--adopt", "--reason", said),
-            lambda said=said: erasing.forget(config.store(), b"u1", "user", at=0.0, reason=said),
+            lambda reason=reason: run(config, "pin", old, "--reason", reason),
+            lambda reason=reason: run(config, "roll-back", "--reason", reason),
+            lambda reason=reason: run(config, "canary", "abandon", "--reason", reason),
+            lambda reason=reason: run(config, "restore", "--adopt", "--reason", reason),
+            lambda reason=reason: erasing.forget(
+                config.store(), b"u1", "user", at=0.0, reason=reason
+            ),
         ):
             with pytest.raises(ConfigError, match="reason"):
                 refused()
-    assert len(all_releases(config.store())) == before
+    assert len(all_releases(config.store())) == release_count
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "nan", "inf"])
@@ -116,10 +118,18 @@ def test_what_is_not_pinned_is_not_unpinned(nights_of: tuple[NightConfig, str, s
 
 def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]) -> None:
     config, old, live = nights_of
-    found = verify.run(config, {"generation": live})
-    assert found["verified"] and found["gates"] == 0 and "every page was read" in found["not_run"]
-    found = verify.run(config, {"generation": old})
-    assert not found["verified"] and found["gates"] == 0 and "superseded" in found["not_run"]
+    verify_result = verify.run(config, {"generation": live})
+    assert (
+        verify_result["verified"]
+        and verify_result["gates"] == 0
+        and "every page was read" in verify_result["not_run"]
+    )
+    verify_result = verify.run(config, {"generation": old})
+    assert (
+        not verify_result["verified"]
+        and verify_result["gates"] == 0
+        and "superseded" in verify_result["not_run"]
+    )
 
     page = config.keyspace().page(live, "user_topk", 0)
     with connect(config.redis_url, 5.0) as client:
@@ -154,9 +164,9 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
 ) -> None:
     config, old, live = nights_of
     assert run(config, "warm", live)["waiting"] == []
-    for other in (old, "zzz"):
-        with pytest.raises(Conflict, match=f"{other} is not live, {live} is"):
-            run(config, "warm", other)
+    for other_generation in (old, "zzz"):
+        with pytest.raises(Conflict, match=f"{other_generation} is not live, {live} is"):
+            run(config, "warm", other_generation)
     with open_releases(config) as releases:
         client = releases.control.client
         payload = orjson.dumps({"replica": "slow", "serving": old, "holds": [old]})
@@ -186,10 +196,10 @@ def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
         client.setrange(page, 7, b"zzzz")
         client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
 
-        found = run(config, "roll-back", "--reason", "bad")
+        roll_back_result = run(config, "roll-back", "--reason", "bad")
 
-        assert found["changed"] and found["generation"] == first
-        assert "maxmemory" in found["unmended"] and "restore" in found["next"]
+        assert roll_back_result["changed"] and roll_back_result["generation"] == first
+        assert "maxmemory" in roll_back_result["unmended"] and "restore" in roll_back_result["next"]
         client.config_set("maxmemory", 0)
         run(config, "restore")
         assert client.get(page) == sound

@@ -32,15 +32,17 @@ def config(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
 
 def told_of(config: NightConfig) -> dict[str, Any]:
     """The report, as JSON has it, also shown once."""
-    told = report(config, look(config))
-    shown(told)
-    found: dict[str, Any] = orjson.loads(orjson.dumps(told))
-    return found
+    status_report = report(config, look(config))
+    shown(status_report)
+    report_json: dict[str, Any] = orjson.loads(orjson.dumps(status_report))
+    return report_json
 
 
-def one(told: dict[str, Any], generation: str) -> dict[str, Any]:
-    (found,) = [each for each in told["generations"] if each["generation"] == generation]
-    return dict(found)
+def one(status_report: dict[str, Any], generation: str) -> dict[str, Any]:
+    (generation_report,) = [
+        row for row in status_report["generations"] if row["generation"] == generation
+    ]
+    return dict(generation_report)
 
 
 def run(config: NightConfig, *arguments: str) -> int:
@@ -58,25 +60,29 @@ def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
     first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
         releases.pin(first, reason="kept", expires_at=releases.clock() + 3_600, attempt="p")
-    told = told_of(config)
+    status_report = told_of(config)
 
-    assert told["well"] and told["problems"] == []
-    assert (told["live"], told["previous"]) == (second, first)
-    live, before = one(told, second), one(told, first)
-    assert (live["state"], before["state"]) == ("live", "superseded")
-    assert live["roles"] == ["live"] and before["roles"] == ["previous"]
-    assert before["pinned"] and before["pinned_until"] and not live["pinned"]
+    assert status_report["well"] and status_report["problems"] == []
+    assert (status_report["live"], status_report["previous"]) == (second, first)
+    live, previous = one(status_report, second), one(status_report, first)
+    assert (live["state"], previous["state"]) == ("live", "superseded")
+    assert live["roles"] == ["live"] and previous["roles"] == ["previous"]
+    assert previous["pinned"] and previous["pinned_until"] and not live["pinned"]
     assert live["gates"]["run"] > 10 and live["gates"]["failed"] == []
     with connect(config.redis_url, 5.0) as client:
         names: list[bytes] = client.keys(f"larder:1:{config.namespace}:g:{second}:*")  # type: ignore[assignment]
         pages = [name for name in names if name.rpartition(b":")[2].isdigit()]
-        held = sum(client.strlen(name) for name in pages)
-    assert live["redis_bytes"] == held == sum(each["bytes"] for each in live["tables"].values())
+        redis_bytes = sum(client.strlen(name) for name in pages)
+    assert (
+        live["redis_bytes"]
+        == redis_bytes
+        == sum(table["bytes"] for table in live["tables"].values())
+    )
     files = Path(config.base, "artifacts", config.namespace, "generations", second)
-    on_disk = sum(each.stat().st_size for each in files.rglob("*") if each.is_file())
+    on_disk = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
     assert 0.3 * on_disk < live["store_bytes"] <= on_disk
     assert live["data_until"] == NEXT
-    schedule = told["schedule"]
+    schedule = status_report["schedule"]
     assert schedule["next"] < schedule["next_expected_by"] and not schedule["missing"]
 
 
@@ -86,14 +92,17 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
     with open_releases(config) as releases:
         assert told_of(config)["well"]
         releases.refuse(coming, reason="score_psi: 0.9", attempt="r")
-    told = told_of(config)
+    status_report = told_of(config)
 
-    assert not told["well"] and told["live"] == live
-    assert len(told["problems"]) == 1 and f"{coming} was refused" in told["problems"][0]
+    assert not status_report["well"] and status_report["live"] == live
+    assert (
+        len(status_report["problems"]) == 1
+        and f"{coming} was refused" in status_report["problems"][0]
+    )
 
-    seen = replace(look(config), now=look(config).now + 3 * 86_400)
-    problems = report(config, seen)["problems"]
-    assert any("is missing" in each for each in problems)
+    later_state = replace(look(config), now=look(config).now + 3 * 86_400)
+    problems = report(config, later_state)["problems"]
+    assert any("is missing" in problem for problem in problems)
 
 
 def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
@@ -101,13 +110,15 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
 ) -> None:
     live = publish_night(config, UNTIL)
     older = f"20200101T000000Z-{'0' * 12}"
-    before = f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
+    earlier_generation = (
+        f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
+    )
     with open_releases(config) as releases:
-        for each in (before, older):
-            releases.note(each, State.LOADED)
-            releases.refuse(each, reason="stale_lists", attempt=each)
+        for generation in (earlier_generation, older):
+            releases.note(generation, State.LOADED)
+            releases.refuse(generation, reason="stale_lists", attempt=generation)
 
-    assert told_of(config)["problems"] == [f"{before} was refused: stale_lists"]
+    assert told_of(config)["problems"] == [f"{earlier_generation} was refused: stale_lists"]
 
 
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
@@ -122,12 +133,18 @@ def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConf
         releases.control.client.zadd(
             config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()}
         )
-        told = told_of(config)
+        status_report = told_of(config)
         releases.control.client.delete(config.keyspace().live)
-    assert any("slow cannot load" in each and "no disk" in each for each in told["problems"])
-    assert any(f"slow answers from {first}" in each for each in told["problems"])
-    lost = told_of(config)
-    assert any("lost its pointer" in each for each in lost["problems"]) and lost["live"] == second
+    assert any(
+        "slow cannot load" in problem and "no disk" in problem
+        for problem in status_report["problems"]
+    )
+    assert any(f"slow answers from {first}" in problem for problem in status_report["problems"])
+    report_without_pointer = told_of(config)
+    assert (
+        any("lost its pointer" in problem for problem in report_without_pointer["problems"])
+        and report_without_pointer["live"] == second
+    )
 
 
 def test_without_redis_it_tells_what_the_store_knows_and_says_so(
@@ -143,9 +160,9 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     text = capsys.readouterr().out
     assert live in text and "not well: Redis cannot be asked" in text and "due:" in text
     assert run(config, "--json") == 3
-    told = orjson.loads(capsys.readouterr().out)
-    assert told["live"] == live and told["redis"]["state"] == "away"
-    assert one(told, live)["redis_bytes"] > 0
+    status_report = orjson.loads(capsys.readouterr().out)
+    assert status_report["live"] == live and status_report["redis"]["state"] == "away"
+    assert one(status_report, live)["redis_bytes"] > 0
 
 
 def test_without_redis_replicas_are_not_said_to_be_none(
@@ -172,10 +189,14 @@ def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: N
         client.xadd(config.keyspace().events, {"e": body}, id="1769860800391-4")
     take_events.run(config)
 
-    told = told_of(config)
+    status_report = told_of(config)
 
-    assert told["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
-    (line,) = [each for each in map(str, shown(told)[1:]) if each.startswith("events:")]
+    assert status_report["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
+    (line,) = [
+        output_line
+        for output_line in map(str, shown(status_report)[1:])
+        if output_line.startswith("events:")
+    ]
     assert line == (
         "events: the live one has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
     )
@@ -183,19 +204,23 @@ def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: N
 
 
 def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:
-    told = told_of(config)
+    status_report = told_of(config)
 
-    assert told["problems"] == ["nothing is live: run `larder night`"]
-    assert told["generations"] == [] and told["schedule"]["missing"]
+    assert status_report["problems"] == ["nothing is live: run `larder night`"]
+    assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 
 
 def test_where_no_redis_is_configured_none_is_started_and_none_is_missed(
     config: NightConfig,
 ) -> None:
     live = publish_night(config, UNTIL)
-    told = told_of(replace(config, redis_url=None))
+    status_report = told_of(replace(config, redis_url=None))
 
-    assert told["well"] and told["redis"]["state"] == "absent" and told["live"] == live
+    assert (
+        status_report["well"]
+        and status_report["redis"]["state"] == "absent"
+        and status_report["live"] == live
+    )
 
 
 def test_a_live_generation_that_nobody_serves_is_told(

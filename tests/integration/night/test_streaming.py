@@ -48,14 +48,16 @@ def begun(config: NightConfig) -> dict[str, Any]:
 
 def files_of(config: NightConfig, build: dict[str, Any]) -> dict[str, bytes]:
     root = config.store().local(generation_path(str(build["generation"])))
-    found = [*(root / "tables").rglob("*"), *(root / "directory/user").rglob("*")]
-    return {str(each.relative_to(root)): each.read_bytes() for each in found if each.is_file()}
+    paths = [*(root / "tables").rglob("*"), *(root / "directory/user").rglob("*")]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.is_file()}
 
 
 def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
     """The same inputs in a store and a namespace of its own."""
-    own = f"streaming-{uuid.uuid4().hex}"
-    return replace(config, namespace=own, artifacts=str(folder / "a"), state=str(folder / "s"))
+    namespace = f"streaming-{uuid.uuid4().hex}"
+    return replace(
+        config, namespace=namespace, artifacts=str(folder / "a"), state=str(folder / "s")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +80,10 @@ def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.fixture(params=[1, 16])
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Cores that this process seems to have: with many, a shard is read and worked on by several threads."""
-    found: int = request.param
+    core_count: int = request.param
     for module in ("reading", "work"):
-        monkeypatch.setattr(f"precompute.scoring.users.{module}.usable_cores", lambda: found)
-    return found
+        monkeypatch.setattr(f"precompute.scoring.users.{module}.usable_cores", lambda: core_count)
+    return core_count
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1, 1 << 20), (7, 60), (1000, 1)])
@@ -100,20 +102,30 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS", 1 + rows // 6)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_OF_A_BATCH_ROWS", 1)
-    told: list[tuple[str, int, int]] = []
+    progress_calls: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [
         score.run_shard(
-            config, build, shard, scorers=scorers, progress=lambda *each: told.append(each)
+            config,
+            build,
+            shard,
+            scorers=scorers,
+            progress=lambda *each: progress_calls.append(each),
         )
         for shard in range(SHARDS)
     ]
     assert files_of(config, build) == whole
     for shard in range(SHARDS):
-        steps = [each for each in told if each[0] == f"score shard {shard}"]
+        steps = [
+            progress_call
+            for progress_call in progress_calls
+            if progress_call[0] == f"score shard {shard}"
+        ]
         assert len(steps) >= scored[shard]["users"] // chunk
-        assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
-        assert all(done <= total for _, done, total in steps)
+        assert [completed for _, completed, _ in steps] == sorted(
+            completed for _, completed, _ in steps
+        )
+        assert all(completed <= total for _, completed, total in steps)
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
 
@@ -166,23 +178,23 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
     build = begun(config)
     monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
     telling = threading.Lock()
-    told: list[tuple[str, int, int]] = []
+    progress_calls: list[tuple[str, int, int]] = []
 
-    def progress(what: str, done: int, total: int) -> None:
+    def progress(label: str, completed: int, total: int) -> None:
         assert telling.acquire(blocking=False)
-        told.append((what, done, total))
+        progress_calls.append((label, completed, total))
         telling.release()
 
     scored = score.run(config, build, build["shards"], progress=progress)
     assert files_of(config, build) == whole
-    assert [each["shard"] for each in scored] == build["shards"]
-    whats = [what for what, _, _ in told if what.startswith("score")]
+    assert [shard_report["shard"] for shard_report in scored] == build["shards"]
+    whats = [label for label, _, _ in progress_calls if label.startswith("score")]
     first, second = (f"score shard {shard}" for shard in range(SHARDS))
     assert whats.index(second) < len(whats) - whats[::-1].index(
         first
     )  # neither waited for the other
-    again = score.run(config, build, build["shards"])
-    assert again == scored
+    repeated_reports = score.run(config, build, build["shards"])
+    assert repeated_reports == scored
 
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
@@ -197,20 +209,20 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
     score.run_shard(config, build, 0)
-    done, threads, told = files_of(config, build), threading.active_count(), 0
+    finished_files, threads, progress_count = files_of(config, build), threading.active_count(), 0
 
-    def progress(what: str, _done: int, _total: int) -> None:
-        nonlocal told
-        told += 1
-        if told == 3:
+    def progress(label: str, _completed: int, _total: int) -> None:
+        nonlocal progress_count
+        progress_count += 1
+        if progress_count == 3:
             raise error
 
     with monkeypatch.context() as small:
         small.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
         with pytest.raises(error):
             score.run(config, build, [0, 1, 1], progress=progress)
-    assert threading.active_count() == threads and told == 3
-    assert files_of(config, build) == done
+    assert threading.active_count() == threads and progress_count == 3
+    assert files_of(config, build) == finished_files
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
     score.run(config, build, build["shards"])
@@ -224,38 +236,38 @@ def test_what_comes_after_scoring_reads_no_whole_shard(
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
     scored = [score.run_shard(config, build, shard)["users"] for shard in range(SHARDS)]
-    seen: list[int] = []
+    user_counts: list[int] = []
 
-    def noted(*given: Any, **named: Any) -> Any:
-        found = read_shard(*given, **named)
-        seen.append(len(found.ids))
-        return found
+    def read_and_note(*arguments: Any, **named: Any) -> Any:
+        shard_input = read_shard(*arguments, **named)
+        user_counts.append(len(shard_input.ids))
+        return shard_input
 
-    monkeypatch.setattr(input_samples, "read_shard", noted)
+    monkeypatch.setattr(input_samples, "read_shard", read_and_note)
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 50)
     for step in (index.run, quantize.run):
-        seen.clear()
+        user_counts.clear()
         step(config, build)
-        assert seen and max(seen) < min(scored) / 4, step.__module__
+        assert user_counts and max(user_counts) < min(scored) / 4, step.__module__
 
 
 def test_a_shard_scored_alone_takes_the_least_busy_device(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(elsewhere(prepared, tmp_path), device="off", device_tasks=3)
-    build, made = begun(config), []
+    build, scorer_arguments = begun(config), []
     opened: list[Any] = []
     given_back: list[Any] = []
 
     @contextmanager
-    def least_busy(*asked: Any) -> Iterator[str]:
-        opened.append(asked)
+    def least_busy(*arguments: Any) -> Iterator[str]:
+        opened.append(arguments)
         yield "the least busy"
-        given_back.append(asked)
+        given_back.append(arguments)
 
     def scorers(device: str, tasks: int) -> Scorers:
         assert not given_back
-        made.append((device, tasks))
+        scorer_arguments.append((device, tasks))
         return Scorers()
 
     monkeypatch.setattr(score, "least_busy", least_busy)
@@ -264,4 +276,4 @@ def test_a_shard_scored_alone_takes_the_least_busy_device(
     score.run_shard(config, build, 1)
     score.run_shard(config, build, 0, scorers=Scorers())
 
-    assert opened == given_back == [("off", 1, 3)] and made == [("the least busy", 3)]
+    assert opened == given_back == [("off", 1, 3)] and scorer_arguments == [("the least busy", 3)]

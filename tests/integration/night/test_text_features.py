@@ -46,9 +46,9 @@ class Shape:
     width: int | None
     is_list: bool
 
-    def value(self, words: list[str]) -> Any:
+    def value(self, tokens: list[str]) -> Any:
         """A value of the feature that holds these words."""
-        return words if self.is_list else words[0]
+        return tokens if self.is_list else tokens[0]
 
 
 SHAPES = (
@@ -94,10 +94,10 @@ def value_model(width: int | None) -> ModelFile:
     return ModelFile(OnnxModel(model.SerializeToString()), spec, labels=("risk",))
 
 
-def score(words: list[str]) -> float:
+def score(tokens: list[str]) -> float:
     """What the model says of these words."""
-    known = dict(zip(WORDS, SCORES, strict=True))
-    return sum(known.get(word, UNKNOWN_SCORE) for word in words)
+    score_by_token = dict(zip(WORDS, SCORES, strict=True))
+    return sum(score_by_token.get(token, UNKNOWN_SCORE) for token in tokens)
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def world(
     night = nights.prepare(folder, redis_url, users=120, items=60)
     users = sorted(nights.histories(night))
     count = shape.width or 1
-    words = {
-        user: [[*WORDS, "new"][(row + place) % 4] for place in range(count)]
+    tokens_by_user = {
+        user: [[*WORDS, "new"][(row + index) % 4] for index in range(count)]
         for row, user in enumerate(users)
     }
     long_user = users[7]
-    texts = [shape.value(words[user]) for user in users]
+    texts = [shape.value(tokens_by_user[user]) for user in users]
     texts[7] = shape.value([LONG_TEXT] * count)
     kind = pa.list_(pa.string()) if shape.is_list else pa.string()
     columns = {
@@ -151,22 +151,22 @@ def world(
     )  # fmt: skip
     with_towers(night, from_history_and_country, {"risk": value_model(shape.width)})
     nights.publish_night(night, nights.UNTIL)
-    return World(night, shape, words, long_user)
+    return World(night, shape, tokens_by_user, long_user)
 
 
 async def test_stored_and_live_answers_are_the_models(world: World) -> None:
     async with serving(world.night, **LIMIT) as running:
-        for user, words in list(world.words.items())[:5]:
-            stored = await running.get(f"/v1/lookup/risk/{user}")
-            text = world.shape.value(words)
+        for user, tokens in list(world.words.items())[:5]:
+            stored_answer = await running.get(f"/v1/lookup/risk/{user}")
+            text = world.shape.value(tokens)
             stranger = {"id": f"stranger-{user}", "features": {"text": text}}
             body = await running.post("/v1/lookup/risk", {"entities": [stranger]})
             (live,) = body["answers"]
 
-            assert stored["source"] in ("l1", "l2")
-            assert stored["values"] == pytest.approx([score(words)])
+            assert stored_answer["source"] in ("l1", "l2")
+            assert stored_answer["values"] == pytest.approx([score(tokens)])
             assert live["source"] == "live"
-            assert live["values"] == stored["values"]
+            assert live["values"] == stored_answer["values"]
 
 
 async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(
@@ -176,7 +176,7 @@ async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(
     entity = {"id": "stranger", "features": {"text": world.shape.value([LONG_TEXT] * count)}}
     async with serving(world.night, **LIMIT) as running:
         refused = await running.http.post("/v1/lookup/risk", json={"entities": [entity]})
-        stored = await running.get(f"/v1/lookup/risk/{world.long_user}")
+        stored_answer = await running.get(f"/v1/lookup/risk/{world.long_user}")
 
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["limit"]) == (
@@ -184,8 +184,8 @@ async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(
         "feature_too_long",
         TEXT_BYTES,
     )
-    assert stored["values"] is None
-    manifest, _ = open_generation(world.night.store(), stored["generation"])
+    assert stored_answer["values"] is None
+    manifest, _ = open_generation(world.night.store(), stored_answer["generation"])
     reasons = manifest.facts["unusable"]["user_features.text"]["reasons"]
     (reason,) = reasons
     assert "feature_text_bytes" in reason
@@ -213,8 +213,8 @@ def test_a_model_that_no_replica_can_run_is_not_published(tmp_path: Path, redis_
     }
     pq.write_table(pa.table(columns), tmp_path / "users.parquet")
     items = pq.read_table(tmp_path / "items.parquet")["item"]
-    looks = pa.array([[1.0 * (row % 7)] * 16 for row in range(60)], pa.list_(pa.float32()))
-    pq.write_table(pa.table({"item": items, "looks": looks}), tmp_path / "items.parquet")
+    looks_column = pa.array([[1.0 * (row % 7)] * 16 for row in range(60)], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"item": items, "looks": looks_column}), tmp_path / "items.parquet")
     night = replace(
         night,
         sources=replace(night.sources, user_features="users.parquet"),
@@ -258,17 +258,17 @@ async def test_a_table_of_features_is_enough_for_a_classifier(
     tmp_path: Path, redis_url: str, user_tower: Callable[[int], ModelFile]
 ) -> None:
     night = nights.prepare(tmp_path, redis_url, users=120, items=60)
-    words = {f"account-{row}": WORDS[row % 3] for row in range(120)}
+    token_by_account = {f"account-{row}": WORDS[row % 3] for row in range(120)}
     accounts = {
-        "user": list(words),
-        "text": list(words.values()),
-        "taste": vectors_column(len(words), 2),
-        "country": pa.array([row % COUNTRIES for row in range(len(words))], pa.int64()),
+        "user": list(token_by_account),
+        "text": list(token_by_account.values()),
+        "taste": vectors_column(len(token_by_account), 2),
+        "country": pa.array([row % COUNTRIES for row in range(len(token_by_account))], pa.int64()),
     }
     pq.write_table(pa.table(accounts), tmp_path / "accounts.parquet")
-    looks = vectors_column(60, 3)
+    looks_column = vectors_column(60, 3)
     items = pq.read_table(tmp_path / "items.parquet")["item"]
-    pq.write_table(pa.table({"item": items, "looks": looks}), tmp_path / "items.parquet")
+    pq.write_table(pa.table({"item": items, "looks": looks_column}), tmp_path / "items.parquet")
     with_towers(night, user_tower, {"risk": value_model(None)})
     night = replace(
         night,
@@ -280,9 +280,9 @@ async def test_a_table_of_features_is_enough_for_a_classifier(
     nights.publish_night(night, nights.NEXT)
 
     async with serving(night) as running:
-        for account, word in list(words.items())[:6]:
+        for account, token in list(token_by_account.items())[:6]:
             answer = await running.get(f"/v1/lookup/risk/{account}")
-            assert answer["values"] == [score([word])] and answer["producer"] == "batch"
+            assert answer["values"] == [score([token])] and answer["producer"] == "batch"
 
 
 def test_features_alone_are_refused_for_a_model_of_histories(

@@ -48,8 +48,8 @@ def config(tmp_path, redis_url):
     }
     pq.write_table(pa.table(table), tmp_path / "users.parquet")
     items = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
-    looks = {"item": items, "looks": vectors_column(len(items), 3)}
-    pq.write_table(pa.table(looks), tmp_path / "items.parquet")
+    item_columns = {"item": items, "looks": vectors_column(len(items), 3)}
+    pq.write_table(pa.table(item_columns), tmp_path / "items.parquet")
     ids = [raw.decode() for raw in Bundle.open(config.path(config.bundle)).item_ids]
     write_bundle(
         tmp_path / "towers", name="features", version="1", dims=DIMS, item_ids=ids,
@@ -91,12 +91,13 @@ def mixed_in(folder, name, rng, garbage):
     """Rows among those of a Parquet file; a column that a row does not give is null."""
     table = pq.read_table(folder / name)
     rows = pa.Table.from_pylist(
-        [{**dict.fromkeys(table.column_names), **each} for each in garbage], table.schema
+        [{**dict.fromkeys(table.column_names), **garbage_row} for garbage_row in garbage],
+        table.schema,
     )
-    whole, order = pa.concat_tables([table, rows]), list(range(len(table)))
+    mixed_table, order = pa.concat_tables([table, rows]), list(range(len(table)))
     for row in range(len(garbage)):  # whole rows keep their order
         order.insert(rng.randrange(len(order) + 1), len(table) + row)
-    pq.write_table(whole.take(order), folder / name)
+    pq.write_table(mixed_table.take(order), folder / name)
 
 
 def after(folder, name, rows):
@@ -112,7 +113,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     clean = published_bytes(scored(config)[1])
     rng = random.Random(seed)
     item = pq.read_table(tmp_path / "items.parquet")["item"][0].as_py()
-    bad = [
+    bad_rows = [
         {"item": item}, {"user": "", "item": item}, {"user": "x" * 300, "item": item},
         {"user": "u"}, {"user": "u", "item": "y" * 257}, {"user": "u", "item": item},
     ]  # fmt: skip
@@ -120,7 +121,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     clicks = pq.read_table(tmp_path / "interactions.parquet")
     weights = pa.array([1.0] * len(clicks))
     pq.write_table(clicks.append_column("weight", weights), tmp_path / "interactions.parquet")
-    weighted = [{**row, "weight": 1.0} for row in rng.choices(bad, k=12)]
+    weighted = [{**row, "weight": 1.0} for row in rng.choices(bad_rows, k=12)]
     mixed_in(tmp_path, "interactions.parquet", rng, weighted)
     texts = [
         "{},noon,1",
@@ -136,7 +137,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     (tmp_path / "garbage.csv").write_bytes(
         b"user,item,timestamp,weight\n" + "\n".join(lines).encode() + b"\ncaf\xe9,i,1,1\n"
     )
-    known = pq.read_table(tmp_path / "users.parquet")["user"][0].as_py()
+    known_user = pq.read_table(tmp_path / "users.parquet")["user"][0].as_py()
     nan = float("nan")
     ghosts = [
         {"country": 1},
@@ -144,31 +145,31 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
         {"user": "z" * 300},
     ]
     mixed_in(tmp_path, "users.parquet", rng, ghosts)
-    after(tmp_path, "users.parquet", [{"user": known, "country": 3, "mood": [9.0, 9.0]}])
-    broken = [{"item": f"broken-{row}", "looks": looks} for row, looks in enumerate(
+    after(tmp_path, "users.parquet", [{"user": known_user, "country": 3, "mood": [9.0, 9.0]}])
+    broken = [{"item": f"broken-{row}", "looks": looks_value} for row, looks_value in enumerate(
         ([1.0], None, [nan] * DIMS, [*[1.0] * (DIMS - 1), None])
     )]  # fmt: skip
     mixed_in(tmp_path, "items.parquet", rng, [*broken, {"looks": [1.0] * DIMS}])
     after(tmp_path, "items.parquet", [{"item": item, "looks": [7.0] * DIMS}])
     sources = replace(config.sources, interactions=("interactions.parquet", "garbage.csv"))
 
-    found = scored(replace(config, sources=sources))[1]
+    root = scored(replace(config, sources=sources))[1]
 
-    assert published_bytes(found) == clean, f"seed {seed}"
-    counted = begun(found)["unusable"]
-    assert counted["interactions"]["left_out"] == 12 + 12 + 1
-    assert counted["item_features"]["reasons"]["listed before"]["cases"] == [
+    assert published_bytes(root) == clean, f"seed {seed}"
+    unusable_counts = begun(root)["unusable"]
+    assert unusable_counts["interactions"]["left_out"] == 12 + 12 + 1
+    assert unusable_counts["item_features"]["reasons"]["listed before"]["cases"] == [
         {"item": item, "file": "items.parquet"}
     ]
-    assert counted["item_features"]["left_out"] == len(broken) + 2
-    assert counted["user_features"]["reasons"]["listed before"] == {
+    assert unusable_counts["item_features"]["left_out"] == len(broken) + 2
+    assert unusable_counts["user_features"]["reasons"]["listed before"] == {
         "rows": 1,
-        "cases": [{"user": known}],
+        "cases": [{"user": known_user}],
     }
-    assert counted["user_features.mood"]["reasons"]["mood: not finite as float32"]["cases"] == [
-        {"user": "ghost"}
-    ]
-    assert {"ghost", "broken-2"} <= ids_in(counted)
+    assert unusable_counts["user_features.mood"]["reasons"]["mood: not finite as float32"][
+        "cases"
+    ] == [{"user": "ghost"}]
+    assert {"ghost", "broken-2"} <= ids_in(unusable_counts)
 
 
 def spoilt(folder, user, mood):
@@ -199,49 +200,53 @@ def test_a_value_that_cannot_be_used_costs_its_user_one_table(
     assert [user for user in users if moods[user][14] == ABSENT] == [users[7]]
     assert list(nights.raw_records(config, generation, users)) == users
     assert nights.top_lists(config, generation, [users[7]])[users[7]]
-    counted = open_generation(config.store(), generation)[0].facts["unusable"][source]
+    unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][source]
     assert (
-        counted["left_out"] == 1 and reason in str(counted["reasons"]) and users[7] in str(counted)
+        unusable_counts["left_out"] == 1
+        and reason in str(unusable_counts["reasons"])
+        and users[7] in str(unusable_counts)
     )
 
 
 def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_path):
     histories = nights.histories(config)
-    rare = min({each for history in histories.values() for each in history},
-               key=lambda item: sum(item in each for each in histories.values()))  # fmt: skip
+    rare = min({item for history in histories.values() for item in history},
+               key=lambda item: sum(item in history for history in histories.values()))  # fmt: skip
     bundle = Bundle.open(config.path(config.bundle))
     tower = from_history_and_country(len(bundle.item_ids))
-    made = onnx.load_from_string(tower.onnx.graph)
-    rows = numpy_helper.to_array(made.graph.initializer[0]).copy()
+    model = onnx.load_from_string(tower.onnx.graph)
+    rows = numpy_helper.to_array(model.graph.initializer[0]).copy()
     rows[bundle.item_ids.index(rare.encode())] = np.nan
-    made.graph.initializer[0].CopyFrom(numpy_helper.from_array(rows, "rows"))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(rows, "rows"))
     write_bundle(
         tmp_path / "towers", name="features", version="2", dims=DIMS,
         item_ids=[raw.decode() for raw in bundle.item_ids],
-        user_tower=replace(tower, onnx=OnnxModel(made.SerializeToString())), item_tower=from_looks(),
+        user_tower=replace(tower, onnx=OnnxModel(model.SerializeToString())), item_tower=from_looks(),
         values={"mood": from_mood()},
     )  # fmt: skip
     gates = replace(config.gates, unusable_rows=0.1, coverage_of_source=0.8)
 
     generation = nights.publish_night(replace(config, gates=gates), nights.UNTIL)
 
-    lost = {user for user, history in histories.items() if rare in history[-64:]}
+    lost_users = {user for user, history in histories.items() if rare in history[-64:]}
     for name in ("user_topk", "user_vector"):
         records = nights.raw_records(config, generation, sorted(histories), name)
-        assert {user for user, each in records.items() if each[14] == ABSENT} == lost
-    counted = open_generation(config.store(), generation)[0].facts["unusable"][
+        assert {user for user, record in records.items() if record[14] == ABSENT} == lost_users
+    unusable_counts = open_generation(config.store(), generation)[0].facts["unusable"][
         "outputs of user_tower"
     ]
-    assert counted["left_out"] == len(lost) and lost >= ids_in({"": counted})
+    assert unusable_counts["left_out"] == len(lost_users) and lost_users >= ids_in(
+        {"": unusable_counts}
+    )
 
 
 def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no_other(
     config, tmp_path
 ):
     table = pq.read_table(tmp_path / "items.parquet")
-    lost = table["item"][5].as_py()
-    others = table.filter(pa.array([row != 5 for row in range(len(table))]))
-    pq.write_table(others, tmp_path / "items.parquet")
+    lost_item = table["item"][5].as_py()
+    remaining_table = table.filter(pa.array([row != 5 for row in range(len(table))]))
+    pq.write_table(remaining_table, tmp_path / "items.parquet")
     clean = published_bytes(scored(config)[1])
     rows = table.to_pylist()
     rows[5]["looks"] = [3e38] * DIMS  # finite, and their products are not
@@ -251,17 +256,17 @@ def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no
 
     manifest, root = open_generation(config.store(), generation)
     assert published_bytes(root) == clean
-    assert not nights.raw_records(config, generation, [lost], "item_similar")
-    counted = manifest.facts["unusable"]["outputs of item_tower"]
-    assert (counted["rows"], counted["left_out"]) == (len(table), 1)
-    assert ids_in({"": counted}) == {lost}
+    assert not nights.raw_records(config, generation, [lost_item], "item_similar")
+    unusable_counts = manifest.facts["unusable"]["outputs of item_tower"]
+    assert (unusable_counts["rows"], unusable_counts["left_out"]) == (len(table), 1)
+    assert ids_in({"": unusable_counts}) == {lost_item}
     assert manifest.facts["items_without_vector"] == 1
 
 
 def test_a_tower_that_has_a_vector_for_no_item_is_refused_in_begin(config, tmp_path):
     table = pq.read_table(tmp_path / "items.parquet")
-    looks = pa.array([[3e38] * DIMS] * len(table), table.schema.field("looks").type)
-    pq.write_table(table.set_column(1, "looks", looks), tmp_path / "items.parquet")
+    looks_column = pa.array([[3e38] * DIMS] * len(table), table.schema.field("looks").type)
+    pq.write_table(table.set_column(1, "looks", looks_column), tmp_path / "items.parquet")
 
     with pytest.raises(SourceError, match="none of the 60 rows of the outputs of item_tower"):
         begin.run(config, data_until=nights.UNTIL, run_after=None)
@@ -295,7 +300,7 @@ def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, 
 
 
 @pytest.mark.parametrize(
-    ("file", "column", "values", "said"),
+    ("file", "column", "values", "message"),
     [
         ("users.parquet", "country", lambda n: pa.array(["de"] * n), "'country' is string.*wants int64"),
         ("users.parquet", "mood", lambda n: pa.array([[1.0]] * n), "'mood' has no value that the model's input 'mood'"),
@@ -306,12 +311,12 @@ def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, 
     ],
 )  # fmt: skip
 def test_what_no_row_can_be_read_from_is_refused_in_begin(
-    config, tmp_path, file, column, values, said
+    config, tmp_path, file, column, values, message
 ):
     table = pq.read_table(tmp_path / file)
-    place = table.column_names.index(column)
-    pq.write_table(table.set_column(place, column, values(len(table))), tmp_path / file)
-    with pytest.raises(SourceError, match=said):
+    column_index = table.column_names.index(column)
+    pq.write_table(table.set_column(column_index, column, values(len(table))), tmp_path / file)
+    with pytest.raises(SourceError, match=message):
         begin.run(config, data_until=nights.UNTIL, run_after=None)
 
 
@@ -322,11 +327,13 @@ def test_whoever_a_report_names_is_held_until_that_generation_is_gone(config, tm
     generation, root = scored(config)
     assert ids_in(begun(root)["unusable"]) == {"shy", item}
 
-    asked = [Erasure(1, "shy", "user", 0.0), Erasure(2, "nobody", "user", 0.0)]
-    held = holders(config.store(), asked, {})
+    erasures = [Erasure(1, "shy", "user", 0.0), Erasure(2, "nobody", "user", 0.0)]
+    holders_by_erasure = holders(config.store(), erasures, {})
 
-    assert {number: [each.generation for each in found] for number, found in held.items()} == {
-        1: [generation], 2: [],
-    }  # fmt: skip
+    generations_by_erasure = {
+        number: [holder.generation for holder in erasure_holders]
+        for number, erasure_holders in holders_by_erasure.items()
+    }
+    assert generations_by_erasure == {1: [generation], 2: []}
     request(config.store(), b"shy", "user", at=0.0)
     assert "shy" not in ids_in(begun(scored(config)[1])["unusable"])

@@ -51,17 +51,22 @@ def test_users_are_answered_from_their_vectors_and_the_others_by_the_tower(confi
     items = ItemTable.open(root, manifest)
     names = items.ids_of(np.arange(items.count, dtype=np.uint32))
     layout = manifest.tables["user_vector"].layout
-    stored = nights.raw_records(config, generation, list(given), "user_vector")
+    stored_records = nights.raw_records(config, generation, list(given), "user_vector")
     lists = nights.top_lists(config, generation, [*given, *nights.histories(config)])
     histories = nights.histories(config)
     for user, vector in given.items():
-        assert np.allclose(decode(layout, stored[user]).numbers, vector, rtol=2**-10, atol=1e-6)
+        assert np.allclose(
+            decode(layout, stored_records[user]).numbers, vector, rtol=2**-10, atol=1e-6
+        )
         scores = np.asarray(items.vectors) @ vector
-        best = [names[at] for at in np.argsort(-scores, kind="stable")]
-        seen = set(histories.get(user, []))
-        assert lists[user] == tuple(each for each in best if each not in seen)[: nights.K]
+        ranked_items = [names[at] for at in np.argsort(-scores, kind="stable")]
+        seen_items = set(histories.get(user, []))
+        assert (
+            lists[user]
+            == tuple(item for item in ranked_items if item not in seen_items)[: nights.K]
+        )
     assert set(histories) <= lists.keys()
-    assert SKEW in {each["rule"] for each in manifest.gates if each["passed"]}
+    assert SKEW in {gate["rule"] for gate in manifest.gates if gate["passed"]}
 
 
 def test_the_probe_holds_those_who_were_scored_by_the_tower_and_no_others(config, given):
@@ -85,8 +90,8 @@ def test_where_all_users_bring_vectors_there_is_no_skew_to_measure(config):
 
     manifest, _ = open_generation(config.store(), generation)
     assert manifest.facts[FACT] is None
-    assert {each["rule"] for each in manifest.gates} >= {"exact_lists", "exact_numbers"}
-    assert all(each["passed"] for each in manifest.gates)
+    assert {gate["rule"] for gate in manifest.gates} >= {"exact_lists", "exact_numbers"}
+    assert all(gate["passed"] for gate in manifest.gates)
 
 
 def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(config, given):
@@ -96,21 +101,21 @@ def test_vectors_that_say_nothing_are_noted_and_their_users_left_to_the_tower(co
 
     build = begin.run(config, data_until=nights.UNTIL, run_after=None)
 
-    told = str(Build.of(config, build).need("begin")["unusable"])
+    unusable_text = str(Build.of(config, build).need("begin")["unusable"])
     for user in users[:3]:
-        assert user in told
-    assert users[3] not in told
+        assert user in unusable_text
+    assert users[3] not in unusable_text
 
 
 @pytest.mark.parametrize(
-    ("vectors", "said"),
+    ("vectors", "message"),
     [
         ([[1.0] * 4, [2.0] * 4], "no vector that can be used"),
         (None, "lists of width 16"),
         ("missing", "user_vectors.parquet"),
     ],
 )
-def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config, vectors, said):
+def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config, vectors, message):
     if vectors is None:
         pq.write_table(
             pa.table({"user": ["a"], "vector": [1.5]}), config.path("user_vectors.parquet")
@@ -118,13 +123,13 @@ def test_a_table_that_holds_no_vector_of_the_bundles_dimensions_is_named(config,
     elif vectors != "missing":
         write(config, ["a", "b"], vectors)
 
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message):
         begin.run(config, data_until=nights.UNTIL, run_after=None)
 
 
 def test_other_vectors_make_another_generation(config, given):
     first = begin.run(config, data_until=nights.UNTIL, run_after=None)
-    write(config, list(given), [(2 * each).tolist() for each in given.values()])
+    write(config, list(given), [(2 * vector).tolist() for vector in given.values()])
     second = begin.run(config, data_until=nights.UNTIL, run_after=None)
 
     assert first["generation"] != second["generation"]
@@ -134,6 +139,6 @@ def test_a_plan_samples_the_vectors_too(config, given, tmp_path):
     sample = draw(config, 1.0)
     sources = sample.write(tmp_path / "sample", len(sample.ids), config.sources)
 
-    found = pq.read_table(sources.user_vectors)
-    assert sorted(found["user"].to_pylist()) == sorted(given)
+    sampled_vectors = pq.read_table(sources.user_vectors)
+    assert sorted(sampled_vectors["user"].to_pylist()) == sorted(given)
     assert ONLY in sample.ids

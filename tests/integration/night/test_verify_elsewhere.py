@@ -30,9 +30,11 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
     verify.run(elsewhere, {"generation": generation})
 
     with connect(config.redis_url, 5.0) as client:
-        now = run_ids(client)
-    kept = Build(elsewhere, elsewhere.store(), generation).read_report("verified")
-    assert kept is not None and kept["run_ids"] == now and now["primary"]
+        current_run_ids = run_ids(client)
+    report = Build(elsewhere, elsewhere.store(), generation).read_report("verified")
+    assert (
+        report is not None and report["run_ids"] == current_run_ids and current_run_ids["primary"]
+    )
     verdicts = read_manifest(config.store(), generation).gates
     compared = {gate["rule"] for gate in verdicts if gate.get("baseline") == live}
     assert {"list_jaccard", "score_psi", "coverage_of_live", "stale_lists"} <= compared

@@ -35,22 +35,22 @@ def found(night: NightConfig) -> list[WorklistRow]:
 
 
 async def ask(app: Running, ids: list[str]) -> None:
-    body = {"entities": [{"id": each} for each in ids]}
+    body = {"entities": [{"id": entity_id} for entity_id in ids]}
     await app.post("/v1/lookup/user_topk", body)
 
 
 async def listed(night: NightConfig, expected: dict[str, int]) -> bool:
-    return {each.entity: each.reads for each in found(night)} == expected
+    return {row.entity: row.reads for row in found(night)} == expected
 
 
 async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: NightConfig) -> None:
-    known = sorted(histories(night))[:5]
+    known_ids = sorted(histories(night))[:5]
     expected = {"often": 3, "once": 1, "live": 2}
     async with serving(night, quality_s=0.05) as app:
-        await ask(app, ["often", "once", *known])
+        await ask(app, ["often", "once", *known_ids])
         await ask(app, ["often", "often"])
         # Answered by the live model, then from what that has left: a night would have known.
-        item = histories(night)[known[0]][0]
+        item = histories(night)[known_ids[0]][0]
         for _ in range(2):
             body = {"entities": [{"id": "live", "history": [item]}]}
             await app.post("/v1/lookup/user_topk", body)
@@ -58,8 +58,8 @@ async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: Night
 
         assert await eventually(lambda: listed(night, expected | {"no-such-item": 1}))
 
-    assert [each.entity for each in found(night)][:2] == ["often", "live"]
-    assert {each.standing for each in found(night)} == {"no input"}
+    assert [row.entity for row in found(night)][:2] == ["often", "live"]
+    assert {row.standing for row in found(night)} == {"no input"}
 
 
 async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightConfig) -> None:
@@ -72,21 +72,21 @@ async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightCo
 
         assert await eventually(lambda: listed(night, {"stays": 1}))
 
-        async def gone() -> bool:
+        async def check_still_uncounted() -> bool:
             await ask(app, ["blocked", "erased"])
             with redis.Redis.from_url(str(night.redis_url)) as client:
                 day = hour_of(Control(client, night.keyspace()).time(), COLD)
-                left = client.zrange(night.keyspace().cold(day), 0, -1)
-                return bool(left == [b"user_topk:stays"])
+                cold_ids = client.zrange(night.keyspace().cold(day), 0, -1)
+                return bool(cold_ids == [b"user_topk:stays"])
 
-        assert await eventually(gone)
+        assert await eventually(check_still_uncounted)
 
 
 def test_the_command_shows_and_exports_with_what_is_known_of_each(
     night: NightConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = night.keyspace()
-    known = min(histories(night))
+    known_id = min(histories(night))
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
         pointer = control.pointer()
@@ -94,23 +94,25 @@ def test_the_command_shows_and_exports_with_what_is_known_of_each(
         _, root = open_generation(night.store(), pointer.generation)
         (root / FILE).write_text('{"later": ["i1"]}')
         day = hour_of(control.time(), COLD)
-        for name, count, each in (
-            (known, 5, day),
+        for name, count, counted_day in (
+            (known_id, 5, day),
             ("later", 2, day),
             ("later", 1, day - 1),
             ("a,b", 1, day),
         ):
-            client.zincrby(keys.cold(each), count, f"user_topk:{name}")
+            client.zincrby(keys.cold(counted_day), count, f"user_topk:{name}")
     path = tmp_path / "worklist.csv"
 
-    shown, said = worklist(night, argparse.Namespace(limit=2, export=str(path), json=False), quiet)
+    table, summary = worklist(
+        night, argparse.Namespace(limit=2, export=str(path), json=False), quiet
+    )
 
-    assert getattr(shown, "row_count", None) == 2 and str(said).startswith("3 ids: ")
+    assert getattr(table, "row_count", None) == 2 and str(summary).startswith("3 ids: ")
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [
         list(WorklistRow._fields),
-        ["user_topk", known, "5", "known"],
+        ["user_topk", known_id, "5", "known"],
         ["user_topk", "later", "3", "coming"],
         ["user_topk", "a,b", "1", "no input"],
     ]

@@ -33,9 +33,9 @@ POINTER = Pointer("20260101T000000Z-000000000001", 1, None, "test", 0.0)
 def configured(reader: str, loader: str) -> str:
     """Fill the file as compose.yaml does."""
     text = CONF.read_text()
-    for word, password in (("READER", reader), ("LOADER", loader)):
+    for role, password in (("READER", reader), ("LOADER", loader)):
         digest = hashlib.sha256(password.encode()).hexdigest()
-        text = text.replace(f"{word}_PASSWORD_SHA256", digest)
+        text = text.replace(f"{role}_PASSWORD_SHA256", digest)
     return text
 
 
@@ -102,19 +102,19 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.control.watch() == (b"{}", None)
     assert await remote.control.time() > 0
     assert await answers_of(remote, [PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
-    stored = await remote.write_overlays([OverlayWrite(*overlay, b"payload", 60.0)])
-    assert stored == [None]
-    (found,) = await answers_of(remote, [overlay])
-    assert isinstance(found, Overlay)
-    assert found.payload == b"payload"
-    mark = Mark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
-    assert await remote.lease(LeaseTake(*mark, 60_000)) is None
-    assert await remote.lease(LeaseTake(mark.key, b"replica/2", 60_000)) == mark.token
-    assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) == mark.token
-    marked = OverlayWrite(*overlay, b"payload", 60.0, mark)
+    write_errors = await remote.write_overlays([OverlayWrite(*overlay, b"payload", 60.0)])
+    assert write_errors == [None]
+    (stored_overlay,) = await answers_of(remote, [overlay])
+    assert isinstance(stored_overlay, Overlay)
+    assert stored_overlay.payload == b"payload"
+    lease_mark = Mark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
+    assert await remote.lease(LeaseTake(*lease_mark, 60_000)) is None
+    assert await remote.lease(LeaseTake(lease_mark.key, b"replica/2", 60_000)) == lease_mark.token
+    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) == lease_mark.token
+    marked = OverlayWrite(*overlay, b"payload", 60.0, lease_mark)
     assert await remote.write_overlays([marked, marked._replace(mark=None)]) == [None, None]
-    assert await remote.lease(LeaseTake(*mark, 60_000)) == b"done:replica/1"
-    assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) is None
+    assert await remote.lease(LeaseTake(*lease_mark, 60_000)) == b"done:replica/1"
+    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) is None
     await remote.control.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
     assert await remote.control.hot(5) == [("user_topk", b"u1")]
     cold = Report(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD)
@@ -131,12 +131,22 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.control.eviction_policy() == "volatile-lru"
     assert (await remote.control.infos())[0]["used_memory"] > 0
     loader.hset(KEYS.generations, "g1", "{}")
-    told = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
-    assert await remote.control.ask_all([*told, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
-    looked = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
-    assert await remote.control.ask_all(looked) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
+    write_commands = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
+    assert await remote.control.ask_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [
+        1,
+        1,
+        1,
+    ]
+    read_commands = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
+    assert await remote.control.ask_all(read_commands) == [
+        {b"w": b"{}"},
+        {b"w": b"{}"},
+        {b"g1": b"{}"},
+    ]
     assert await remote.control.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
-    assert [each["maxmemory_policy"] for each in await remote.control.infos()] == ["volatile-lru"]
+    assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == [
+        "volatile-lru"
+    ]
     loader.hdel(KEYS.generations, "g1")
     await remote.control.heartbeat(b"{}", 1.0)
     await remote.control.heartbeat(b'{"holds":[]}', 2.0, b"{}")
@@ -238,8 +248,8 @@ def test_status_counts_replicas_with_the_loaders_rights(
     reader: redis.Redis, loader: redis.Redis
 ) -> None:
     control = Control(loader, KEYS)
-    now = control.time()
-    reader.zadd(KEYS.replicas, {b"silent": now - 3_600.0, b"forgotten": now - 2 * 86_400.0})
+    now_s = control.time()
+    reader.zadd(KEYS.replicas, {b"silent": now_s - 3_600.0, b"forgotten": now_s - 2 * 86_400.0})
 
     assert control.replicas() == []
     assert control.silent_replicas() == 1

@@ -63,14 +63,16 @@ def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
     with pytest.raises(ConfigError, match="reason"):
         adopt(config, reason=" ", attempt="a")
 
-    found = adopt(config, reason="the store was put back", attempt=f"adopt-{stray}")
+    adoption = adopt(config, reason="the store was put back", attempt=f"adopt-{stray}")
 
     pointer = live(config)
-    assert found["generation"] == first == pointer.generation
+    assert adoption["generation"] == first == pointer.generation
     if stray == "newer":
         assert pointer.epoch > FUTURE
-        kept = [each for each in all_releases(config.store()) if "put back" in each.reason]
-        assert kept and kept[0].expected == FUTURE
+        adoption_records = [
+            release for release in all_releases(config.store()) if "put back" in release.reason
+        ]
+        assert adoption_records and adoption_records[0].expected == FUTURE
     begin.run(config, data_until="2026-02-01T00:00:00Z", run_after=None)
     with pytest.raises(Conflict, match="without --adopt"):
         adopt(config, reason="again", attempt="b")
@@ -81,7 +83,7 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     tmp_path: Path, redis_url: str, client: redis.Redis, stray: str
 ) -> None:
     config = prepare(tmp_path / "n", redis_url, users=150, items=60)
-    lost = publish_night(config, UNTIL)
+    lost_generation = publish_night(config, UNTIL)
     shutil.rmtree(config.path(config.artifacts))
     key = config.keyspace().live
     if stray == "garbage":
@@ -89,13 +91,13 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     with pytest.raises((Conflict, CorruptArtefact), match="--adopt"):
         publish_night(config, UNTIL)
 
-    found = adopt(config, reason="a new store", attempt="adopt")
+    adoption = adopt(config, reason="a new store", attempt="adopt")
 
-    assert found["generation"] is None and not client.exists(key)
+    assert adoption["generation"] is None and not client.exists(key)
     with open_releases(config) as releases:
-        assert releases.control.rows()[lost].state is State.ABANDONED
+        assert releases.control.rows()[lost_generation].state is State.ABANDONED
     # The very same night, made once more.
-    assert publish_night(config, UNTIL) == lost == live(config).generation
+    assert publish_night(config, UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation
 
 

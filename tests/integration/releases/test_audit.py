@@ -60,9 +60,15 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     assert told(failed) == ("ana", "roll_back", f"to {unknown}", "a typo", "failed")
     assert failed.error and failed.attempt == "b"
     roll_back(night, to=None, reason="second is bad", attempt="c")
-    done = newest(night)[0]
-    assert told(done) == ("ana", "roll_back", "to the previous one", "second is bad", "done")
-    assert done.found["generation"] == first
+    roll_back_record = newest(night)[0]
+    assert told(roll_back_record) == (
+        "ana",
+        "roll_back",
+        "to the previous one",
+        "second is bad",
+        "done",
+    )
+    assert roll_back_record.found["generation"] == first
 
     with pytest.raises(Conflict):
         override(night, second, rule="score_psi", reason="agreed", attempt="d")
@@ -90,26 +96,26 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     assert newest(night)[0].outcome == "failed"
 
     records = audit_records(store)
-    assert [each.number for each in records] == list(range(1, len(records) + 1))
-    assert {each.action for each in records} == set(ACTIONS) - {
+    assert [record.number for record in records] == list(range(1, len(records) + 1))
+    assert {record.action for record in records} == set(ACTIONS) - {
         "token_add",
         "token_revoke",
         "experiment",
     }
     folder = store.folder
     assert folder is not None
-    kept = "".join(path.read_text() for path in (folder / "audit").iterdir())
-    assert f'"{user}"' not in kept and f" {user}" not in kept
+    audit_text = "".join(path.read_text() for path in (folder / "audit").iterdir())
+    assert f'"{user}"' not in audit_text and f" {user}" not in audit_text
 
 
 def test_the_command_shows_all_or_some(night: NightConfig) -> None:
     run(night, "block", "--entity", "u-shown", "--reason", "to be shown")
-    told_ = run(night, "audit", "--json")
-    records = orjson.loads(told_.shown)  # type: ignore[attr-defined]
+    output = run(night, "audit", "--json")
+    records = orjson.loads(output.shown)  # type: ignore[attr-defined]
     assert records[-1]["reason"] == "to be shown" and records[-1]["outcome"] == "done"
 
     about = orjson.loads(run(night, "audit", "--json", "--entity", "u-shown").shown)  # type: ignore[attr-defined]
-    assert [each["action"] for each in about] == ["block"]
+    assert [record["action"] for record in about] == ["block"]
     assert run(night, "audit", "--since", "2999-01-01") == ["nothing was written down"]
     assert orjson.loads(run(night, "audit", "--json", "--since", "2020-01-01T00:00:00Z").shown) == records  # type: ignore[attr-defined]  # fmt: skip
     with pytest.raises(ConfigError, match="ISO 8601"):

@@ -47,8 +47,8 @@ def served(
 def verified(config: NightConfig) -> str:
     """A generation newer than all there were: older ones that were not published go when it begins."""
     with control_of(config) as control:
-        newest = max(control.rows())
-    cut = datetime.fromtimestamp(cut_of(newest), UTC) + timedelta(minutes=30)
+        newest_generation = max(control.rows())
+    cut = datetime.fromtimestamp(cut_of(newest_generation), UTC) + timedelta(minutes=30)
     return build_verified(config, cut.isoformat())
 
 
@@ -64,7 +64,7 @@ def follow(config: NightConfig) -> None:
     with control_of(config) as control:
         pointer = control.pointer()
     assert pointer is not None
-    assert until(lambda: {each.epoch for each in beating(config)} == {pointer.epoch})
+    assert until(lambda: {replica.epoch for replica in beating(config)} == {pointer.epoch})
 
 
 async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -76,19 +76,19 @@ async def ask(
     service: ServiceProcess, entities: list[Any], status: int = 200, **options: Any
 ) -> list[dict[str, Any]]:
     body = orjson.dumps({"entities": entities, "k": 5, **options})
-    found, raw = await post(service.url, "/v1/lookup/user_topk", body)
-    assert found == status, raw
+    response_status, raw = await post(service.url, "/v1/lookup/user_topk", body)
+    assert response_status == status, raw
     answers: list[dict[str, Any]] = orjson.loads(raw).get("answers", [])
     return answers
 
 
 async def generations(service: ServiceProcess, users: list[str]) -> dict[str, str]:
     """What answers each key; several entities each, so that a torn request would show."""
-    found = {}
+    generation_by_key = {}
     for key in KEYS:
         answers = await ask(service, users, canary_key=key)
-        (found[key],) = {each["generation"] for each in answers}
-    return found
+        (generation_by_key[key],) = {answer["generation"] for answer in answers}
+    return generation_by_key
 
 
 def start(config: NightConfig, generation: str, percent: float = PERCENT) -> None:
@@ -104,25 +104,27 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     users = sorted(histories(config))[:3]
 
     await asyncio.to_thread(start, config, tried)
-    seen = [await generations(service, users) for service in services]
+    generations_by_replica = [await generations(service, users) for service in services]
 
     # Stable over replicas, and exactly the keys that the split names.
     split = Split.of(tried, PERCENT)
-    assert seen[0] == seen[1] == seen[2]
-    assert seen[0] == {key: tried if split.takes(key.encode()) else live for key in KEYS}
-    share = PERCENT / 100
-    taken = Counter(seen[0].values())[tried]
-    bound = 5 * math.sqrt(len(KEYS) * share * (1 - share))
-    assert abs(taken - share * len(KEYS)) < bound
+    assert generations_by_replica[0] == generations_by_replica[1] == generations_by_replica[2]
+    assert generations_by_replica[0] == {
+        key: tried if split.takes(key.encode()) else live for key in KEYS
+    }
+    canary_fraction = PERCENT / 100
+    canary_key_count = Counter(generations_by_replica[0].values())[tried]
+    bound = 5 * math.sqrt(len(KEYS) * canary_fraction * (1 - canary_fraction))
+    assert abs(canary_key_count - canary_fraction * len(KEYS)) < bound
     # By default the user decides; several users have no key; a pin wins; the header counts too.
-    user = next(each for each in sorted(histories(config)) if split.takes(each.encode()))
+    user = next(user_id for user_id in sorted(histories(config)) if split.takes(user_id.encode()))
     assert (await ask(services[0], [user]))[0]["generation"] == tried
-    assert {each["generation"] for each in await ask(services[0], [user, users[0]])} == {live}
+    assert {answer["generation"] for answer in await ask(services[0], [user, users[0]])} == {live}
     assert (await ask(services[0], [user], generation=live))[0]["generation"] == live
     assert (await ask(services[0], users, generation=tried))[0]["generation"] == tried
     # Feedback finds its arm.
-    told = {"event": "click", "generation": tried, "count": 3}
-    assert await post(services[0].url, "/v1/feedback", orjson.dumps(told)) == (
+    feedback = {"event": "click", "generation": tried, "count": 3}
+    assert await post(services[0].url, "/v1/feedback", orjson.dumps(feedback)) == (
         200, b'{"arm":"canary"}',
     )  # fmt: skip
     status = trial.status(config)
@@ -135,14 +137,16 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
 
     assert set((await generations(services[1], users)).values()) == {live}
     assert await ask(services[1], users, 409, generation=tried) == []
-    assert until(lambda: all(tried not in each.holds for each in beating(config)))
+    assert until(lambda: all(tried not in replica.holds for replica in beating(config)))
     with control_of(config) as control:
         assert control.rows()[tried].state is State.ABANDONED
     with pytest.raises(Conflict):
         publish(config, tried)
     # A retry finds its own work; anybody else is told that there is none to abandon.
-    again = await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="abandon")
-    assert again["generation"] == tried
+    repeated_abandon = await asyncio.to_thread(
+        trial.abandon, config, reason="a test", attempt="abandon"
+    )
+    assert repeated_abandon["generation"] == tried
     with pytest.raises(Conflict, match="no canary"):
         await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="another")
 
@@ -157,17 +161,17 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     for service in services:
         await generations(service, users)
 
-    def counted() -> bool:
+    def has_enough_requests() -> bool:
         return bool(min(trial.status(config)["requests"].values()) > 100)
 
-    assert await asyncio.to_thread(until, counted)
+    assert await asyncio.to_thread(until, has_enough_requests)
     assert await asyncio.to_thread(until, lambda: trial.is_over(config, tried))
     print(trial.status(config))
 
-    found = await asyncio.to_thread(trial.conclude, config, tried, attempt="conclude")
+    conclusion = await asyncio.to_thread(trial.conclude, config, tried, attempt="conclude")
     await asyncio.to_thread(follow, config)
 
-    assert found["published"] and live_of(config) == tried
+    assert conclusion["published"] and live_of(config) == tried
     # A retry finds its own work.
     assert trial.conclude(config, tried, attempt="conclude")["published"]
     assert trial.is_over(config, tried)
@@ -195,11 +199,15 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
     tried = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, tried)
 
-    again = await asyncio.to_thread(trial.start, config, None, attempt="again")
-    other = await asyncio.to_thread(trial.start, config, tried, percent=10.0, attempt="other")
+    repeated_start = await asyncio.to_thread(trial.start, config, None, attempt="again")
+    ten_percent_start = await asyncio.to_thread(
+        trial.start, config, tried, percent=10.0, attempt="other"
+    )
 
-    assert again == {"generation": tried, "percent": PERCENT}
-    assert other["percent"] == 10.0 and "counting starts anew" in other["note"]
+    assert repeated_start == {"generation": tried, "percent": PERCENT}
+    assert (
+        ten_percent_start["percent"] == 10.0 and "counting starts anew" in ten_percent_start["note"]
+    )
     with control_of(config) as control:
         pointer = control.pointer()
         assert pointer is not None and pointer.canary is not None
@@ -235,8 +243,8 @@ async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
     await asyncio.to_thread(trial.publish, config, attempt="publish")
     await asyncio.to_thread(follow, config)
     assert (await ask(services[0], users))[0]["generation"] == tried
-    newer = await asyncio.to_thread(verified, config)
-    await asyncio.to_thread(start, config, newer, 100.0)
+    newer_generation = await asyncio.to_thread(verified, config)
+    await asyncio.to_thread(start, config, newer_generation, 100.0)
     await asyncio.to_thread(roll_back, config, to=None, reason="a test", attempt="roll-back")
     await asyncio.to_thread(follow, config)
 

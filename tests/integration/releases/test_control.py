@@ -31,12 +31,12 @@ def test_a_beat_from_the_future_is_nobodys_and_is_pruned_with_the_dead(
 ) -> None:
     with connect(redis_url, 5.0) as client:
         control = Control(client, keyspace)
-        now = control.time()
-        for name, at in (("alive", now), ("ahead", now + 1), ("future", now + 3_600)):
+        now_s = control.time()
+        for name, at in (("alive", now_s), ("ahead", now_s + 1), ("future", now_s + 3_600)):
             beat(control, name, at)
 
-        assert {each.name for each in control.replicas(now)} == {"alive", "ahead"}
-        assert control.forget_dead_replicas(now, after_s=REPLICA_DEAD_S) == 1
+        assert {replica.name for replica in control.replicas(now_s)} == {"alive", "ahead"}
+        assert control.forget_dead_replicas(now_s, after_s=REPLICA_DEAD_S) == 1
         assert client.zcard(keyspace.replicas) == 2
 
 
@@ -45,13 +45,13 @@ def test_what_is_no_heartbeat_is_skipped_and_logged_once(
 ) -> None:
     with connect(redis_url, 5.0) as client, caplog.at_level(logging.WARNING):
         control = Control(client, keyspace)
-        now = control.time()
-        beat(control, "alive", now)
+        now_s = control.time()
+        beat(control, "alive", now_s)
         for junk in (b"junk", b"[]", b"{}", b'{"replica": "x", "holds": 3}'):
-            client.zadd(keyspace.replicas, {junk: now})
+            client.zadd(keyspace.replicas, {junk: now_s})
 
         for _ in range(2):
-            assert [each.name for each in control.replicas(now)] == ["alive"]
+            assert [replica.name for replica in control.replicas(now_s)] == ["alive"]
 
         assert len(caplog.records) == 4 and keyspace.replicas in caplog.text
 
@@ -65,8 +65,8 @@ def test_a_row_that_cannot_be_read_is_named_with_what_to_do(
         with pytest.raises(CorruptArtefact) as caught:
             Control(client, keyspace).rows()
 
-    for said in (A, keyspace.namespace, f"HDEL {keyspace.generations} {A}", "restore"):
-        assert said in caught.value.message
+    for expected_part in (A, keyspace.namespace, f"HDEL {keyspace.generations} {A}", "restore"):
+        assert expected_part in caught.value.message
 
 
 @pytest.mark.parametrize("raw", [b"garbage", b"{}", b"[]", b'{"epoch": 1, "canary": 3}'])
@@ -92,9 +92,9 @@ def test_a_release_record_that_cannot_be_read_is_named_with_what_to_do(
         raw = record.to_bytes()
     world.store.write(intent_path(number), raw)
 
-    for ask in (world.releases.view, world.releases.ledger):
+    for read_releases in (world.releases.view, world.releases.ledger):
         with pytest.raises(CorruptArtefact, match="aside") as caught:
-            ask()
+            read_releases()
         assert f"releases/{number}.json" in caught.value.message
         assert world.store.url in caught.value.message
 
@@ -103,7 +103,7 @@ def test_an_action_that_nobody_knows_is_no_release_record() -> None:
     record = Release(1, "pin", A, None, "x", 0.0)
     raw = record.to_bytes().replace(b'"pin"', b'"dance"')
     with pytest.raises(CorruptArtefact, match="dance"):
-        Release.from_bytes(raw, done=False)
+        Release.from_bytes(raw, is_done=False)
 
 
 def test_an_unreachable_redis_is_named_without_its_password() -> None:
@@ -111,9 +111,9 @@ def test_an_unreachable_redis_is_named_without_its_password() -> None:
     with pytest.raises(TierUnavailable) as caught, connect(url, 1.0) as client:
         client.ping()
 
-    said = caught.value.message
-    assert "redis://loader@127.0.0.1:1/3" in said and "sec" not in said.replace("second", "")
-    assert "REDIS_URL" in said and "again" in said
+    message = caught.value.message
+    assert "redis://loader@127.0.0.1:1/3" in message and "sec" not in message.replace("second", "")
+    assert "REDIS_URL" in message and "again" in message
 
 
 def test_a_full_redis_says_what_was_refused_and_nothing_it_cannot_know(

@@ -58,7 +58,7 @@ class Nights:
 
     def serving(self) -> set[str | None]:
         """What the real replicas answer from."""
-        return {each.serving for each in beating(self.config)}
+        return {replica.serving for replica in beating(self.config)}
 
     @property
     def live(self) -> str:
@@ -94,7 +94,7 @@ def impostor(config: NightConfig, **payload: object) -> Iterator[str]:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        assert until(lambda: name in {each.name for each in beating(config)})
+        assert until(lambda: name in {replica.name for replica in beating(config)})
         yield name
     finally:
         over.set()
@@ -107,17 +107,19 @@ def noted(config: NightConfig) -> bool:
 
 
 def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights: Nights) -> None:
-    generation, told = nights.verified(), []
+    generation, progress_reports = nights.verified(), []
 
     publish_step.run(
         nights.config,
         {"generation": generation},
         attempt="ready",
-        progress=lambda what, done, total: told.append((what, done, total)),
+        progress=lambda label, completed_count, total: progress_reports.append(
+            (label, completed_count, total)
+        ),
     )
     warmed = warm.run(nights.config, {"generation": generation})
 
-    assert ("replicas ready", 0, 3) in told and not noted(nights.config)
+    assert ("replicas ready", 0, 3) in progress_reports and not noted(nights.config)
     assert warmed["waiting"] == [] and warmed["replicas"] == 3
     print(f"skew {warmed['skew_ms']} ms, lag {warmed['lag_ms']}")
     assert warmed["skew_ms"] is not None and len(warmed["lag_ms"]) == 3
@@ -134,11 +136,11 @@ def test_a_replica_that_died_is_not_waited_for_longer_than_three_beats(nights: N
     body = orjson.dumps({"replica": name, "serving": None, "holds": []})
     with control_of(nights.config) as control:
         control.client.zadd(control.keys.replicas, {body: control.time()})  # its last beat
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     publish(nights.config, generation)
 
-    assert time.monotonic() - began < REPLICA_DEAD_S + 5
+    assert time.monotonic() - started_at < REPLICA_DEAD_S + 5
     with control_of(nights.config) as control:
         assert control.client.zscore(control.keys.replicas, body) is None
     assert nights.live == generation
@@ -147,7 +149,7 @@ def test_a_replica_that_died_is_not_waited_for_longer_than_three_beats(nights: N
 def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_enough(
     nights: Nights,
 ) -> None:
-    generation, before = nights.verified(), nights.live
+    generation, live_before = nights.verified(), nights.live
     strict = replace(nights.config, flip=FlipConfig(wait_s=2.0))
     lenient = replace(nights.config, flip=FlipConfig(wait_s=1.0, replicas_min=3))
     demanding = replace(nights.config, flip=FlipConfig(wait_s=1.0, replicas_min=4))
@@ -158,7 +160,7 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
 
         # Fail closed: nothing moved, nobody holds anything for us, and the message says who and why.
         assert name in refused.value.message and "items.bin has 3 bytes" in refused.value.message
-        assert nights.live == before and not noted(nights.config)
+        assert nights.live == live_before and not noted(nights.config)
         with pytest.raises(Conflict, match="4 must be"):
             publish_step.run(demanding, build, attempt="demanding")
         publish_step.run(lenient, build, attempt="lenient")
@@ -170,11 +172,11 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
 def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: str) -> None:
     config = build_night(tmp_path / "night", redis_url, users=100, items=40)
     generation = build_verified(config, (datetime.fromisoformat(UNTIL) + timedelta(1)).isoformat())
-    began = time.monotonic()
+    started_at = time.monotonic()
 
     publish(config, generation)
 
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - started_at < 5
     with (
         pytest.raises(Conflict, match="0 of 0 live replicas are ready, 1 must be"),
         control_of(config) as control,
@@ -201,25 +203,25 @@ with (
 
 @pytest.mark.slow
 def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights) -> None:
-    generation, before = nights.verified(), nights.live
+    generation, live_before = nights.verified(), nights.live
     config = nights.config
 
-    def holding() -> list[bool]:
-        real = [each for each in beating(config) if not each.name.startswith("impostor")]
-        return [generation in each.holds for each in real]
+    def read_holding_flags() -> list[bool]:
+        real = [replica for replica in beating(config) if not replica.name.startswith("impostor")]
+        return [generation in replica.holds for replica in real]
 
     with impostor(config):  # somebody is never ready
         command = [sys.executable, "-c", _PUBLISHER, config.base, str(config.redis_url), generation]
         process = subprocess.Popen(command, cwd=ROOT)
-        assert until(lambda: holding() == [True] * 3, 30)
+        assert until(lambda: read_holding_flags() == [True] * 3, 30)
         process.kill()
         process.wait()
 
         # They go on holding it until the note runs out; then it is nobody's.
-        assert until(lambda: holding() == [False] * 3, 10)
+        assert until(lambda: read_holding_flags() == [False] * 3, 10)
         with control_of(config) as control:
             assert StagingNote(control).get() is None
-    assert nights.live == before
+    assert nights.live == live_before
 
     publish(config, generation)
 
@@ -230,10 +232,10 @@ def test_one_publisher_waits_for_another_and_a_retry_goes_on_where_it_was(nights
     with control_of(nights.config) as control:
         stage = StagingNote(control)
         assert stage.set("first", "one", lease_s=60) is None
-        found = stage.set("second", "two")
-        assert found is not None and (found.generation, found.attempt) == ("first", "one")
+        note = stage.set("second", "two")
+        assert note is not None and (note.generation, note.attempt) == ("first", "one")
         stage.clear("two")  # not its own
-        assert stage.get() == found
+        assert stage.get() == note
         assert stage.set("first", "one") is None
         stage.clear("one")
         assert stage.get() is None
@@ -251,7 +253,7 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
     await asyncio.to_thread(publish, config, second)
     assert await asyncio.to_thread(until, lambda: nights.serving() == {second})
     users = sorted(histories(config))[:40]
-    expected = {each: top_lists(config, each, users) for each in (first, second)}
+    expected = {generation: top_lists(config, generation, users) for generation in (first, second)}
     wrong: list[str] = []
     last: dict[str, float] = {first: 0.0, second: 0.0}
     answered, over = 0, asyncio.Event()
@@ -262,28 +264,28 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
         async with HttpConnection(url) as connection:
             while not over.is_set():
                 status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
-                found = orjson.loads(raw)["answers"] if status == 200 else []
-                generations = {each["generation"] for each in found}
+                answers = orjson.loads(raw)["answers"] if status == 200 else []
+                generations = {answer["generation"] for answer in answers}
                 if status != 200 or len(generations) != 1:
                     wrong.append(f"{status} {generations}")
                     continue
                 last[generations.pop()] = time.monotonic()
                 answered += 1
                 wrong.extend(
-                    each["id"]
-                    for each in found
-                    if tuple(each["items"]) != expected[each["generation"]][each["id"]][:20]
+                    answer["id"]
+                    for answer in answers
+                    if tuple(answer["items"]) != expected[answer["generation"]][answer["id"]][:20]
                 )
 
     async def more(count: int) -> None:
         goal = answered + count
         assert await asyncio.to_thread(until, lambda: answered >= goal)
 
-    calling = [asyncio.create_task(caller(each.url)) for each in nights.services * 2]
+    calling = [asyncio.create_task(caller(service.url)) for service in nights.services * 2]
     await more(100)
 
     # when
-    began = time.monotonic()
+    started_at = time.monotonic()
     assert await asyncio.to_thread(roll_back, config) == first
     moved = time.monotonic()
     assert await asyncio.to_thread(until, lambda: nights.serving() == {first})
@@ -293,11 +295,11 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
 
     # then
     print(
-        f"{answered} requests; the last of the bad generation was answered {last[second] - began:.3f} s after the "
+        f"{answered} requests; the last of the bad generation was answered {last[second] - started_at:.3f} s after the "
         f"command began, {last[second] - moved:+.3f} s after it ended"
     )
     assert wrong == [] and last[first] > last[second] > 0
-    assert last[second] - began < 5  # the figure is the bench's; here it must only end
+    assert last[second] - started_at < 5  # the figure is the bench's; here it must only end
 
 
 async def test_a_redis_that_dies_while_a_generation_is_staged_costs_no_answer(
@@ -319,12 +321,12 @@ async def test_a_redis_that_dies_while_a_generation_is_staged_costs_no_answer(
             return "published"
 
         publishing = asyncio.create_task(asyncio.to_thread(publish_slowly))
-        held = app.service.follower.shelf
+        holder = app.service.follower.shelf
         for _ in range(1_000):
-            if second in held.generations:
+            if second in holder.generations:
                 break
             await asyncio.sleep(0.01)
-        assert second in held.generations
+        assert second in holder.generations
         os.kill(own_redis.pid, signal.SIGKILL)
 
         assert await publishing == "l2_unavailable"

@@ -37,8 +37,8 @@ def make(releases: Releases, generation: str) -> None:
 
 def dumped(client: Any) -> dict[bytes, bytes]:
     """Every key as Redis would save it."""
-    found = {key: client.dump(key) for key in client.keys("*")}
-    return {key: value for key, value in found.items() if value is not None}
+    dump_by_key = {key: client.dump(key) for key in client.keys("*")}
+    return {key: value for key, value in dump_by_key.items() if value is not None}
 
 
 def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
@@ -53,13 +53,15 @@ def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
 def moved(folder: Path) -> int:
     """Publishes and roll backs that readers saw; a restore moves nobody on."""
     history = all_releases(ArtefactStore(str(folder)))
-    return sum(each.done and each.action in ("publish", "roll_back") for each in history)
+    return sum(release.done and release.action in ("publish", "roll_back") for release in history)
 
 
 def told(racing: Any) -> dict[str, int]:
     """What all racers did, and what they were told."""
     counts: dict[str, int] = {}
-    for name, count in itertools.chain.from_iterable(each.result(60).items() for each in racing):
+    for name, count in itertools.chain.from_iterable(
+        future.result(60).items() for future in racing
+    ):
         counts[name] = counts.get(name, 0) + count
     return dict(sorted(counts.items()))
 
@@ -80,8 +82,8 @@ def race_for(
     ):
         stop, ready = manager.Event(), manager.Barrier(RACERS + READERS + 1)
         racing = [
-            pool.submit(race, url, folder, keys, each, SEED, stop, make, ready)
-            for each in range(RACERS)
+            pool.submit(race, url, folder, keys, racer_number, SEED, stop, make, ready)
+            for racer_number in range(RACERS)
         ]
         reading = [pool.submit(follow, url, keys, stop, ready) for _ in range(READERS)]
         try:
@@ -91,20 +93,20 @@ def race_for(
                 saved = dumped(client)
                 time.sleep(seconds / (disasters + 1) / 2)
                 take_back(client, {} if (number + rng.randrange(2)) % 2 else saved)
-            before = moved(folder)
+            moves_before = moved(folder)
             time.sleep(seconds / (disasters + 1))
-            goes_on = until(lambda: moved(folder) >= before + MOVES_MIN, 30.0)
+            goes_on = until(lambda: moved(folder) >= moves_before + MOVES_MIN, 30.0)
         finally:
             stop.set()
         assert goes_on, f"the pointer stands still: {told(racing)}"
-        return told(racing), [each.result(60) for each in reading]
+        return told(racing), [future.result(60) for future in reading]
 
 
 def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int) -> int:
     """Raises AssertionError for any rule that broke; how many moves there were."""
     store = ArtefactStore(str(folder))
-    for each in followed:
-        epochs = [epoch for _, epoch, _ in each]
+    for reader_steps in followed:
+        epochs = [epoch for _, epoch, _ in reader_steps]
         assert epochs == sorted(set(epochs)), "a reader went backwards"
     with connect(url, 10.0) as client:
         releases = Releases(store, Control(client, keys))
@@ -124,27 +126,31 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
         releases.publish("20270101T000000Z-" + "d" * 12, attempt="the last night")
-    return sum(each.action in MOVES and each.done for each in history)
+    return sum(release.action in MOVES and release.done for release in history)
 
 
 def _check_history(history: Any) -> None:
-    done = [each for each in history if each.done]
-    verified = [each for each in history if each.action == "verify"]
+    completed_releases = [release for release in history if release.done]
+    verified = [release for release in history if release.action == "verify"]
     attempts = [  # a verification since asks for another publish by the same attempt
         (
-            each.action,
-            each.attempt,
-            sum(one.epoch < each.epoch for one in verified if one.generation == each.generation),
+            release.action,
+            release.attempt,
+            sum(
+                verification.epoch < release.epoch
+                for verification in verified
+                if verification.generation == release.generation
+            ),
         )
-        for each in done
-        if each.action in MOVES
+        for release in completed_releases
+        if release.action in MOVES
     ]
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
-        before = fold(history[:number])
+        ledger_before = fold(history[:number])
         if not release.done or release.action not in MOVES:
             continue
-        state = before.state(release.generation)
+        state = ledger_before.state(release.generation)
         assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (
             f"{release} made live what is {state}"
         )
@@ -153,8 +159,12 @@ def _check_history(history: Any) -> None:
 
 
 def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:
-    found = {key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")}
-    assert found <= set(view.rows), f"pages of {found - set(view.rows)} belong to nobody"
+    page_generations = {
+        key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")
+    }
+    assert page_generations <= set(view.rows), (
+        f"pages of {page_generations - set(view.rows)} belong to nobody"
+    )
     live = view.ledger.live
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10
@@ -164,7 +174,9 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
 def test_racing_processes_break_no_rule(redis_url: str, tmp_path: Path, keyspace: Keyspace) -> None:
     racing, followed = race_for(4.0, redis_url, tmp_path, keyspace, disasters=0)
     check(redis_url, tmp_path, keyspace, followed, 0)
-    assert all(each in racing for each in ("_night", "_roll_back", "_retire", "_canary")), racing
+    assert all(action in racing for action in ("_night", "_roll_back", "_retire", "_canary")), (
+        racing
+    )
 
 
 def test_racing_processes_break_no_rule_while_redis_forgets(
@@ -172,7 +184,9 @@ def test_racing_processes_break_no_rule_while_redis_forgets(
 ) -> None:
     racing, followed = race_for(6.0, own_redis.url, tmp_path, keyspace, disasters=2)
     check(own_redis.url, tmp_path, keyspace, followed, 2)
-    actions = {each.action for each in all_releases(ArtefactStore(str(tmp_path))) if each.done}
+    actions = {
+        release.action for release in all_releases(ArtefactStore(str(tmp_path))) if release.done
+    }
     assert {"publish", "roll_back", "restore"} <= actions, racing
 
 

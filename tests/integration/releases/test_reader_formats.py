@@ -35,10 +35,10 @@ def test_a_heartbeat_without_formats_is_of_the_first_release(world: World) -> No
     demand_readers_of_night(world.control)
     with pytest.raises(
         Refused, match=r"replica old \(Larder 0\.1\.0\) reads manifest format 1"
-    ) as found:
+    ) as refusal:
         demand_readers(world.control, {MANIFEST: 2}, "g has")
 
-    assert "upgrade the services first" in found.value.message
+    assert "upgrade the services first" in refusal.value.message
 
 
 def test_a_replica_that_reads_only_newer_ones_is_named_with_its_release(world: World) -> None:
@@ -72,7 +72,7 @@ def test_nothing_moves_to_what_a_replica_does_not_read(world: World, move: str) 
     if move != "roll_back":
         world.load(B)
     beat(world, "later", reads=served_formats() | {MANIFEST: (2, 2)})
-    before, records = world.live(), len(world.releases.history())
+    pointer_before, records = world.live(), len(world.releases.history())
 
     moves = {
         "publish": lambda: world.releases.publish(B, attempt="x"),
@@ -82,4 +82,4 @@ def test_nothing_moves_to_what_a_replica_does_not_read(world: World, move: str) 
     with pytest.raises(Refused, match="nothing was moved"):
         moves[move]()
 
-    assert world.live() == before and len(world.releases.history()) == records
+    assert world.live() == pointer_before and len(world.releases.history()) == records

@@ -87,34 +87,36 @@ def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
 
 def run_restore(environ: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "precompute", "--quiet", "restore"]
-    done = subprocess.run(
+    completed_process = subprocess.run(
         command, env={**os.environ, **environ}, cwd=ROOT, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed_process.returncode == 0, completed_process.stderr
 
 
 def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
     night: NightConfig, own_redis: RedisServer, tmp_path: Path
 ) -> None:
     environ = environment(night)
-    known = sorted(histories(night, NEXT))
-    hot, cold = known[:50], known[50:150]
-    history = histories(night, NEXT)[known[0]][:5]
+    known_users = sorted(histories(night, NEXT))
+    hot_users, cold = known_users[:50], known_users[50:150]
+    history = histories(night, NEXT)[known_users[0]][:5]
     with ServiceProcess(tmp_path / "service.log", environ) as service:
         # given: a service that has answered some users, so that they are in L1
         caller = Asked(service.url)
-        before = {each["id"]: each for each in caller.ask([{"id": user} for user in hot])}
-        assert {each["source"] for each in before.values()} == {"l2"}
+        first_answer_by_id = {
+            answer["id"]: answer for answer in caller.ask([{"id": user} for user in hot_users])
+        }
+        assert {answer["source"] for answer in first_answer_by_id.values()} == {"l2"}
         epoch = caller.ready()["epoch"]
 
         # when: Redis is killed
         os.kill(own_redis.pid, signal.SIGKILL)
 
         # then: what is in L1 answers as before, everybody else gets what can be had, marked
-        for answer in caller.ask([{"id": user} for user in hot]):
+        for answer in caller.ask([{"id": user} for user in hot_users]):
             assert answer["source"] == "l1"
-            assert answer["items"] == before[answer["id"]]["items"]
+            assert answer["items"] == first_answer_by_id[answer["id"]]["items"]
         for answer in caller.ask([{"id": user} for user in cold]):
             assert answer["source"] == "default"
             assert answer["reason"] in OUTAGES
@@ -127,7 +129,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
         assert stranger["source"] == "default"
         assert until(lambda: caller.ready()["stale"] == "redis_unreachable")
         assert caller.ready()["ready"]
-        assert caller.ask([{"id": hot[0]}])[0]["stale"] == "redis_unreachable"
+        assert caller.ask([{"id": hot_users[0]}])[0]["stale"] == "redis_unreachable"
 
         with empty_redis_at(night.redis_url or "", tmp_path):
             # when: it is back and empty
@@ -135,7 +137,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
 
             # then: still every answer, from the same generation
             for answer in caller.ask([{"id": user} for user in cold]):
-                assert answer["generation"] == before[hot[0]]["generation"]
+                assert answer["generation"] == first_answer_by_id[hot_users[0]]["generation"]
                 assert answer["source"] == "default"
                 assert answer["reason"] in OUTAGES
 
@@ -145,10 +147,13 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
             # then: readers follow under a new epoch, and pages answer again
             assert until(lambda: caller.ready()["epoch"] > epoch)
             assert caller.ready()["stale"] is None
-            assert caller.ready()["generation"] == before[hot[0]]["generation"]
+            assert caller.ready()["generation"] == first_answer_by_id[hot_users[0]]["generation"]
             assert until(
                 lambda: (
-                    {each["source"] for each in caller.ask([{"id": each} for each in cold[20:]])}
+                    {
+                        entity["source"]
+                        for entity in caller.ask([{"id": entity} for entity in cold[20:]])
+                    }
                     <= {"l1", "l2"}
                 )
             )
@@ -174,10 +179,10 @@ def test_restoring_twice_changes_nothing(night: NightConfig) -> None:
     # given
     run_restore(environment(night))
     with connect(night.redis_url, night.redis_timeout_s) as client:
-        before = Control(client, night.keyspace()).pointer()
+        pointer_before = Control(client, night.keyspace()).pointer()
 
         # when
         run_restore(environment(night))
 
         # then
-        assert Control(client, night.keyspace()).pointer() == before
+        assert Control(client, night.keyspace()).pointer() == pointer_before

@@ -38,21 +38,21 @@ def test_publishing_moves_the_pointer_and_writes_down_why_first(world):
 
     assert (world.live().generation, world.live().previous) == (B, A)
     records = all_releases(world.store)
-    assert [(each.action, each.generation, each.done) for each in records] == [
+    assert [(record.action, record.generation, record.done) for record in records] == [
         ("publish", A, True),
         ("publish", B, True),
     ]
     assert world.live().epoch == records[-1].epoch
     assert world.control.rows()[A].state is State.SUPERSEDED
-    newest = newest_release(world.store)
-    assert newest is not None and newest.generation == B
+    newest_record = newest_release(world.store)
+    assert newest_record is not None and newest_record.generation == B
 
 
 def test_publishing_again_changes_nothing(world):
     world.publish(A)
-    before = world.live()
+    pointer_before = world.live()
     moved = world.releases.publish(A, attempt=world.attempt())
-    assert not moved.changed and world.live() == before
+    assert not moved.changed and world.live() == pointer_before
 
 
 def test_p19_older_data_is_never_published_over_newer(world):
@@ -65,7 +65,7 @@ def test_p19_older_data_is_never_published_over_newer(world):
 
 
 @pytest.mark.parametrize(
-    "state", [each for each in State if each not in (State.VERIFIED, State.LIVE)]
+    "state", [state for state in State if state not in (State.VERIFIED, State.LIVE)]
 )
 def test_only_a_verified_generation_is_published(world, state):
     world.publish(A)
@@ -86,11 +86,11 @@ def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
     assert (world.live().generation, world.live().previous) == (A, None)
     with pytest.raises(Conflict, match="no earlier"):
         world.releases.roll_back(to=None, reason="", attempt=world.attempt())
-    for gone in (B, C):
+    for rolled_back_generation in (B, C):
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.roll_back(to=gone, reason="", attempt=world.attempt())
+            world.releases.roll_back(to=rolled_back_generation, reason="", attempt=world.attempt())
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.publish(gone, attempt=world.attempt())
+            world.releases.publish(rolled_back_generation, attempt=world.attempt())
 
 
 def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
@@ -133,10 +133,10 @@ def test_a_lost_reply_to_a_successful_move_is_success(world):
     expected = world.live().epoch
     to = Pointer(B, expected + 1, A, "run-1", 0.0)
     assert world.control.move(to, expected_epoch=expected, rows={}) == to
-    again = world.control.move(
+    repeated_move = world.control.move(
         Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, rows={}
     )
-    assert again == to and world.live() == to
+    assert repeated_move == to and world.live() == to
 
 
 def test_of_two_publishers_one_loses(world):
@@ -265,15 +265,15 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
 ):
     world.publish(A, B)
     monkeypatch.setattr("precompute.bulk.reload.LOOKS", 4)
-    pages = sorted(pages_of(world, A), key=lambda each: int(each.rsplit(":", 1)[1]))
+    pages = sorted(pages_of(world, A), key=lambda page_key: int(page_key.rsplit(":", 1)[1]))
     inner = pages[1]
     sound = world.client.get(inner)
     world.client.delete(inner)
-    before = strlens(world)
+    strlen_calls_before = strlens(world)
 
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
 
-    assert strlens(world) - before <= 4 < len(pages)
+    assert strlens(world) - strlen_calls_before <= 4 < len(pages)
     assert world.live().generation == A and world.releases.mend(A) == [inner]
     assert world.client.get(inner) == sound
 
@@ -309,12 +309,12 @@ def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
     assert pages_of(world, B) == set(page_keys(world.keys, manifest))
 
 
-@pytest.mark.parametrize("what", ["", "tables"])
-def test_a_move_to_files_that_are_gone_is_a_conflict(world, what):
+@pytest.mark.parametrize("subpath", ["", "tables"])
+def test_a_move_to_files_that_are_gone_is_a_conflict(world, subpath):
     world.publish(A, B)
     for key in pages_of(world, A):
         world.client.delete(key)
-    world.store.delete(generation_path(A, what))
+    world.store.delete(generation_path(A, subpath))
     with pytest.raises(Conflict, match="gone"):
         world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
@@ -333,17 +333,25 @@ def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(
     world.publish(A, B)
     first = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
     world.publish(C)
-    before = world.live()
-    again = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
-    assert not again.changed and again.pointer == first.pointer and world.live() == before
+    pointer_before = world.live()
+    repeated_move = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
+    assert (
+        not repeated_move.changed
+        and repeated_move.pointer == first.pointer
+        and world.live() == pointer_before
+    )
 
 
 def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(world):
     world.load(A)
     first = world.releases.publish(A, attempt="run-1")
     world.publish(B)
-    again = world.releases.publish(A, attempt="run-1")
-    assert not again.changed and again.pointer == first.pointer and world.live().generation == B
+    repeated_move = world.releases.publish(A, attempt="run-1")
+    assert (
+        not repeated_move.changed
+        and repeated_move.pointer == first.pointer
+        and world.live().generation == B
+    )
 
 
 def test_a_cleared_run_publishes_again_what_was_verified_again(world):
@@ -405,7 +413,7 @@ def test_a_writer_who_is_held_up_comes_after_what_was_written_meanwhile(world, m
     monkeypatch.setattr(world.store, "write_once", held_up)
     late = world.releases.record("unpin", A, attempt="held up")
 
-    assert [each.attempt for each in all_releases(world.store)][1:] == ["in between", "held up"]
+    assert [record.attempt for record in all_releases(world.store)][1:] == ["in between", "held up"]
     assert late.number == meanwhile[0].number + 1 and late.epoch > meanwhile[0].epoch
 
 
@@ -422,13 +430,13 @@ def test_records_of_earlier_versions_go_on(world):
     assert new.number == old.epoch + 1 == new.place
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_record_that_is_missing_is_named(world, lost):
+@pytest.mark.parametrize("missing_number", [1, 2])
+def test_a_record_that_is_missing_is_named(world, missing_number):
     for name in ("one", "two", "three"):
         world.releases.record("pin", A, attempt=name)
-    world.store.local(intent_path(lost)).unlink()
+    world.store.local(intent_path(missing_number)).unlink()
 
-    with pytest.raises(CorruptArtefact, match=f"releases/{lost}.json") as caught:
+    with pytest.raises(CorruptArtefact, match=f"releases/{missing_number}.json") as caught:
         all_releases(world.store)
     assert "missing" in caught.value.message and world.store.url in caught.value.message
 
@@ -436,12 +444,14 @@ def test_a_record_that_is_missing_is_named(world, lost):
 def test_a_folder_that_was_listed_while_it_grew_is_listed_again(world, monkeypatch):
     for name in ("one", "two", "three"):
         world.releases.record("pin", A, attempt=name)
-    names, listed = world.store.names, []
+    names, listed_paths = world.store.names, []
 
     def newest_first(path):
-        listed.append(path)
-        return [each for each in names(path) if each != "2.json" or len(listed) > 1]
+        listed_paths.append(path)
+        return [
+            file_name for file_name in names(path) if file_name != "2.json" or len(listed_paths) > 1
+        ]
 
     monkeypatch.setattr(world.store, "names", newest_first)
-    assert [each.attempt for each in all_releases(world.store)] == ["one", "two", "three"]
-    assert len(listed) == 2
+    assert [record.attempt for record in all_releases(world.store)] == ["one", "two", "three"]
+    assert len(listed_paths) == 2

@@ -36,16 +36,21 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
     assert (live.canary.generation, live.canary.percent) == (C, 5.0)
     assert (ledger.live, ledger.live_epoch, ledger.canary) == (B, live.epoch, live.canary)
     assert tried.releases.state(C) is State.VERIFIED and tried.control.rows()[C].state == "verified"
-    newest = newest_release(tried.store)
-    assert newest is not None and (newest.generation, newest.action) == (B, "publish")
+    newest_record = newest_release(tried.store)
+    assert newest_record is not None and (newest_record.generation, newest_record.action) == (
+        B,
+        "publish",
+    )
 
 
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
-    before = tried.live()
-    assert not tried.releases.start_canary(C, 5.0, "try").changed and tried.live() == before
-    assert not tried.releases.start_canary(C, 5.0, "other").changed and tried.live() == before
+    pointer_before = tried.live()
+    assert not tried.releases.start_canary(C, 5.0, "try").changed and tried.live() == pointer_before
+    assert (
+        not tried.releases.start_canary(C, 5.0, "other").changed and tried.live() == pointer_before
+    )
     assert tried.releases.start_canary(C, 10.0, "try").changed
-    assert tried.live().canary.percent == 10.0 and tried.live().epoch > before.epoch
+    assert tried.live().canary.percent == 10.0 and tried.live().epoch > pointer_before.epoch
 
 
 @pytest.mark.parametrize("abandon", [False, True])
@@ -82,8 +87,12 @@ def test_every_move_ends_a_canary(tried, how):
 def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
     tried.releases.refuse(C, reason="half the users are gone", attempt="gate")
     assert tried.live().canary is None and tried.live().generation == B
-    ended, refused = tried.releases.history()[-2:]
-    assert (ended.action, ended.abandoned, ended.reason) == ("end_canary", True, refused.reason)
+    canary_end, refused = tried.releases.history()[-2:]
+    assert (canary_end.action, canary_end.abandoned, canary_end.reason) == (
+        "end_canary",
+        True,
+        refused.reason,
+    )
     assert refused.action == "refuse" and tried.releases.state(C) is State.REFUSED
     with pytest.raises(Conflict, match="refused"):
         tried.releases.publish(C, attempt="canary publish")
@@ -194,12 +203,12 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(KeyboardInterrupt):
             world.releases.roll_back(to=None, reason="bad", attempt="operator")
-    seen = world.live()
+    pointer_before = world.live()
     lose_redis(world)
 
     pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
-    assert (pointer.generation, pointer.epoch > seen.epoch) == (A, True)
+    assert (pointer.generation, pointer.epoch > pointer_before.epoch) == (A, True)
     assert world.releases.state(B) is State.ROLLED_BACK
 
 

@@ -54,10 +54,10 @@ def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
     world.publish(A, B)
     lose_redis(world)
 
-    def again():
+    def restore_concurrently():
         restore(world.releases, attempt="other", chunk_bytes=1000)
 
-    meanwhile(monkeypatch, restoring, "reload", again)
+    meanwhile(monkeypatch, restoring, "reload", restore_concurrently)
     pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer == world.live() and pointer.attempt == "other"
 
@@ -69,10 +69,10 @@ def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earli
     world.load(B)
     world.load(C)
 
-    def other():
+    def publish_newer():
         world.releases.publish(C, attempt="other")
 
-    meanwhile(monkeypatch, release, "load_missing", other)
+    meanwhile(monkeypatch, release, "load_missing", publish_newer)
     with pytest.raises(Conflict, match="older than"):
         world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == C and world.control.rows()[C].state is State.LIVE
@@ -81,11 +81,11 @@ def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earli
 def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkeypatch):
     world.publish(A, B, C)
 
-    def other():
+    def retire_target():
         retire(world.releases, A, attempt="sweep")
         world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
 
-    meanwhile(monkeypatch, Control, "move", other)
+    meanwhile(monkeypatch, Control, "move", retire_target)
     with pytest.raises(Conflict, match="retired by now"):
         world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
@@ -96,10 +96,10 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     world.publish(A)
     world.load(B)
 
-    def other():
+    def refuse_generation():
         world.releases.refuse(B, reason="bad", attempt="gate")
 
-    meanwhile(monkeypatch, Control, "move", other)
+    meanwhile(monkeypatch, Control, "move", refuse_generation)
     with pytest.raises(Conflict, match="refused by now"):
         world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == A
@@ -112,11 +112,11 @@ def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlie
     world.load(B)
     verified = world.control.rows()[B]
 
-    def other():
+    def refuse_and_reset_row():
         world.releases.refuse(B, reason="bad", attempt="gate")
         world.control.set_row(B, verified)  # as an older snapshot has it
 
-    meanwhile(monkeypatch, release.Releases, "record", other)
+    meanwhile(monkeypatch, release.Releases, "record", refuse_and_reset_row)
     with pytest.raises(Conflict, match="it is refused"):
         world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == A
@@ -152,10 +152,10 @@ def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world,
 def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     world.publish(A, B, C)
 
-    def other():
+    def roll_back():
         world.releases.roll_back(to=A, reason="bad", attempt="operator")
 
-    meanwhile(monkeypatch, sweep, "_demand_unneeded", other)
+    meanwhile(monkeypatch, sweep, "_demand_unneeded", roll_back)
     with pytest.raises(Conflict):
         retire(world.releases, A, attempt="sweep")
     assert world.live().generation == A and len(pages_of(world, A)) == 10
@@ -213,7 +213,7 @@ def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monke
     world.load(B)
     world.load(C)
 
-    def other():
+    def publish_and_die():
         def die(*_arguments, **_options):
             raise KeyboardInterrupt
 
@@ -222,10 +222,10 @@ def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monke
             with pytest.raises(KeyboardInterrupt):
                 world.releases.publish(B, attempt="dies")
 
-    meanwhile(monkeypatch, Control, "move", other)
+    meanwhile(monkeypatch, Control, "move", publish_and_die)
     with pytest.raises(Conflict, match="another publisher"):
         world.releases.publish(C, attempt="late")
     assert world.live().generation == B
     world.releases.publish(C, attempt="late")
-    moves = [(each.generation, each.done) for each in all_releases(world.store)]
+    moves = [(record.generation, record.done) for record in all_releases(world.store)]
     assert moves == [(A, True), (C, False), (B, True), (C, True)]

@@ -72,8 +72,8 @@ def test_a_repeated_roll_back_stands_after_a_newer_publish(world):
 
 def test_a_canary_start_stands_once_it_was_published_but_not_once_rolled_back(world):
     world.publish(A)
-    for each in (B, C):
-        world.load(each)
+    for generation in (B, C):
+        world.load(generation)
     world.releases.start_canary(B, 5.0, "try b")
     world.releases.publish(B, attempt="run-b")
     assert not world.releases.start_canary(B, 5.0, "try b").changed
@@ -100,11 +100,11 @@ def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world)
     world.publish(A, B, C)
     world.releases.roll_back(to=A, reason="bad", attempt="operator")
     assert world.live().previous is None and world.releases.ledger().previous is None
-    for each in (B, C):
-        assert world.control.rows()[each].state is State.ROLLED_BACK
-        assert world.releases.state(each) is State.ROLLED_BACK
+    for generation in (B, C):
+        assert world.control.rows()[generation].state is State.ROLLED_BACK
+        assert world.releases.state(generation) is State.ROLLED_BACK
         with pytest.raises(Conflict, match="rolled_back"):
-            world.releases.roll_back(to=each, reason="worse", attempt="operator-2")
+            world.releases.roll_back(to=generation, reason="worse", attempt="operator-2")
     world.releases.mark_verified(B, attempt="again")
     world.releases.publish(B, attempt="again")
     assert (world.live().generation, world.live().previous) == (B, A)
@@ -148,29 +148,29 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
     retire(world.releases, A, attempt="sweep", grace_s=60)
 
 
-def gates(world, generation, *found):
-    manifest = replace(world.make(generation), gates=found)
+def gates(world, generation, *verdicts):
+    manifest = replace(world.make(generation), gates=verdicts)
     world.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
 
 
-@pytest.mark.parametrize("found", [(), ({"rule": "skew", "passed": False},)])
-def test_nothing_whose_gates_failed_or_never_ran_is_published_or_tried_out(world, found):
+@pytest.mark.parametrize("verdicts", [(), ({"rule": "skew", "passed": False},)])
+def test_nothing_whose_gates_failed_or_never_ran_is_published_or_tried_out(world, verdicts):
     world.publish(A)
     world.load(B)
-    gates(world, B, *found)
+    gates(world, B, *verdicts)
     for move in (
         lambda: world.releases.publish(B, attempt="x"),
         lambda: world.releases.start_canary(B, 5.0, "y"),
     ):
-        with pytest.raises(Conflict, match="failed skew" if found else "no gate"):
+        with pytest.raises(Conflict, match="failed skew" if verdicts else "no gate"):
             move()
     assert world.live().generation == A and world.live().canary is None
 
 
 def test_what_was_compared_with_another_generation_is_neither_published_nor_tried_out(world):
     world.publish(A)
-    for each in (B, C):
-        world.load(each)
+    for generation in (B, C):
+        world.load(generation)
     verified = {"baseline": A}
     world.releases.publish(B, attempt="run-b", verified=verified)
     for report in (verified, {"baseline": None}, {}):

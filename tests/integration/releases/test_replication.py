@@ -81,16 +81,16 @@ def test_a_primary_restarted_between_verify_and_publish_is_noticed(tmp_path, key
         with connect(first.url, 5.0) as client:
             world = World(ArtefactStore(str(tmp_path / "artefacts")), client, keyspace)
             world.load(A)
-            kept: dict[Any, Any] = {key: client.dump(key) for key in client.keys("*")}
+            dump_by_key: dict[Any, Any] = {key: client.dump(key) for key in client.keys("*")}
             verified = report(world)
         stack.close()
         second = stack.enter_context(server(tmp_path / "second", binary=redis_binary()))
         with connect(second.url, 5.0) as client:
-            for key, value in kept.items():
+            for key, value in dump_by_key.items():
                 client.restore(key, 0, value)
-            again = World(world.store, client, keyspace)
-            page, sound = spoil(again, A)
-            assert confirm(again.releases, A, verified, timeout_s=1.0) == ["primary"]
+            second_world = World(world.store, client, keyspace)
+            page, sound = spoil(second_world, A)
+            assert confirm(second_world.releases, A, verified, timeout_s=1.0) == ["primary"]
             assert client.get(page) == sound
 
 
@@ -101,8 +101,8 @@ def test_replicas_are_known_by_their_run_ids_and_waited_for(primary, replica):
     assert confirm(primary.releases, B, verified, timeout_s=5.0) == []
     assert wait_for_replicas(primary.client, timeout_s=5.0) == 1
     with connect(replica.url, 5.0) as client:
-        found: Any = client.keys("*:g:*:score:*")
-        assert {key.decode() for key in found} == pages_of(primary, B)
+        replica_keys: Any = client.keys("*:g:*:score:*")
+        assert {key.decode() for key in replica_keys} == pages_of(primary, B)
 
 
 def test_a_replica_that_lags_or_hangs_is_a_conflict_and_nothing_is_published(primary, replica):

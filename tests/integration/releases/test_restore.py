@@ -45,21 +45,24 @@ def test_a_restore_keeps_the_time_of_the_publish(world):
 
 def test_redis_lost_is_restored_under_a_new_epoch(world):
     world.publish(A, B)
-    before, pages = world.live(), world.pages()
+    pointer_before, pages = world.live(), world.pages()
     for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
         world.client.delete(key)
 
     pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
-    assert (pointer.generation, pointer.previous) == (before.generation, before.previous)
-    assert pointer.epoch > before.epoch and loaded == [B, A]
+    assert (pointer.generation, pointer.previous) == (
+        pointer_before.generation,
+        pointer_before.previous,
+    )
+    assert pointer.epoch > pointer_before.epoch and loaded == [B, A]
     assert world.pages() == pages
     assert (
         world.control.rows()[B].state is State.LIVE
         and world.control.rows()[A].state is State.SUPERSEDED
     )
-    again, _, _ = restore(world.releases, attempt="restore-2", chunk_bytes=1000)
-    assert again == pointer
+    second_pointer, _, _ = restore(world.releases, attempt="restore-2", chunk_bytes=1000)
+    assert second_pointer == pointer
 
 
 class Paced(Governor):
@@ -112,17 +115,17 @@ def test_a_restore_names_what_redis_alone_knew(world):
     world.load(B)
     world.releases.start_canary(B, 5.0, world.attempt())
     lose_redis(world)
-    before = world.releases.view()
+    view_before = world.releases.view()
 
     pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
-    canary, verified = forgotten(world.releases, before, pointer)
+    canary, verified = forgotten(world.releases, view_before, pointer)
     assert f"the canary of {B} has ended" in canary
     assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
     # Nothing was lost: nothing is named.
-    before = world.releases.view()
+    view_before = world.releases.view()
     pointer, _, _ = restore(world.releases, attempt="again", chunk_bytes=1000)
-    assert forgotten(world.releases, before, pointer) == []
+    assert forgotten(world.releases, view_before, pointer) == []
 
 
 def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
@@ -152,45 +155,49 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(ConnectionError):
             restore(world.releases, attempt="dead", chunk_bytes=1000)
-    seen = world.live()
-    assert seen.epoch > Pointer.from_bytes(old).epoch  # readers may follow it by now
+    unconfirmed_pointer = world.live()
+    assert unconfirmed_pointer.epoch > Pointer.from_bytes(old).epoch  # readers may follow it by now
     world.client.set(world.keys.live, old)
 
     pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
-    assert pointer.generation == A and pointer.epoch > seen.epoch
+    assert pointer.generation == A and pointer.epoch > unconfirmed_pointer.epoch
 
 
-@pytest.mark.parametrize("before", ["record", "move"])
+@pytest.mark.parametrize("overtaken_method", ["record", "move"])
 def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over(
-    world, monkeypatch, before
+    world, monkeypatch, overtaken_method
 ):
     """Readers may have followed the other one: nothing that was noted earlier may lead them back."""
     world.publish(A, B)
     pages = world.pages()
     lose_redis(world)
-    where = world.releases if before == "record" else world.control
-    works = getattr(where, before)
+    where = world.releases if overtaken_method == "record" else world.control
+    works = getattr(where, overtaken_method)
     overtaken: list[Pointer | None] = []
 
     def overtake(*arguments, **options):
-        noted = works(*arguments, **options) if before == "record" else None
+        release_record = works(*arguments, **options) if overtaken_method == "record" else None
         if not overtaken:
             overtaken.append(None)
-            other, _, _ = restore(world.releases, attempt="other", chunk_bytes=1000)
-            overtaken[0] = other
-            if before == "record":
+            other_pointer, _, _ = restore(world.releases, attempt="other", chunk_bytes=1000)
+            overtaken[0] = other_pointer
+            if overtaken_method == "record":
                 world.client.delete(world.keys.live)  # a snapshot from in between
             else:
                 lose_redis(world)
-        return noted or works(*arguments, **options)
+        return release_record or works(*arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(where, before, overtake)
+        patched.setattr(where, overtaken_method, overtake)
         pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
-    other = overtaken[0]
-    assert other is not None and pointer.epoch > other.epoch and world.live() == pointer
+    other_pointer = overtaken[0]
+    assert (
+        other_pointer is not None
+        and pointer.epoch > other_pointer.epoch
+        and world.live() == pointer
+    )
     assert world.pages() == pages and world.control.rows()[B].state is State.LIVE
 
 
@@ -243,32 +250,34 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     path = generation_path(A, "manifest.json")
     released = world.store.read(path)
     assert all_releases(world.store)[0].manifest_sha256 == manifest_digest(released)
-    other = released.replace(b'"inputs_digest": ""', b'"inputs_digest": "x"')
-    assert other != released
-    world.store.write(path, other)
+    altered_manifest = released.replace(b'"inputs_digest": ""', b'"inputs_digest": "x"')
+    assert altered_manifest != released
+    world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
         world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     _, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert loaded == [B]
     world.store.write(path, released)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    world.store.write(path, other)
+    world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
         restore(world.releases, attempt="restore", chunk_bytes=1000)
 
 
-@pytest.mark.parametrize("left", [b"", b'{"format": 1,', b"[]"])
-def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(world, left):
+@pytest.mark.parametrize("truncated_manifest", [b"", b'{"format": 1,', b"[]"])
+def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
+    world, truncated_manifest
+):
     world.publish(A, B)
     path = generation_path(A, "manifest.json")
     released = world.store.read(path)
-    world.store.write(path, left)
+    world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
         world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     assert restore(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
     world.store.write(path, released)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    world.store.write(path, left)
+    world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
         restore(world.releases, attempt="restore", chunk_bytes=1000)
 
@@ -292,5 +301,5 @@ def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_the
     retire(world.releases, B, attempt="sweep")
     lose_redis(world)
     restore(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
-    states = {each: row.state for each, row in world.control.rows().items()}
+    states = {generation: row.state for generation, row in world.control.rows().items()}
     assert states == {B: State.RETIRED, C: State.SUPERSEDED, D: State.LIVE}

@@ -154,7 +154,7 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
 def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
     world.publish(A, B, C)
     world.control.set_row(A, Row(State.RETIRED, 0.0))
-    rows = {each: Row(State.REFUSED, 0.0) for each in (A, B)}
+    rows = {generation: Row(State.REFUSED, 0.0) for generation in (A, B)}
     epoch = world.live().epoch
 
     assert not world.control.mark(rows, expected_epoch=epoch - 1)
@@ -165,8 +165,8 @@ def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
         world.control.mark({C: rows[A]}, expected_epoch=epoch, unless="live")
     assert world.control.rows()[B].state is State.SUPERSEDED
     assert world.control.mark(rows, expected_epoch=epoch, unless="live")
-    found = world.control.rows()
-    assert (found[A].state, found[B].state) == (State.RETIRED, State.REFUSED)
+    rows_after = world.control.rows()
+    assert (rows_after[A].state, rows_after[B].state) == (State.RETIRED, State.REFUSED)
 
 
 def test_a_pointer_never_names_a_retired_generation_as_previous(world):
@@ -204,7 +204,7 @@ def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world,
 
     retire(world.releases, A, attempt="sweep")
 
-    actions = [each.action for each in all_releases(world.store) if each.generation == A]
+    actions = [release.action for release in all_releases(world.store) if release.generation == A]
     assert actions == ["abandon", "retire"]
     assert world.store.names("generations") == [B, D] and not pages_of(world, A)
     assert sweepable(world.releases, keep=1, grace_s=60) == []

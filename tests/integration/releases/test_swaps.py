@@ -52,13 +52,14 @@ class Callers:
 
     async def ask(self, connection: HttpConnection, number: int) -> None:
         """One request: mostly a batch of known users, now and then a stranger with a history."""
-        barred = set(self.barred)
-        history = [str(each) for each in self.rng.choice(self.items, 5)]
+        forbidden_generations = set(self.barred)
+        history = [str(item_id) for item_id in self.rng.choice(self.items, 5)]
         if number % 10 == 0:
             entities: list[dict[str, Any]] = [{"id": f"new-{number % 50}", "history": history}]
         else:
             entities = [
-                {"id": str(each)} for each in self.rng.choice(self.users, BATCH, replace=False)
+                {"id": str(user_id)}
+                for user_id in self.rng.choice(self.users, BATCH, replace=False)
             ]
         body = orjson.dumps({"entities": entities, "k": 20})
         status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
@@ -70,22 +71,26 @@ class Callers:
             return
         answers = orjson.loads(raw)["answers"]
         self.entities += len(entities)
-        found = {answer["generation"] for answer in answers if answer["source"] != "previous"}
-        if len(found) > 1 or len(answers) != len(entities):
-            self.wrong.append(f"{len(answers)} answers from {found}")
+        answering_generations = {
+            answer["generation"] for answer in answers if answer["source"] != "previous"
+        }
+        if len(answering_generations) > 1 or len(answers) != len(entities):
+            self.wrong.append(f"{len(answers)} answers from {answering_generations}")
         for entity, answer in zip(entities, answers, strict=False):
-            self._judge(entity, answer, barred)
+            self._judge(entity, answer, forbidden_generations)
 
-    async def reach(self, done: int) -> None:
+    async def reach(self, request_count: int) -> None:
         """Wait until so many requests were answered."""
         async with self._progress:
-            await self._progress.wait_for(lambda: self.done >= done)
+            await self._progress.wait_for(lambda: self.done >= request_count)
 
-    def _judge(self, entity: dict[str, Any], answer: dict[str, Any], barred: set[str]) -> None:
+    def _judge(
+        self, entity: dict[str, Any], answer: dict[str, Any], forbidden_generations: set[str]
+    ) -> None:
         generation, items = answer["generation"], tuple(answer["items"])
         self.sources[answer["source"]] += 1
         self.generations[generation] += 1
-        if generation in barred:
+        if generation in forbidden_generations:
             self.wrong.append(f"{entity['id']} answered from {generation}, which was rolled back")
         if "history" in entity:
             if set(entity["history"]).intersection(items):
@@ -100,8 +105,8 @@ def cuts(count: int) -> list[str]:
     """So many moments after the first night's, in order."""
     first, last = datetime.fromisoformat(UNTIL), datetime.fromisoformat(NEXT)
     return [
-        (first + timedelta(seconds=(last - first).total_seconds() * each / count)).isoformat()
-        for each in range(1, count + 1)
+        (first + timedelta(seconds=(last - first).total_seconds() * step / count)).isoformat()
+        for step in range(1, count + 1)
     ]
 
 
@@ -118,12 +123,15 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     live = publish_night(config, UNTIL)
     coming = [build_verified(config, cut, pinned=True) for cut in cuts(moves.count("P"))]
     users = sorted(histories(config))
-    expected = {each: top_lists(config, each, users) for each in (live, *coming)}
+    expected = {generation: top_lists(config, generation, users) for generation in (live, *coming)}
     assert all(
-        one != two for one, two in itertools.pairwise(expected[each] for each in (live, *coming))
+        previous_lists != two
+        for previous_lists, two in itertools.pairwise(
+            expected[generation] for generation in (live, *coming)
+        )
     )
     rng = np.random.default_rng(SEED)
-    items = sorted({item for seen in histories(config).values() for item in seen})
+    items = sorted({item for history in histories(config).values() for item in history})
     callers = Callers(expected, users, items, rng)
     service = ServiceProcess(tmp_path / "service.log", environment(config, **PATIENT_ENVIRON))
     with service:
@@ -141,13 +149,13 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
         queue = iter(coming)
         for number, move in enumerate(moves, start=1):
             if move == "P":
-                before, live = live, next(queue)
+                previous_live, live = live, next(queue)
                 await asyncio.to_thread(publish, config, live, verify_again=True)
             else:
-                before, live = live, await asyncio.to_thread(roll_back, config)
+                previous_live, live = live, await asyncio.to_thread(roll_back, config)
             followed.append(await follows(service.url, live))
             if move == "R":
-                callers.barred.add(before)
+                callers.barred.add(previous_live)
             await callers.reach(requests * number // len(moves))
         finished.set()
         await asyncio.gather(*callings)

@@ -27,59 +27,59 @@ def asked(night: NightConfig) -> list[str]:
     rng = np.random.default_rng(0)
     users = [*sorted(histories(night)), *(f"nobody-{number}" for number in range(20))]
     weights = 1 / rng.permutation(np.arange(1, len(users) + 1)) ** 0.8
-    return [str(each) for each in rng.choice(users, READS, p=weights / weights.sum())]
+    return [str(user_id) for user_id in rng.choice(users, READS, p=weights / weights.sum())]
 
 
-async def look_up(app: Running, asked: list[str]) -> float:
+async def look_up(app: Running, user_ids: list[str]) -> float:
     """The share of these reads that L1 answered, over all requests."""
     counters = app.service.tiers.counters
     counters.flush()
-    before = dataclasses.replace(counters)
-    total = before.total
-    for start in range(0, len(asked), 25):
-        for user in asked[start : start + 15]:
+    counters_before = dataclasses.replace(counters)
+    total = counters_before.total
+    for start in range(0, len(user_ids), 25):
+        for user in user_ids[start : start + 15]:
             await app.get(f"/v1/lookup/user_topk/{user}", k=10)
-        entities = [{"id": user} for user in dict.fromkeys(asked[start + 15 : start + 25])]
+        entities = [{"id": user} for user in dict.fromkeys(user_ids[start + 15 : start + 25])]
         await app.post("/v1/lookup/user_topk", {"entities": entities})
     counters.flush()
-    return (counters.l1 - before.l1) / (counters.total - total)
+    return (counters.l1 - counters_before.l1) / (counters.total - total)
 
 
 async def told(app: Running) -> dict[str, float]:
     """The advisor's word once it has seen all that was read."""
-    seen: list[dict[tuple[str, ...], float]] = []
+    readings: list[dict[tuple[str, ...], float]] = []
 
     async def is_done() -> bool:
-        seen.append(await app.counted("larder_l1_predicted_hit_ratio"))
+        readings.append(await app.counted("larder_l1_predicted_hit_ratio"))
         # A step counts its reads first, and takes a part of them in each turn of the loop.
         return (
-            bool(seen[-1])
-            and len(seen) > 1
-            and seen[-1] == seen[-2]
+            bool(readings[-1])
+            and len(readings) > 1
+            and readings[-1] == readings[-2]
             and not app.service.tiers.trace
         )
 
     assert await eventually(is_done)
-    return {size: value for (size,), value in seen[-1].items()}
+    return {size: value for (size,), value in readings[-1].items()}
 
 
 async def test_its_prediction_is_what_l1_of_that_size_does(
     night: NightConfig, asked: list[str]
 ) -> None:
-    done: dict[str, float] = {}
+    measured_by_size: dict[str, float] = {}
     predicted: dict[str, float] = {}
     for size, times in (("half", 0.5), ("now", 1.0), ("double", 2.0)):
         async with serving(night, l1_bytes=int(L1_BYTES * times)) as app:
-            done[size] = await look_up(app, asked)
+            measured_by_size[size] = await look_up(app, asked)
             if size == "now":
                 predicted = await told(app)
                 advice = app.service.dashboard.advisor()
     assert advice is not None and advice["sampling_rate"] == 1.0
     assert advice["sentence"].startswith("L1 of 117 KiB gives ")
-    assert predicted["now"] == pytest.approx(done["now"], abs=0.03)
-    assert predicted["double"] == pytest.approx(done["double"], abs=0.04)
+    assert predicted["now"] == pytest.approx(measured_by_size["now"], abs=0.03)
+    assert predicted["double"] == pytest.approx(measured_by_size["double"], abs=0.04)
     # Ready answers that a smaller L1 would have lost are in the sample beside their records.
-    assert predicted["half"] == pytest.approx(done["half"], abs=0.08)
+    assert predicted["half"] == pytest.approx(measured_by_size["half"], abs=0.08)
 
 
 async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
@@ -91,7 +91,7 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
     next_ = await asyncio.to_thread(build_verified, night, later)
     async with serving(night, l1_bytes=4 << 20) as app:
         await look_up(app, users * 3)
-        before = await told(app)
+        ratios_before = await told(app)
         await asyncio.to_thread(publish, night, next_)
 
         async def is_flipped() -> bool:
@@ -104,7 +104,7 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
         keys = (await app.counted("larder_l1_advisor_sampled_keys"))[()]
 
     # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
-    assert after["now"] == pytest.approx(before["now"], abs=0.1)
+    assert after["now"] == pytest.approx(ratios_before["now"], abs=0.1)
     assert len(users) <= keys <= 3 * len(users)
 
 

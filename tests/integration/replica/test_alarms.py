@@ -167,9 +167,11 @@ def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_i
         assert server.ask("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
         assert server.fired() - PACE == {"LarderQualityDrift"}
         # What the runbook says to look at.
-        (up,) = server.ask("up")
-        asked = f"http://{up['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
-        assert httpx.get(asked).json()["page"]["state"] == "damaged"
+        (up_series,) = server.ask("up")
+        explain_url = (
+            f"http://{up_series['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
+        )
+        assert httpx.get(explain_url).json()["page"]["state"] == "damaged"
 
         roll_back(night)
         over = until(

@@ -38,8 +38,10 @@ NOT_LOOPS = ("Server.serve", "LifespanOn.main")
 class Replica:
     """A service on a socket of its own, in this process, with an arm of an experiment beside its own namespace."""
 
-    def __init__(self, night: NightConfig, front: Front, others: set[asyncio.Task[Any]]) -> None:
-        self.night, self.front, self._others = night, front, others
+    def __init__(
+        self, night: NightConfig, front: Front, foreign_tasks: set[asyncio.Task[Any]]
+    ) -> None:
+        self.night, self.front, self._others = night, front, foreign_tasks
 
     @property
     def service(self) -> Service:
@@ -57,34 +59,34 @@ class Replica:
 
     def other_tasks(self) -> set[str]:
         """Names of coroutines that run as tasks of the service, and are neither loops nor uvicorn's own."""
-        known = {loop.task for loop in self.loops.running} | {asyncio.current_task()}
-        tasks = asyncio.all_tasks() - self._others - known
+        excluded_tasks = {loop.task for loop in self.loops.running} | {asyncio.current_task()}
+        tasks = asyncio.all_tasks() - self._others - excluded_tasks
         names = {getattr(task.get_coro(), "__qualname__", repr(task)) for task in tasks}
         return {name for name in names if name not in NOT_LOOPS}
 
 
 @pytest.fixture
 async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
-    own, other = await asyncio.to_thread(arms, tmp_path / "night", redis_url)
-    _start_experiment(own, other)
+    service_night, arm_night = await asyncio.to_thread(arms, tmp_path / "night", redis_url)
+    _start_experiment(service_night, arm_night)
     tokens = TokenPlace(tmp_path / "tokens.json")
     tokens.add("ana")
     tls = Authority.made(tmp_path / "tls").signed("replica")
     config = settings(
-        own, tokens_file=str(tokens.path), tls_certificate=str(tls.certificate),
+        service_night, tokens_file=str(tokens.path), tls_certificate=str(tls.certificate),
         tls_key=str(tls.key), events=EventsConfig(enabled=True), near={"user_topk": NearConfig()},
         **PATIENT,
     )  # fmt: skip
-    others = asyncio.all_tasks()
+    foreign_tasks = asyncio.all_tasks()
     front, is_serving = create_app(config), asyncio.Event()
     server = make_server(front, config, "warning", is_serving.set)
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server._serve([listener]), name="server")
-    others.add(serving)
+    foreign_tasks.add(serving)
     try:
         async with asyncio.timeout(60):
             await is_serving.wait()
-        replica = Replica(own, front, others)
+        replica = Replica(service_night, front, foreign_tasks)
         assert await eventually(replica.holds_arm)
         yield replica
     finally:
@@ -93,9 +95,12 @@ async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
         listener.close()
 
 
-def _start_experiment(own: NightConfig, other: NightConfig) -> None:
-    named = (ArmOption("control", own.namespace, 0.5), ArmOption("b", other.namespace, 0.5))
-    changes.start(own, ExperimentOption(own.namespace, "one", named, 0.6))
+def _start_experiment(service_night: NightConfig, arm_night: NightConfig) -> None:
+    named = (
+        ArmOption("control", service_night.namespace, 0.5),
+        ArmOption("b", arm_night.namespace, 0.5),
+    )
+    changes.start(service_night, ExperimentOption(service_night.namespace, "one", named, 0.6))
 
 
 async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(
@@ -114,11 +119,13 @@ async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: 
     assert {loop.name for loop in loops} == NAMES
 
     for loop in loops:
-        before = loop.turns
+        iterations_before = loop.turns
         await _plant_error(loop)
 
-        async def goes_on(loop: BackgroundLoop = loop, before: int = before) -> bool:
-            return loop.turns > before or loop.task.done()
+        async def goes_on(
+            loop: BackgroundLoop = loop, iterations_before: int = iterations_before
+        ) -> bool:
+            return loop.turns > iterations_before or loop.task.done()
 
         assert await eventually(goes_on), f"{loop.name} neither ended nor began another turn"
         assert not loop.task.done(), f"{loop.name} ended"
@@ -147,12 +154,12 @@ async def _plant_error(loop: BackgroundLoop) -> None:
 async def _assert_work_goes_on(replica: Replica) -> None:
     """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
     arms_held = replica.service.experiments._arms
-    shelves = [each.follower.shelf for each in (replica.service, *arms_held.services)]
+    shelves = [service.follower.shelf for service in (replica.service, *arms_held.services)]
     assert len(shelves) == 2
     await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])
 
     async def is_blocked() -> bool:
-        return all(b"planted" in shelf.blocklist.items for shelf in shelves)
+        return all(b"planted" in holder.blocklist.items for holder in shelves)
 
     assert await eventually(is_blocked)
 

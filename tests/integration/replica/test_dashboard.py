@@ -32,7 +32,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 def told(*texts: str) -> dict[str, Any]:
     """Totals of what several `/metrics` say."""
-    answers, misses, others = Counter[str](), Counter[str](), Counter[str]()
+    answers, misses, totals = Counter[str](), Counter[str](), Counter[str]()
     for text in texts:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -43,11 +43,11 @@ def told(*texts: str) -> dict[str, Any]:
                     case "larder_misses_total":
                         misses[sample.labels["reason"]] += n
                     case "larder_entities_total":
-                        others["entities"] += n
+                        totals["entities"] += n
                     case "larder_requests_total":
-                        others["requests"] += n
+                        totals["requests"] += n
     return {
-        "requests": others["requests"], "entities": others["entities"],
+        "requests": totals["requests"], "entities": totals["entities"],
         "answers": {source: answers[source] for source in SOURCES}, "misses": dict(misses),
     }  # fmt: skip
 
@@ -79,32 +79,35 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
             ask(url, users)
         expected = told(*(httpx.get(f"{url}/metrics").text for url in urls))
 
-        def seen(url: str) -> dict[str, Any]:
-            found: dict[str, Any] = httpx.get(f"{url}/dashboard/data").json()
-            return found
+        def fetch_dashboard(url: str) -> dict[str, Any]:
+            document: dict[str, Any] = httpx.get(f"{url}/dashboard/data").json()
+            return document
 
         def is_whole(url: str) -> bool:
-            body = seen(url)
+            body = fetch_dashboard(url)
             return bool(body["whole"] and body["totals"] == expected and len(body["replicas"]) == 2)
 
         for url in urls:
-            assert until(functools.partial(is_whole, url)), (seen(url)["totals"], expected)
-        body = seen(pair)
-        assert sorted(each["workers"] for each in body["replicas"]) == [1, 2]
-        assert {each["generation"] for each in body["replicas"]} == {
+            assert until(functools.partial(is_whole, url)), (
+                fetch_dashboard(url)["totals"],
+                expected,
+            )
+        body = fetch_dashboard(pair)
+        assert sorted(replica["workers"] for replica in body["replicas"]) == [1, 2]
+        assert {replica["generation"] for replica in body["replicas"]} == {
             body["generations"][0]["generation"]
         }
-        assert all(each["ready"] for each in body["replicas"])
+        assert all(replica["ready"] for replica in body["replicas"])
         assert sum(body["breakers"].values()) == 3 == body["breakers"]["closed"]
         assert sum(expected["answers"].values()) == expected["entities"] == 2 * (30 + 1 + 7)
         assert body["redis"]["used_bytes"] > 0 and body["l1"]["entries"] > 0
 
         def drawn() -> bool:
-            series = seen(urls[0])["series"]
+            series = fetch_dashboard(urls[0])["series"]
             return bool(sum(series["requests"]) == expected["requests"])
 
         assert until(drawn, 3 * BIN_S)
-        series = seen(urls[1])["series"]
+        series = fetch_dashboard(urls[1])["series"]
         assert {source: sum(series["answers"][source]) for source in SOURCES} == expected["answers"]
         assert {reason: sum(n) for reason, n in series["misses"].items()} == expected["misses"]
         assert any(p99 for p99 in series["seconds"]["l2"]["p99"])
@@ -143,15 +146,15 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
     async with (
         FaultProxy(own_redis.url) as proxy,
         serving(night, dashboard_s=0.1, redis_url=proxy.url) as cut_off,
-        serving(night, dashboard_s=0.1) as other,
+        serving(night, dashboard_s=0.1) as connected_app,
     ):
         await cut_off.get("/v1/lookup/user_topk/nobody")
-        await other.get("/v1/lookup/user_topk/nobody")
+        await connected_app.get("/v1/lookup/user_topk/nobody")
 
         async def is_whole(app: Running, entities: int) -> bool:
             body = await data(app)
-            counted = body["totals"]["entities"], sum(body["lately"]["answers"].values())
-            return bool(body["whole"]) and counted == (entities, entities)
+            entity_counts = body["totals"]["entities"], sum(body["lately"]["answers"].values())
+            return bool(body["whole"]) and entity_counts == (entities, entities)
 
         assert await eventually(lambda: is_whole(cut_off, 2))
         proxy.set(fault)
@@ -175,7 +178,7 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
 
         # Both have told their bins once more.
         assert await eventually(lambda: is_whole(cut_off, 3), 20)
-        assert await eventually(lambda: is_whole(other, 3), 20)
+        assert await eventually(lambda: is_whole(connected_app, 3), 20)
 
 
 async def test_generations_and_the_night_are_told_with_state_gates_size_and_times(
@@ -189,10 +192,10 @@ async def test_generations_and_the_night_are_told_with_state_gates_size_and_time
     users, items = len(histories(night)), 60
     assert generation["records"] == 3 * users + 2 * items
     assert generation["bytes"] > 1_000 and generation["epoch"] > 0
-    assert {each["verdict"] for each in generation["gates"]} == {"passed"}
+    assert {gate["verdict"] for gate in generation["gates"]} == {"passed"}
     (last,) = body["nights"]
     assert last["generation"] == generation["generation"] and last["outcome"] == "published"
-    assert [each["step"] for each in last["steps"]] == [
+    assert [step["step"] for step in last["steps"]] == [
         "begin", "embed_items", "score", "assemble", "index", "quantize", "load", "verify",
         "publish", "warm",
     ]  # fmt: skip
@@ -205,7 +208,7 @@ async def test_the_data_are_guarded_not_counted_and_can_be_switched_off(night: N
         refused = await app.http.get("/dashboard/data")
         answered = await app.http.get("/dashboard/data", headers={"Authorization": "Bearer secret"})
         document = (await app.http.get("/openapi.json")).json()
-        counted = await app.counted("larder_requests_total")
+        request_counts = await app.counted("larder_requests_total")
     async with serving(night, dashboard_s=0.0) as app:
         off = await app.http.get("/dashboard/data")
 
@@ -215,4 +218,4 @@ async def test_the_data_are_guarded_not_counted_and_can_be_switched_off(night: N
     described = document["paths"]["/dashboard/data"]["get"]["responses"]["200"]["content"]
     properties = resolved(document, described["application/json"]["schema"])["properties"]
     assert set(answered.json()) == set(properties)
-    assert counted == {}
+    assert request_counts == {}

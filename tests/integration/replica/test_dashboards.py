@@ -44,23 +44,23 @@ QUERIES = {
     target["expr"]: f"{board['title']}: {panel['title']}"
     for board in BOARDS for panel in board["panels"] for target in panel.get("targets", ())
 } | {
-    each["expr"]: f"{board['title']}: annotation {each['name']}"
-    for board in BOARDS for each in board["annotations"]["list"]
+    annotation["expr"]: f"{board['title']}: annotation {annotation['name']}"
+    for board in BOARDS for annotation in board["annotations"]["list"]
 } | {
-    VARIABLE.sub(r"count by (\2) (\1)", each["definition"]): f"{board['title']}: variable {each['name']}"
-    for board in BOARDS for each in board["templating"]["list"]
+    VARIABLE.sub(r"count by (\2) (\1)", variable["definition"]): f"{board['title']}: variable {variable['name']}"
+    for board in BOARDS for variable in board["templating"]["list"]
 }  # fmt: skip
 """Queries by what shows them; a variable's values are what its label has."""
 
 
 def without_data(server: Prometheus) -> list[str]:
     """Panels, annotations and variables whose query finds nothing, or no number."""
-    found = []
-    for query, shown in sorted(QUERIES.items()):
-        asked = query.replace("$__rate_interval", RATE_INTERVAL).replace("$table", ".*")
-        if all(math.isnan(float(each["value"][1])) for each in server.ask(asked)):
-            found.append(f"{shown}: {query}")
-    return found
+    queries_without_data = []
+    for query, element_name in sorted(QUERIES.items()):
+        expanded_query = query.replace("$__rate_interval", RATE_INTERVAL).replace("$table", ".*")
+        if all(math.isnan(float(series["value"][1])) for series in server.ask(expanded_query)):
+            queries_without_data.append(f"{element_name}: {query}")
+    return queries_without_data
 
 
 def later(config: NightConfig, minutes: int) -> str:

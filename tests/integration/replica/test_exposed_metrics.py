@@ -21,7 +21,7 @@ def read_series() -> set[str]:
     rules = [
         yaml.safe_load(file.read_text()) for file in (INFRA / "prometheus/rules").glob("*.yml")
     ]
-    groups: list[Any] = [group for each in rules for group in each["groups"]]
+    groups: list[Any] = [group for rule_file in rules for group in rule_file["groups"]]
     queries = [rule["expr"] for group in groups for rule in group["rules"]]
     panels = [panel for board in BOARDS for panel in board["panels"]]
     queries += [target["expr"] for panel in panels for target in panel.get("targets", ())]
@@ -49,14 +49,14 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
 
         assert await eventually(measured)
         text = (await app.http.get("/metrics")).text
-        held = await app.counted("larder_generation_info")
+        generation_infos = await app.counted("larder_generation_info")
         steps = await app.counted("larder_night_step_seconds")
 
     named = dict(re.findall(r"^# TYPE (larder_\w+) (\w+)$", text, re.MULTILINE))
     suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
     exposed = {name + end for name, kind in named.items() for end in suffixes.get(kind, ("",))}
     assert read_series() <= exposed
-    assert {role for _, role in held} == {"live", "previous"}
+    assert {role for _, role in generation_infos} == {"live", "previous"}
     assert {step for (step,) in steps} == {
         "begin", "embed_items", "score", "index", "quantize", "load", "verify",
     }  # fmt: skip

@@ -20,14 +20,20 @@ async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
     live = publish_night(config, UNTIL)
     users = sorted(histories(config))
-    items = sorted({item for seen in histories(config).values() for item in seen})
-    seen = Seen({live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED))
-    async with ordeal(config, tmp_path, seen) as service:
+    items = sorted({item for history in histories(config).values() for item in history})
+    answer_judge = Seen(
+        {live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED)
+    )
+    async with ordeal(config, tmp_path, answer_judge) as service:
         late = []
         for trouble in TROUBLES:
-            before = dict(seen.sources)
+            sources_before = dict(answer_judge.sources)
             print(await service.endure(trouble, requests=REQUESTS, seconds=SECONDS))
-            fresh = {name for name in seen.sources if seen.sources[name] > before.get(name, 0)}
+            fresh = {
+                name
+                for name in answer_judge.sources
+                if answer_judge.sources[name] > sources_before.get(name, 0)
+            }
 
             if trouble == Trouble("slow"):  # slower than usual, and still well within a read's time
                 assert "l2" in fresh
@@ -40,8 +46,8 @@ async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
             assert await service.recovered()
 
         counts = await service.counts()
-        assert seen.wrong == []
-        assert seen.requests > REQUESTS * len(TROUBLES)
-        assert {"l1", "l2", "live", "default"} <= set(seen.sources)
-        assert counts.disagreements(seen.sources, seen.entities) == []
+        assert answer_judge.wrong == []
+        assert answer_judge.requests > REQUESTS * len(TROUBLES)
+        assert {"l1", "l2", "live", "default"} <= set(answer_judge.sources)
+        assert counts.disagreements(answer_judge.sources, answer_judge.entities) == []
         assert late == []

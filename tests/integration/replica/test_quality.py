@@ -50,34 +50,34 @@ def quality(app: Running) -> QualityMonitor:
 
 
 def told(app: Running) -> dict[str, Any]:
-    found = quality(app).told()
-    assert found is not None
-    return found
+    report = quality(app).told()
+    assert report is not None
+    return report
 
 
 def samples(app: Running, table: str) -> int:
     by = (quality(app).told() or {"by": ()})["by"]
-    return sum(each["samples"] for each in by if each["table"] == table)
+    return sum(group["samples"] for group in by if group["table"] == table)
 
 
 async def ask(app: Running, table: str, ids: list[str], **options: Any) -> list[dict[str, Any]]:
-    body = {"entities": [{"id": each} for each in ids], **options}
+    body = {"entities": [{"id": entity_id} for entity_id in ids], **options}
     answers: list[dict[str, Any]] = (await app.post(f"/v1/lookup/{table}", body))["answers"]
     return answers
 
 
-async def sampled(app: Running, table: str, least: int) -> bool:
-    return await eventually(lambda: _has(app, table, least), 30.0)
+async def sampled(app: Running, table: str, samples_min: int) -> bool:
+    return await eventually(lambda: _has(app, table, samples_min), 30.0)
 
 
-async def _has(app: Running, table: str, least: int) -> bool:
-    return samples(app, table) >= least
+async def _has(app: Running, table: str, samples_min: int) -> bool:
+    return samples(app, table) >= samples_min
 
 
 async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: NightConfig) -> None:
     users = sorted(histories(sound))
     async with serving(sound, **ALL) as app:
-        items = [each["items"][0] for each in await ask(app, "user_topk", users[:40], k=50)]
+        items = [answer["items"][0] for answer in await ask(app, "user_topk", users[:40], k=50)]
         for table, ids in (
             ("user_topk", users[40:100]),
             ("user_vector", users[:30]),
@@ -87,18 +87,20 @@ async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: Ni
         ):
             await ask(app, table, ids)
             assert await sampled(app, table, 20)
-        found = told(app)
+        report = told(app)
         text = await app.counted("larder_quality_samples_total")
         drift = await app.counted("larder_quality_drift")
 
-    by = {(each["table"], each["source"]): each for each in found["by"]}
+    by = {(group["table"], group["source"]): group for group in report["by"]}
     assert {table for table, _ in by} == set(sound.tables)
-    assert found["samples"] == sum(each["samples"] for each in found["by"]) == sum(text.values())
-    assert found["overlap"]["low"] <= found["overlap"]["mean"] <= found["overlap"]["high"]
-    assert found["overlap"]["mean"] > 0.9 and found["score_error"]["mean"] < 0.1
-    assert not found["drift"] and "came out the same" in found["sentence"]
+    assert (
+        report["samples"] == sum(group["samples"] for group in report["by"]) == sum(text.values())
+    )
+    assert report["overlap"]["low"] <= report["overlap"]["mean"] <= report["overlap"]["high"]
+    assert report["overlap"]["mean"] > 0.9 and report["score_error"]["mean"] < 0.1
+    assert not report["drift"] and "came out the same" in report["sentence"]
     assert set(drift.values()) == {0.0}
-    assert all(each["age_s"] > 0 for each in found["by"])
+    assert all(group["age_s"] > 0 for group in report["by"])
 
 
 async def test_every_way_of_asking_is_sampled_and_says_what_it_was(night: NightConfig) -> None:
@@ -113,14 +115,14 @@ async def test_every_way_of_asking_is_sampled_and_says_what_it_was(night: NightC
         body = {"entities": [{"id": "stranger", "history": list(history)}]}
         await app.post("/v1/lookup/user_topk", body)
         assert await sampled(app, "user_topk", 44)
-        found = told(app)
+        report = told(app)
 
     by: dict[tuple[str, str], int] = {}
-    for each in found["by"]:
-        key = each["source"], each["producer"]
-        by[key] = by.get(key, 0) + each["samples"]
+    for group in report["by"]:
+        key = group["source"], group["producer"]
+        by[key] = by.get(key, 0) + group["samples"]
     assert by == {("l2", "batch"): 20, ("l1", "batch"): 23, ("live", "live"): 1}
-    (live,) = (each for each in found["by"] if each["producer"] == "live")
+    (live,) = (group for group in report["by"] if group["producer"] == "live")
     assert live["exact"]["rate"] == 1.0 and live["band"] == "1-9" and live["age_s"] == 0.0
 
 
@@ -136,12 +138,12 @@ async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of
 
         answers = await ask(app, "user_topk", users[:WITHIN])
 
-        assert {each["source"] for each in answers} == {"l2"}
+        assert {answer["source"] for answer in answers} == {"l2"}
         assert await sampled(app, "user_topk", WITHIN)
-        found = told(app)
+        report = told(app)
         drift = await app.counted("larder_quality_drift")
-    assert found["drift"] and found["drifted"] == ["user_topk"]
-    assert "restore" in found["sentence"]
+    assert report["drift"] and report["drifted"] == ["user_topk"]
+    assert "restore" in report["sentence"]
     assert [table for (table,), value in drift.items() if value] == ["user_topk"]
 
 
@@ -155,20 +157,20 @@ async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vai
         await ask(first, "user_topk", ["stranger", "other"])
         await ask(second, "user_topk", ["stranger"])
 
-        async def whole() -> bool:
-            parts = [told(each) for each in (first, second)]
+        async def is_report_complete() -> bool:
+            parts = [told(app) for app in (first, second)]
             read = await first.counted("larder_table_read_records")
             return (
-                all(each["samples"] == 80 and each["worklist"] == 2 for each in parts)
+                all(report["samples"] == 80 and report["worklist"] == 2 for report in parts)
                 and abs(read["user_topk",] - 60) <= 1
             )
 
-        assert await eventually(whole, 30.0)
-        found = told(second)
+        assert await eventually(is_report_complete, 30.0)
+        report = told(second)
         records = await second.counted("larder_table_records")
-        assert found["read_share"] == pytest.approx(60 / sum(records.values()), abs=0.01)
+        assert report["read_share"] == pytest.approx(60 / sum(records.values()), abs=0.01)
         size = sum((await second.counted("larder_table_bytes")).values())
-        assert found["hits_per_gb"] == pytest.approx(80 / size * 1e9)
+        assert report["hits_per_gb"] == pytest.approx(80 / size * 1e9)
     with redis.Redis.from_url(str(night.redis_url)) as client:
         keys = Keyspace(night.namespace)
         assert client.hgetall(keys.quality) == {}
@@ -180,16 +182,16 @@ async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> N
     async with serving(sound, **ALL) as app:
         await ask(app, "user_topk", users[:5])
         assert await sampled(app, "user_topk", 5)
-        told_ = quality(app)._told
+        shared_report = quality(app)._told
 
-        async def away(*_command: object) -> None:
+        async def raise_unavailable(*_command: object) -> None:
             raise TierUnavailable("gone", reason="connection")
 
-        told_._control.ask = away  # type: ignore[method-assign]
-        await told_.report()
+        shared_report._control.ask = raise_unavailable  # type: ignore[method-assign]
+        await shared_report.report()
 
-        found = told(app)
-    assert found["samples"] == 5 and found["worklist"] is None
+        report = told(app)
+    assert report["samples"] == 5 and report["worklist"] is None
 
 
 async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first(
@@ -198,25 +200,25 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
     users = sorted(histories(sound))
     async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
         loop, sampler = asyncio.get_running_loop(), quality(app)._sampler
-        began = loop.time()
+        started_at = loop.time()
         await ask(app, "user_topk", users[:100])
         assert await eventually(lambda: _spent(app, 3))
         spent = (await app.counted("larder_quality_cpu_seconds_total"))[()]
-        lasted = loop.time() - began
+        lasted = loop.time() - started_at
         # One judgement may begin before its pause is known.
         assert spent <= 0.02 * lasted + 0.1
 
         sampler.is_busy = lambda: True
-        left = len(app.service.ladder.watch.picks)
+        waiting_count = len(app.service.ladder.watch.picks)
         await sampler.step()
 
         skipped = await app.counted("larder_quality_skipped_total")
-        assert left and skipped["overload",] >= left
+        assert waiting_count and skipped["overload",] >= waiting_count
         assert len(app.service.ladder.watch.picks) == 0
 
 
-async def _spent(app: Running, least: int) -> bool:
-    return sum((await app.counted("larder_quality_samples_total")).values()) >= least
+async def _spent(app: Running, samples_min: int) -> bool:
+    return sum((await app.counted("larder_quality_samples_total")).values()) >= samples_min
 
 
 def test_the_probe_holds_what_the_night_computed_from(sound: NightConfig) -> None:
@@ -224,12 +226,12 @@ def test_the_probe_holds_what_the_night_computed_from(sound: NightConfig) -> Non
     manifest, root = open_generation(sound.store(), generation)
     items = ItemTable.open(root, manifest)
     probe = Probe.open(root / manifest.facts[FACT]["path"], items)
-    known = histories(sound)
-    seed, found = manifest.entity_sets["user"].seed, 0
-    for user, items_ in known.items():
-        each = probe.of(hash_id(user.encode(), seed))
-        if each is not None:
-            found += 1
-            assert set(each.history or ()) == {item.encode() for item in items_}
-    assert found == len(probe) == manifest.entity_sets["user"].count
+    history_by_user = histories(sound)
+    seed, probed_count = manifest.entity_sets["user"].seed, 0
+    for user, items_ in history_by_user.items():
+        live_input = probe.of(hash_id(user.encode(), seed))
+        if live_input is not None:
+            probed_count += 1
+            assert set(live_input.history or ()) == {item.encode() for item in items_}
+    assert probed_count == len(probe) == manifest.entity_sets["user"].count
     assert probe.of(0) is None

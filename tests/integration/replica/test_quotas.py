@@ -27,10 +27,12 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     return build_night(tmp_path_factory.mktemp("night"), redis_url, users=60, items=40)
 
 
-def settings(night: NightConfig, place: TokenPlace, folder: Path, workers: int) -> dict[str, str]:
+def settings(
+    night: NightConfig, token_file: TokenPlace, folder: Path, workers: int
+) -> dict[str, str]:
     return environment(
         night, folder / "state", REDIS_URL=str(night.redis_url), LARDER_WORKERS=str(workers),
-        LARDER_TOKENS_FILE=str(place.path),
+        LARDER_TOKENS_FILE=str(token_file.path),
     )  # fmt: skip
 
 
@@ -43,12 +45,12 @@ class Callers:
         self.refused: list[float] = []
         self._until = time.monotonic() + SECONDS
         self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
 
     def _ask(self) -> None:
         with socket.create_connection(self._where) as connection:
@@ -77,9 +79,9 @@ def _status(connection: socket.socket) -> int:
 def test_four_workers_let_through_what_one_quota_has_within_a_percent(
     night: NightConfig, tmp_path: Path, kind: str, entities: int
 ) -> None:
-    place = TokenPlace(tmp_path / "tokens.json")
+    token_file = TokenPlace(tmp_path / "tokens.json")
     limit = PER_S * entities
-    header = place.add("shop", "read", **{kind: limit})["Authorization"]
+    header = token_file.add("shop", "read", **{kind: limit})["Authorization"]
     users = sorted(histories(night))[:entities]
     if entities == 1:
         request = (
@@ -92,7 +94,7 @@ def test_four_workers_let_through_what_one_quota_has_within_a_percent(
             f"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: {header}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         )
-    with started(settings(night, place, tmp_path, WORKERS), tmp_path / "log") as (_, url):
+    with started(settings(night, token_file, tmp_path, WORKERS), tmp_path / "log") as (_, url):
         parts = urlsplit(url)
         callers = Callers(12, request.encode(), (str(parts.hostname), int(parts.port or 0)))
         callers.wait()
@@ -104,23 +106,30 @@ def test_four_workers_let_through_what_one_quota_has_within_a_percent(
     assert lasted_s > SECONDS - 1 and len(callers.refused) > PER_S
     assert abs(len(through) - promised) <= 0.01 * promised, (len(through), promised)
     # After the first burst every second has its share: no worker keeps one to itself.
-    steady = [each for each in through if each > through[0] + 1.5]
+    steady = [answered_at for answered_at in through if answered_at > through[0] + 1.5]
     assert abs(len(steady) - PER_S * (steady[-1] - steady[0])) <= 0.02 * len(steady)
-    asked = {line for line in text.splitlines() if line.startswith("larder_token_requests_total{")}
-    assert sum(not each.endswith(" 0.0") for each in asked) >= 2  # several workers took part
+    counter_lines = {
+        line for line in text.splitlines() if line.startswith("larder_token_requests_total{")
+    }
+    assert (
+        sum(not line.endswith(" 0.0") for line in counter_lines) >= 2
+    )  # several workers took part
 
 
 def test_what_a_killed_worker_had_in_flight_is_free_again(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    place = TokenPlace(tmp_path / "tokens.json")
-    header = place.add("narrow", "read", in_flight=2)["Authorization"]
+    token_file = TokenPlace(tmp_path / "tokens.json")
+    header = token_file.add("narrow", "read", in_flight=2)["Authorization"]
     head = (
         f"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: {header}\r\n"
         "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
     ).encode()
     more = {"LARDER_BODY_TIMEOUT_S": "300"}
-    with started(settings(night, place, tmp_path, 2) | more, tmp_path / "log") as (process, url):
+    with started(settings(night, token_file, tmp_path, 2) | more, tmp_path / "log") as (
+        process,
+        url,
+    ):
         parts, pid = urlsplit(url), process.pid
         path = f"{url}/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
 
@@ -131,9 +140,9 @@ def test_what_a_killed_worker_had_in_flight_is_free_again(
                 return 0
 
         assert status() == 200
-        held = [socket.create_connection((parts.hostname, parts.port)) for _ in range(2)]
-        for each in held:
-            each.sendall(head)
+        connections = [socket.create_connection((parts.hostname, parts.port)) for _ in range(2)]
+        for connection in connections:
+            connection.sendall(head)
         assert until(
             lambda: [status() for _ in range(5)] == [429] * 5, 10
         )  # whichever worker is asked
@@ -141,5 +150,5 @@ def test_what_a_killed_worker_had_in_flight_is_free_again(
         for worker in workers:
             os.kill(int(worker), signal.SIGKILL)
         assert until(lambda: [status() for _ in range(5)] == [200] * 5, 60)
-        for each in held:
-            each.close()
+        for connection in connections:
+            connection.close()

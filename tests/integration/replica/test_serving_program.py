@@ -34,9 +34,13 @@ def run(environ: dict[str, str], *arguments: str) -> "subprocess.CompletedProces
 
 
 def test_help_says_where_settings_come_from(night: NightConfig, tmp_path: Path) -> None:
-    done = run(environment(night, tmp_path), "--help")
+    completed_process = run(environment(night, tmp_path), "--help")
 
-    assert done.returncode == 0 and "LARDER_TOKEN" in done.stdout and "--insecure" in done.stdout
+    assert (
+        completed_process.returncode == 0
+        and "LARDER_TOKEN" in completed_process.stdout
+        and "--insecure" in completed_process.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,13 @@ def test_help_says_where_settings_come_from(night: NightConfig, tmp_path: Path) 
 def test_what_cannot_be_served_is_refused_in_one_line(
     night: NightConfig, tmp_path: Path, more: dict[str, str], arguments: tuple[str, ...], says: str
 ) -> None:
-    done = run(environment(night, tmp_path, **more), *arguments)
+    completed_process = run(environment(night, tmp_path, **more), *arguments)
 
-    assert done.returncode == 2 and says in done.stderr
-    assert done.stderr.startswith("larder: ") and "Traceback" not in done.stderr
+    assert completed_process.returncode == 2 and says in completed_process.stderr
+    assert (
+        completed_process.stderr.startswith("larder: ")
+        and "Traceback" not in completed_process.stderr
+    )
 
 
 def test_a_redis_that_may_evict_published_pages_is_refused(
@@ -65,13 +72,15 @@ def test_a_redis_that_may_evict_published_pages_is_refused(
 ) -> None:
     import redis
 
-    with server(tmp_path / "other") as other:
-        client = redis.Redis.from_url(other.url, protocol=2)
+    with server(tmp_path / "other") as evicting_redis:
+        client = redis.Redis.from_url(evicting_redis.url, protocol=2)
         client.config_set("maxmemory-policy", "allkeys-lru")
-        done = run(environment(night, tmp_path, REDIS_URL=other.url), "--port", "0")
+        completed_process = run(
+            environment(night, tmp_path, REDIS_URL=evicting_redis.url), "--port", "0"
+        )
         client.close()
 
-    assert done.returncode == 2 and "volatile-lru" in done.stderr
+    assert completed_process.returncode == 2 and "volatile-lru" in completed_process.stderr
 
 
 def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
@@ -82,14 +91,14 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
     with started(environment(night, tmp_path, REDIS_URL=night.redis_url)) as (process, url):
         with Client(url) as client:
             answer = client.lookup("user_topk", user, Options(k=3))
-            many = client.lookup_many("user_topk", [user, "nobody"])
+            batch_answers = client.lookup_many("user_topk", [user, "nobody"])
             tables = client.lookup_tables([Entity(user, table="user_vector")])
             scores = client.score(user, answer.items or ())
         process.send_signal(signal.SIGTERM)
 
         assert process.wait(15) == 0
     assert answer.source == "l2" and answer.items is not None and len(answer.items) == 3
-    assert [each.source for each in many] == ["l1", "default"]
+    assert [batch_answer.source for batch_answer in batch_answers] == ["l1", "default"]
     assert tables[0].vector is not None and len(tables[0].vector) == 16
     assert set(scores.items) == set(answer.items)
 
@@ -97,8 +106,11 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
 def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
     night: NightConfig, tmp_path: Path
 ) -> None:
-    known = histories(night)
-    entities = [{"id": f"new-{user}", "history": known[user]} for user in sorted(known)[:40]]
+    history_by_user = histories(night)
+    entities = [
+        {"id": f"new-{user}", "history": history_by_user[user]}
+        for user in sorted(history_by_user)[:40]
+    ]
     body = orjson.dumps({"entities": entities})
     head = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(
         body
@@ -115,7 +127,7 @@ def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
         early = [call() for _ in range(20)]
         process.send_signal(signal.SIGTERM)
         late = [call() for _ in range(20)]  # a load balancer needs a moment to hear of it
-        answers = [everything(each) for each in early + late]
+        answers = [everything(connection) for connection in early + late]
 
         assert process.wait(20) == 0
     assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK"] * 40
@@ -156,7 +168,7 @@ def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
         night, tmp_path, REDIS_URL=night.redis_url, LARDER_BODY_BYTES="50000", LARDER_TOKEN="secret"
     )
     with started(environ) as (_, url), Client(url, token="secret") as client:
-        by_url = [client.lookup("user_topk", each, Options(k=1)).id for each in odd]
+        by_url = [client.lookup("user_topk", entity_id, Options(k=1)).id for entity_id in odd]
         refused = httpx.get(
             f"{url}/v1/lookup/user_topk/%FF", headers={"Authorization": "Bearer secret"}
         )
@@ -175,18 +187,18 @@ def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
 
 
 def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_path: Path) -> None:
-    own = tmp_path / "artifacts"
-    shutil.copytree(night.path(night.artifacts), own)
-    alone = replace(night, artifacts=str(own), redis_url=None)
+    copied_artefacts = tmp_path / "artifacts"
+    shutil.copytree(night.path(night.artifacts), copied_artefacts)
+    alone = replace(night, artifacts=str(copied_artefacts), redis_url=None)
     user = min(histories(night))
 
     with started(environment(alone, tmp_path / "state")) as (process, url):
-        stored = httpx.get(f"{url}/v1/lookup/user_topk/{user}", params={"k": 3}).json()
+        answer = httpx.get(f"{url}/v1/lookup/user_topk/{user}", params={"k": 3}).json()
         redis_pid = running_redis(tmp_path / "state")
         process.send_signal(signal.SIGINT)
         assert process.wait(15) == 0
 
-    assert stored["source"] == "l2" and "stale" not in stored
+    assert answer["source"] == "l2" and "stale" not in answer
     assert until(lambda: not alive(redis_pid))
 
 
@@ -196,18 +208,18 @@ def test_told_twice_to_stop_it_ends_at_once_and_without_a_traceback(
     assert night.redis_url is not None
     log = tmp_path / "log.txt"
     with started(environment(night, tmp_path, REDIS_URL=night.redis_url), log) as (process, _):
-        for each in (signal.SIGINT, signal.SIGTERM):  # two of one kind may arrive as one
-            process.send_signal(each)
+        for stop_signal in (signal.SIGINT, signal.SIGTERM):  # two of one kind may arrive as one
+            process.send_signal(stop_signal)
         assert process.wait(15) == 0
 
-    said = log.read_text()
-    assert "Traceback" not in said and "told twice to stop" in said
+    log_text = log.read_text()
+    assert "Traceback" not in log_text and "told twice to stop" in log_text
 
 
 def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Path) -> None:
-    own = tmp_path / "artifacts"
-    shutil.copytree(night.path(night.artifacts), own)
-    alone = replace(night, artifacts=str(own), redis_url=None)
+    copied_artefacts = tmp_path / "artifacts"
+    shutil.copytree(night.path(night.artifacts), copied_artefacts)
+    alone = replace(night, artifacts=str(copied_artefacts), redis_url=None)
 
     with started(environment(alone, tmp_path / "state")) as (process, _):
         redis_pid = running_redis(tmp_path / "state")

@@ -47,10 +47,10 @@ def control(night: NightConfig) -> "redis.Redis":
 
 
 async def follows(app: Running, generation: str) -> bool:
-    async def look() -> bool:
+    async def is_following() -> bool:
         return bool((await app.get("/readyz"))["generation"] == generation)
 
-    return await eventually(look)
+    return await eventually(is_following)
 
 
 @pytest.mark.slow
@@ -60,20 +60,20 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
     first = (await app.get("/readyz"))["generation"]
     second = await asyncio.to_thread(build_verified, night, NEXT)
     users = sorted(histories(night))[:30]
-    expected = {each: top_lists(night, each, users) for each in (first, second)}
+    expected = {generation: top_lists(night, generation, users) for generation in (first, second)}
     history = histories(night)[users[0]]
-    asked, seen, stop = 0, set(), asyncio.Event()
+    entity_count, answering_generations, stop = 0, set(), asyncio.Event()
 
     async def traffic(number: int) -> None:
-        nonlocal asked
+        nonlocal entity_count
         while not stop.is_set():
             entities = [*users, {"id": f"new-{number}", "history": history}, "nobody"]
             body = await app.post("/v1/lookup/user_topk", {"entities": entities})
-            asked += len(entities)
-            assert len({each["generation"] for each in body["answers"]}) == 1
-            for each in body["answers"][: len(users)]:
-                assert tuple(each["items"]) == expected[each["generation"]][each["id"]]
-                seen.add(each["generation"])
+            entity_count += len(entities)
+            assert len({answer["generation"] for answer in body["answers"]}) == 1
+            for answer in body["answers"][: len(users)]:
+                assert tuple(answer["items"]) == expected[answer["generation"]][answer["id"]]
+                answering_generations.add(answer["generation"])
             await asyncio.sleep(0.001)
 
     running = [asyncio.create_task(traffic(number)) for number in range(3)]
@@ -84,15 +84,15 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
         assert await follows(app, first)
         # C2, P21: from here on nothing comes from the generation that was rolled back.
         late = await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody"]})
-        assert {each["generation"] for each in late["answers"]} == {first}
-        asked += len(users) + 1
+        assert {answer["generation"] for answer in late["answers"]} == {first}
+        entity_count += len(users) + 1
         assert (await app.get("/v1/generations"))["previous"] is None
         await asyncio.to_thread(verify.run, night, {"generation": second})
     stop.set()
     await asyncio.gather(*running)
 
-    assert seen == {first, second}
-    assert sum((await app.counted("larder_answers_total")).values()) == asked
+    assert answering_generations == {first, second}
+    assert sum((await app.counted("larder_answers_total")).values()) == entity_count
 
 
 async def test_a_request_that_began_before_the_swap_ends_on_its_own_generation(
@@ -121,44 +121,46 @@ async def test_what_callers_asked_most_is_in_l1_before_the_swap(
     answers = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
 
     # C14: no herd on Redis at the flip.
-    assert {(each["source"], each["generation"]) for each in answers} == {("l1", second)}
+    assert {(answer["source"], answer["generation"]) for answer in answers} == {("l1", second)}
 
 
 async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig) -> None:
     first = (await app.get("/readyz"))["generation"]
     second = await asyncio.to_thread(publish_night, night, NEXT)
 
-    async def held() -> bool:
+    async def has_both_generations() -> bool:
         from precompute.control.control_keys import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
-        return [(each.serving, each.holds) for each in replicas] == [(second, (second, first))]
+        return [(replica.serving, replica.holds) for replica in replicas] == [
+            (second, (second, first))
+        ]
 
-    assert await eventually(held)
+    assert await eventually(has_both_generations)
 
 
 async def test_a_block_is_effective_everywhere_within_seconds(
     app: Running, night: NightConfig
 ) -> None:
-    user, other = sorted(histories(night))[:2]
+    user, blocked_user = sorted(histories(night))[:2]
     items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
     popular = (await app.get("/v1/lookup/user_topk/nobody", k=3))["items"]
     change_blocklist(
         night.store(),
         block_items=[items[0].encode(), popular[0].encode()],
-        block_entities=[other.encode()],
+        block_entities=[blocked_user.encode()],
     )
 
-    async def gone() -> bool:
+    async def is_item_blocked() -> bool:
         return bool(items[0] not in (await app.get(f"/v1/lookup/user_topk/{user}"))["items"])
 
-    assert await eventually(gone, timeout_s=5)
+    assert await eventually(is_item_blocked, timeout_s=5)
     blocked = {items[0], popular[0]}
     new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
     live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
     default = await app.get("/v1/lookup/user_topk/nobody", k=3)
-    refused = await app.get(f"/v1/lookup/user_topk/{other}")
-    vector = await app.get(f"/v1/lookup/user_vector/{other}")
+    refused = await app.get(f"/v1/lookup/user_topk/{blocked_user}")
+    vector = await app.get(f"/v1/lookup/user_vector/{blocked_user}")
     scores = await app.post("/v1/score", {"user": user, "items": items[:3]})
     assert (live["source"], default["source"], refused["source"]) == ("live", "default", "default")
     assert not blocked & {*live["items"], *default["items"], *refused["items"]}
@@ -179,10 +181,12 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(
 
     assert await eventually(marked)
     entities = [*users[:2], {"id": users[2], "history": history}, users[3]]
-    lost = (await app.post("/v1/lookup/user_topk", {"entities": entities}))["answers"]
-    assert [each["source"] for each in lost] == ["l1", "l1", "live", "default"]
-    assert [each.get("reason") for each in lost[2:]] == ["page_missing"] * 2
-    assert {each["stale"] for each in lost} == {"pointer_vanished"}
+    answers_without_redis = (await app.post("/v1/lookup/user_topk", {"entities": entities}))[
+        "answers"
+    ]
+    assert [answer["source"] for answer in answers_without_redis] == ["l1", "l1", "live", "default"]
+    assert [answer.get("reason") for answer in answers_without_redis[2:]] == ["page_missing"] * 2
+    assert {answer["stale"] for answer in answers_without_redis} == {"pointer_vanished"}
     epoch = (await app.get("/readyz"))["epoch"]
 
     await asyncio.to_thread(restore, night)
@@ -193,8 +197,8 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(
 
     assert await eventually(followed)
     back = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
-    assert {each["source"] for each in back} <= {"l1", "l2"}
-    assert back[3]["source"] == "l2" and all("stale" not in each for each in back)
+    assert {answer["source"] for answer in back} <= {"l1", "l2"}
+    assert back[3]["source"] == "l2" and all("stale" not in answer for answer in back)
 
 
 async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(
@@ -211,9 +215,9 @@ async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(
             slow.append(loop.time() - started)
 
         # C10: bounded waits, then the breaker spares even those; nobody is refused.
-        assert {each["source"] for each in answers} == {"default"}
+        assert {answer["source"] for answer in answers} == {"default"}
         assert max(slow) < 1.0 and min(slow[-2:]) < 0.05
-        assert {each["reason"] for each in answers} == {"l2_timeout", "breaker_open"}
+        assert {answer["reason"] for answer in answers} == {"l2_timeout", "breaker_open"}
 
 
 async def test_without_redis_a_replica_starts_from_the_newest_release(
@@ -223,12 +227,15 @@ async def test_without_redis_a_replica_starts_from_the_newest_release(
     new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
     async with serving(night, redis_url="redis://127.0.0.1:1/0") as app:
         ready = await app.get("/readyz")
-        known = await app.get(f"/v1/lookup/user_topk/{user}")
+        known_user_answer = await app.get(f"/v1/lookup/user_topk/{user}")
         live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
 
     assert ready["ready"] and ready["stale"] == "redis_unreachable"
-    assert (known["source"], known["stale"]) == ("default", "redis_unreachable")
-    assert known["reason"] in ("l2_down", "breaker_open") and live["source"] == "live"
+    assert (known_user_answer["source"], known_user_answer["stale"]) == (
+        "default",
+        "redis_unreachable",
+    )
+    assert known_user_answer["reason"] in ("l2_down", "breaker_open") and live["source"] == "live"
 
 
 async def test_before_anything_is_published_the_service_says_so(
@@ -261,9 +268,9 @@ def damage(night: NightConfig, generation: str, path: str) -> None:
     file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("which", ["index", "model"])
+@pytest.mark.parametrize("damaged_part", ["index", "model"])
 async def test_a_damaged_model_or_index_leaves_the_pages_answering(
-    night: NightConfig, which: str
+    night: NightConfig, damaged_part: str
 ) -> None:
     user = min(histories(night))
     async with serving(night) as app:
@@ -271,19 +278,19 @@ async def test_a_damaged_model_or_index_leaves_the_pages_answering(
     manifest = read_manifest(night.store(), generation)
     model = manifest.models["user_tower"]
     index = next(iter(manifest.indexes.values()))
-    file = index.file if which == "index" else model.int8 or model.fp32
+    file = index.file if damaged_part == "index" else model.int8 or model.fp32
     damage(night, generation, file.path)
 
     async with serving(night) as app:
         ready = await app.get("/readyz")
         degraded = (await app.get("/v1/generations"))["degraded"]
-        known = await app.get(f"/v1/lookup/user_topk/{user}")
+        known_user_answer = await app.get(f"/v1/lookup/user_topk/{user}")
         new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
         live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
 
     assert ready["ready"] and file.path in degraded and ready["stale"] is None
     assert ready["degraded"] == "no_model"
-    assert known["source"] == "l2"
+    assert known_user_answer["source"] == "l2"
     assert live["source"] == "default" and live["live"] == "no_model"
 
 
@@ -299,7 +306,7 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
 
     async with serving(night) as app:
         ready = await app.http.get("/readyz")
-        held = await app.get("/v1/generations")
+        generations_body = await app.get("/v1/generations")
         answer = await app.get(f"/v1/lookup/user_topk/{user}")
 
     # What the error says names files of the store: it is for callers with a token.
@@ -308,8 +315,8 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
         f"generation {second} cannot be loaded",
     )
     assert (
-        held["failed"].startswith(f"generation {second} cannot be loaded: ")
-        and file in held["failed"]
+        generations_body["failed"].startswith(f"generation {second} cannot be loaded: ")
+        and file in generations_body["failed"]
     )
     assert (answer["generation"], answer["source"]) == (first, "l2")
     assert answer["stale"] == "load_failed"
@@ -318,20 +325,20 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
 async def test_the_store_is_read_in_threads_of_its_own(
     night: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, set[str]] = {}
+    threads_by_method: dict[str, set[str]] = {}
 
-    def noted(name: str) -> Callable[..., Any]:
+    def wrap_method(name: str) -> Callable[..., Any]:
         undisturbed = getattr(ArtefactStore, name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            seen.setdefault(name, set()).add(threading.current_thread().name)
+            threads_by_method.setdefault(name, set()).add(threading.current_thread().name)
             return undisturbed(*args, **kwargs)
 
         return method
 
     user = min(histories(night))
     for name in ("read", "read_many", "names", "fetch", "sweep_host_copies", "sweep_unfinished"):
-        monkeypatch.setattr(ArtefactStore, name, noted(name))
+        monkeypatch.setattr(ArtefactStore, name, wrap_method(name))
     with ThreadPoolExecutor(1, "night") as apart:
         async with serving(night) as app:
             await app.get(f"/v1/explain/user_topk/{user}")
@@ -341,12 +348,14 @@ async def test_the_store_is_read_in_threads_of_its_own(
             )
             assert await follows(app, second)
 
-    assert {"read", "fetch", "names"} <= seen.keys()
+    assert {"read", "fetch", "names"} <= threads_by_method.keys()
     # The night, which publishes in this process, has threads of its own. A store that hangs must hold neither the loop
     # nor asyncio's threads, in which all else runs.
-    threads = {each for names in seen.values() for each in names}
-    assert any(each.startswith("larder-store") for each in threads)
-    assert not any(each.startswith(("MainThread", "asyncio")) for each in threads), seen
+    threads = {thread_name for names in threads_by_method.values() for thread_name in names}
+    assert any(thread_name.startswith("larder-store") for thread_name in threads)
+    assert not any(thread_name.startswith(("MainThread", "asyncio")) for thread_name in threads), (
+        threads_by_method
+    )
 
 
 async def test_a_damaged_newest_blocklist_unblocks_nothing_at_a_restart(night: NightConfig) -> None:
@@ -365,23 +374,28 @@ async def test_a_damaged_newest_blocklist_unblocks_nothing_at_a_restart(night: N
 
 
 async def test_a_closed_service_leaves_no_task_behind(night: NightConfig) -> None:
-    before = asyncio.all_tasks()
+    tasks_before = asyncio.all_tasks()
 
     for _ in range(3):
         async with serving(night) as app:
             await app.get("/v1/lookup/user_topk/nobody")
 
-    assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() == tasks_before
 
 
 @pytest.mark.parametrize("token", ["secret", "gehëim", "秘密"])
 async def test_a_token_of_any_letters_lets_in_who_has_it(night: NightConfig, token: str) -> None:
     async with serving(night, token=token) as app:
         statuses = {
-            sent: (
-                await app.http.get("/v1/generations", headers=[(b"authorization", sent)])
+            authorization: (
+                await app.http.get("/v1/generations", headers=[(b"authorization", authorization)])
             ).status_code
-            for sent in (f"Bearer {token}".encode(), f"Bearer {token}x".encode(), b"Bearer ", b"")
+            for authorization in (
+                f"Bearer {token}".encode(),
+                f"Bearer {token}x".encode(),
+                b"Bearer ",
+                b"",
+            )
         }
         document = await app.get("/openapi.json")
 
@@ -399,8 +413,8 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
 
     def body(path: str) -> dict[str, Any]:
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
-        found: dict[str, Any] = resolved(document, content["schema"])["properties"]
-        return found
+        properties: dict[str, Any] = resolved(document, content["schema"])["properties"]
+        return properties
 
     entities = body("/v1/lookup")["entities"]
     entity = resolved(document, entities["items"])
@@ -409,13 +423,17 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
     assert body("/v1/lookup/{table}")["exclude"]["anyOf"][0]["maxItems"] == 5
     user = resolved(document, body("/v1/score")["user"])["oneOf"][1]
     assert resolved(document, user)["additionalProperties"] is False
-    headers = [each["name"] for each in paths["/v1/score"]["post"]["parameters"]]
+    headers = [parameter["name"] for parameter in paths["/v1/score"]["post"]["parameters"]]
     assert (
         headers == ["X-Deadline-Ms", "X-Larder-Canary-Key", "X-Larder-Arm"]
         and "503" in paths["/readyz"]["get"]["responses"]
     )
-    held = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]
-    told = resolved(document, held["schema"])["properties"]
-    assert set(told) == set(generations)
-    assert set(resolved(document, told["live"])["properties"]) == set(generations["live"])
+    generations_content = paths["/v1/generations"]["get"]["responses"]["200"]["content"][
+        "application/json"
+    ]
+    documented_fields = resolved(document, generations_content["schema"])["properties"]
+    assert set(documented_fields) == set(generations)
+    assert set(resolved(document, documented_fields["live"])["properties"]) == set(
+        generations["live"]
+    )
     assert "securitySchemes" not in document["components"]

@@ -62,12 +62,12 @@ def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
 async def tried(night: NightConfig, tmp_path: Path) -> AsyncIterator[tuple[Ordeal, str, str]]:
     """A service in trouble, the generation that is live and one that can be published."""
     users = sorted(histories(night))
-    items = sorted({item for seen in histories(night).values() for item in seen})
+    items = sorted({item for history in histories(night).values() for item in history})
     coming = build_verified(night, NEXT)
-    live = next(each for each in generations(night) if each != coming)
-    lists = {each: top_lists(night, each, users) for each in (live, coming)}
-    seen = Seen(lists, users, items, np.random.default_rng(SEED))
-    async with ordeal(night, tmp_path, seen) as service:
+    live = next(generation for generation in generations(night) if generation != coming)
+    lists = {generation: top_lists(night, generation, users) for generation in (live, coming)}
+    answer_judge = Seen(lists, users, items, np.random.default_rng(SEED))
+    async with ordeal(night, tmp_path, answer_judge) as service:
         yield service, live, coming
 
 
@@ -77,16 +77,26 @@ def generations(night: NightConfig) -> list[str]:
 
 async def quiet(service: Ordeal, night: NightConfig) -> Held:
     """The least of several looks: what is under way at one of them is over at another."""
-    looks = []
+    observations = []
     async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
         for _ in range(20):
-            held = await service.held()
+            resource_usage = await service.held()
             connections: list[Any] = await client.client_list()
-            looks.append(
-                Held(held["tasks"], held["descriptors"], held["RssAnon"], len(connections) - 1)
+            observations.append(
+                Held(
+                    resource_usage["tasks"],
+                    resource_usage["descriptors"],
+                    resource_usage["RssAnon"],
+                    len(connections) - 1,
+                )
             )
             await asyncio.sleep(0.05)
-    return Held(*(min(getattr(each, name) for each in looks) for name in Held.__slots__))
+    return Held(
+        *(
+            min(getattr(observation, name) for observation in observations)
+            for name in Held.__slots__
+        )
+    )
 
 
 async def follows(service: Ordeal, generation: str) -> bool:
@@ -106,15 +116,15 @@ async def soak(
     loop = asyncio.get_running_loop()
     late: list[str] = []
     samples: list[Held] = []
-    began = loop.time()
-    while loop.time() - began < seconds or len(samples) < 3:
+    started_at = loop.time()
+    while loop.time() - started_at < seconds or len(samples) < 3:
         moving: asyncio.Future[Any] | None = None
         for trouble in TROUBLES:
             if trouble == MOVED_IN:
                 forward = len(samples) % 2 == 0
-                what = (publish, night, coming) if forward else (roll_back, night)
+                move_and_arguments = (publish, night, coming) if forward else (roll_back, night)
                 more = {"verify_again": True} if forward else {}
-                moving = asyncio.ensure_future(asyncio.to_thread(*what, **more))
+                moving = asyncio.ensure_future(asyncio.to_thread(*move_and_arguments, **more))
             line = await service.endure(trouble, seconds=trouble_s)
             print(line)
             if service.p99_ms > 1.1 * DEADLINE_MS + service.lateness_ms:
@@ -124,18 +134,18 @@ async def soak(
         await moving
         assert await follows(service, coming if forward else live)
         samples.append(await quiet(service, night))
-        print(f"{loop.time() - began:5.0f} s {samples[-1]}")
+        print(f"{loop.time() - started_at:5.0f} s {samples[-1]}")
     counts = await service.counts()
 
     assert service.seen.wrong == []
     assert counts.disagreements(service.seen.sources, service.seen.entities) == []
     # Warm by then: both generations were held, every thread and connection was needed once.
     start = samples[len(samples) // 3]
-    for each in samples[len(samples) // 3 + 1 :]:
-        assert each.tasks <= start.tasks + TASKS_MORE
-        assert each.descriptors <= start.descriptors + DESCRIPTORS_MORE
-        assert each.memory_kb <= start.memory_kb + MEMORY_MORE_KB
-        assert each.connections <= CONNECTIONS_MAX
+    for sample in samples[len(samples) // 3 + 1 :]:
+        assert sample.tasks <= start.tasks + TASKS_MORE
+        assert sample.descriptors <= start.descriptors + DESCRIPTORS_MORE
+        assert sample.memory_kb <= start.memory_kb + MEMORY_MORE_KB
+        assert sample.connections <= CONNECTIONS_MAX
     print(f"{len(late)} of {len(samples) * len(TROUBLES)} with a p99 above the deadline + 10 %")
     for line in late:
         print(line)

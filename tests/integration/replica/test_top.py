@@ -42,16 +42,20 @@ def top(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
 
 def test_once_prints_what_the_dashboard_knows(url: str) -> None:
     httpx.get(f"{url}/v1/lookup/user_topk/nobody", headers={"Authorization": "Bearer secret"})
-    done = top("--url", url, "--once", "--token", "secret")
+    completed_process = top("--url", url, "--once", "--token", "secret")
 
-    assert done.returncode == 0, done.stderr
-    assert "Larder" in done.stdout and "live" in done.stdout and "breakers 1 closed" in done.stdout
+    assert completed_process.returncode == 0, completed_process.stderr
+    assert (
+        "Larder" in completed_process.stdout
+        and "live" in completed_process.stdout
+        and "breakers 1 closed" in completed_process.stdout
+    )
     for source in ("l1", "l2", "live", "previous", "default"):
-        assert f" {source} " in done.stdout
+        assert f" {source} " in completed_process.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "expected_error"),
     [
         (("--token", "wrong"), "it wants a token: pass --token or set LARDER_TOKEN"),
         (("--url", "http://127.0.0.1:9", "--token", "secret"), "cannot be reached"),
@@ -60,12 +64,16 @@ def test_once_prints_what_the_dashboard_knows(url: str) -> None:
     ],
 )
 def test_what_cannot_be_shown_is_said_in_a_line(
-    url: str, arguments: tuple[str, ...], why: str
+    url: str, arguments: tuple[str, ...], expected_error: str
 ) -> None:
-    done = top("--once", "--url", url, *arguments)
+    completed_process = top("--once", "--url", url, *arguments)
 
-    assert done.returncode == 2 and why in done.stderr and done.stdout == ""
-    assert done.stderr.count("\n") == 1
+    assert (
+        completed_process.returncode == 2
+        and expected_error in completed_process.stderr
+        and completed_process.stdout == ""
+    )
+    assert completed_process.stderr.count("\n") == 1
 
 
 def test_without_rich_the_extra_is_named(url: str, tmp_path: Path) -> None:
@@ -74,19 +82,22 @@ def test_without_rich_the_extra_is_named(url: str, tmp_path: Path) -> None:
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'rich' else find(name, *a)\n"
     )
-    done = top("--once", "--url", url, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    completed_process = top("--once", "--url", url, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
-    assert done.returncode == 2 and "pip install 'larder-predictions[top]'" in done.stderr
+    assert (
+        completed_process.returncode == 2
+        and "pip install 'larder-predictions[top]'" in completed_process.stderr
+    )
 
 
 def test_it_goes_on_until_ctrl_c_which_ends_it_cleanly(url: str) -> None:
-    terminal, shown = pty.openpty()
+    terminal, child_terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "serving", "top", "--url", url, "--every", "0.5"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "LARDER_TOKEN": "secret", "TERM": "xterm"},
-        cwd=ROOT, stdout=shown, stderr=subprocess.STDOUT,
+        cwd=ROOT, stdout=child_terminal, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    os.close(shown)
+    os.close(child_terminal)
     os.set_blocking(terminal, False)
     drawn = bytearray()
 

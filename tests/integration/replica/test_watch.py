@@ -46,23 +46,26 @@ def users(night: NightConfig) -> list[str]:
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Takes the spans of every service that the test starts with traces on."""
-    kept = InMemorySpanExporter()
+    memory_exporter = InMemorySpanExporter()
 
     def make(config: object, instance: str) -> Spans:
-        share, with_ids = config.traces_share, config.traces_ids  # type: ignore[attr-defined]
-        processor = SimpleSpanProcessor(kept)
-        kept._stopped = False  # by the service before
-        return Spans(processor, share=share, with_ids=with_ids, instance=instance)
+        sampled_share, with_ids = config.traces_share, config.traces_ids  # type: ignore[attr-defined]
+        processor = SimpleSpanProcessor(memory_exporter)
+        memory_exporter._stopped = False  # by the service before
+        return Spans(processor, trace_share=sampled_share, with_ids=with_ids, instance=instance)
 
     monkeypatch.setattr(observability, "_spans", make)
-    return kept
+    return memory_exporter
 
 
 def stages(response: httpx.Response) -> dict[str, float]:
     """`Server-Timing` by stage, in milliseconds."""
-    told = response.headers.get("server-timing", "")
-    assert re.fullmatch(r"(\w+;dur=\d+\.\d{3}(, |$))*", told), told
-    return {each[0]: float(each[1]) for each in re.findall(r"(\w+);dur=([\d.]+)", told)}
+    timing_header = response.headers.get("server-timing", "")
+    assert re.fullmatch(r"(\w+;dur=\d+\.\d{3}(, |$))*", timing_header), timing_header
+    return {
+        stage_duration[0]: float(stage_duration[1])
+        for stage_duration in re.findall(r"(\w+);dur=([\d.]+)", timing_header)
+    }
 
 
 def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -73,11 +76,13 @@ async def test_an_answer_tells_its_stages_and_a_plain_single_lookup_if_asked(
     night: NightConfig, users: list[str]
 ) -> None:
     async with serving(night) as service:
-        ask = {"X-Larder-Timing": "1"}
-        first, second = [await service.http.get(PATH + users[0], headers=ask) for _ in range(2)]
-        plain = await service.http.get(PATH + users[1])
+        timing_headers = {"X-Larder-Timing": "1"}
+        first, second = [
+            await service.http.get(PATH + users[0], headers=timing_headers) for _ in range(2)
+        ]
+        untimed_response = await service.http.get(PATH + users[1])
         ready = [await service.http.get(PATH + users[0]) for _ in range(2)][1]
-        asked = await service.http.get(PATH + users[0], headers=ask)
+        timed_response = await service.http.get(PATH + users[0], headers=timing_headers)
         unknown = await service.http.get(PATH + "nobody at all")
         history = {"entities": [{"id": "new", "history": histories(night)[users[0]]}]}
         live = await service.http.post("/v1/lookup/user_topk", json=history)
@@ -88,15 +93,18 @@ async def test_an_answer_tells_its_stages_and_a_plain_single_lookup_if_asked(
     assert stages(first)["stored"] <= stages(first)["total"]
     assert second.json()["source"] == "l1" and set(stages(second)) == {"total"}
     assert ready.json()["source"] == "l1" and "server-timing" not in ready.headers
-    assert plain.json()["source"] == "l2" and "server-timing" not in plain.headers
-    assert asked.json()["source"] == "l1" and set(stages(asked)) == {"total"}
+    assert (
+        untimed_response.json()["source"] == "l2"
+        and "server-timing" not in untimed_response.headers
+    )
+    assert timed_response.json()["source"] == "l1" and set(stages(timed_response)) == {"total"}
     assert (
         set(stages(unknown)) == {"parse", "stored", "total"} and "x-request-id" in unknown.headers
     )
     assert live.json()["answers"][0]["source"] == "live"
     assert set(stages(live)) == {"parse", "stored", "live", "total"}
     assert set(stages(batch)) == {"stored", "total"} and "total" in stages(score)
-    assert {**asked.json(), "age_seconds": 0} == {**ready.json(), "age_seconds": 0}
+    assert {**timed_response.json(), "age_seconds": 0} == {**ready.json(), "age_seconds": 0}
 
 
 async def test_stage_times_can_be_kept_back_and_strangers_get_none(
@@ -115,13 +123,13 @@ async def test_a_request_keeps_its_id_if_a_log_can_hold_it(
 ) -> None:
     async with serving(night) as service:
 
-        async def id_of(sent: str) -> str:
-            response = await service.http.get(PATH + "x", headers={"X-Request-Id": sent})
+        async def id_of(request_id: str) -> str:
+            response = await service.http.get(PATH + "x", headers={"X-Request-Id": request_id})
             return response.headers["x-request-id"]
 
         assert await id_of("mine-1") == "mine-1"
-        made = [await id_of(sent) for sent in ("two words", "x" * 200, "")]
-        assert len(set(made)) == 3 and not {"two words", ""} & set(made)
+        generated_ids = [await id_of(request_id) for request_id in ("two words", "x" * 200, "")]
+        assert len(set(generated_ids)) == 3 and not {"two words", ""} & set(generated_ids)
 
 
 async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
@@ -132,8 +140,8 @@ async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
     async with serving(night) as service:
 
         async def ids(headers: dict[str, str]) -> list[str | None]:
-            sent = [await service.http.get(PATH + users[0], headers=headers) for _ in range(3)]
-            return [each.headers.get("x-request-id") for each in sent]
+            responses = [await service.http.get(PATH + users[0], headers=headers) for _ in range(3)]
+            return [response.headers.get("x-request-id") for response in responses]
 
         assert await ids(mine) == ["mine", "mine", None]  # from Redis, from a record, ready
         assert await ids({**mine, "X-Larder-Timing": "1"}) == ["mine"] * 3
@@ -198,16 +206,16 @@ async def test_a_share_of_the_others_begins_a_trace_whatever_broken_header_came(
     night: NightConfig, users: list[str], exporter: InMemorySpanExporter
 ) -> None:
     async with serving(night, traces=True, traces_share=1.0) as service:
-        for sent in ("", "00-broken", SAMPLED.upper(), f"ff{SAMPLED[2:]}"):
+        for traceparent in ("", "00-broken", SAMPLED.upper(), f"ff{SAMPLED[2:]}"):
             await service.http.get(
-                PATH + users[0], headers={"traceparent": sent, "tracestate": "a=1"}
+                PATH + users[0], headers={"traceparent": traceparent, "tracestate": "a=1"}
             )
         await service.http.get("/metrics")
         await service.http.get("/healthz")
-    requests = [each for each in exporter.get_finished_spans() if each.kind == SpanKind.SERVER]
+    requests = [span for span in exporter.get_finished_spans() if span.kind == SpanKind.SERVER]
 
-    assert len(requests) == 4 and len({each.context.trace_id for each in requests}) == 4
-    assert all(each.parent is None and not each.context.trace_state for each in requests)
+    assert len(requests) == 4 and len({span.context.trace_id for span in requests}) == 4
+    assert all(span.parent is None and not span.context.trace_state for span in requests)
     assert f"{requests[0].context.trace_id:032x}" != TRACE
 
 
@@ -252,8 +260,8 @@ async def test_spans_travel_over_the_wire_before_the_service_is_gone(
             await service.http.get(PATH + users[1], headers={"traceparent": SAMPLED})
     spans = [
         (resource, span)
-        for each in received
-        for resource in each.resource_spans
+        for export_request in received
+        for resource in export_request.resource_spans
         for scope in resource.scope_spans
         for span in scope.spans
     ]
@@ -261,8 +269,10 @@ async def test_spans_travel_over_the_wire_before_the_service_is_gone(
 
     assert request.trace_id.hex() == TRACE and request.parent_span_id.hex() == SPAN
     assert {span.name for _, span in spans} == {"GET /v1/lookup/{table}/{entity}", "larder.stored"}
-    said = {each.key: each.value.string_value for each in spans[0][0].resource.attributes}
-    assert said["service.name"] == "of-the-test"
+    resource_attributes = {
+        attribute.key: attribute.value.string_value for attribute in spans[0][0].resource.attributes
+    }
+    assert resource_attributes["service.name"] == "of-the-test"
 
 
 async def test_a_collector_that_is_away_holds_nobody_up(
@@ -279,15 +289,17 @@ def test_while_it_is_off_no_span_and_no_exporter_is_even_imported() -> None:
         "import sys, serving.app; from serving.config.settings import ServingConfig;"
         "serving.app.create_app(ServingConfig()); print(*sys.modules)"
     )
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,
         check=True,
     )  # fmt: skip
-    imported = set(done.stdout.split())
+    imported = set(completed_process.stdout.split())
 
     # redis-py imports OpenTelemetry's API by itself where it is installed.
     assert "serving.tracing.observer" in imported and "serving.tracing.otel_spans" not in imported
-    assert not [each for each in imported if each.startswith("opentelemetry.exporter")]
+    assert not [
+        module_name for module_name in imported if module_name.startswith("opentelemetry.exporter")
+    ]
 
 
 async def test_a_server_error_is_logged_with_its_request_and_its_trace(
@@ -303,12 +315,16 @@ async def test_a_server_error_is_logged_with_its_request_and_its_trace(
         with caplog.at_level(logging.INFO):
             headers = {"X-Request-Id": "mine", "traceparent": SAMPLED}
             response = await service.http.get(f"/v1/explain/user_topk/{users[0]}", headers=headers)
-    told = [each for each in caplog.records if each.name == request_log.name]
+    request_records = [record for record in caplog.records if record.name == request_log.name]
 
-    assert response.status_code == 500 and len(told) == 1 and told[0].levelname == "ERROR"
-    fields = told[0].larder_fields  # type: ignore[attr-defined]
+    assert (
+        response.status_code == 500
+        and len(request_records) == 1
+        and request_records[0].levelname == "ERROR"
+    )
+    fields = request_records[0].larder_fields  # type: ignore[attr-defined]
     assert (fields["request_id"], fields["trace_id"], fields["status"]) == ("mine", TRACE, 500)
-    assert users[0] not in str(fields) + told[0].getMessage()
+    assert users[0] not in str(fields) + request_records[0].getMessage()
 
 
 def test_a_program_writes_json_lines_without_its_token_or_password(
@@ -334,11 +350,11 @@ def test_a_program_writes_json_lines_without_its_token_or_password(
         process.terminate()
         process.wait(20)
     text = (tmp_path / "log").read_text()
-    lines = [orjson.loads(each) for each in text.splitlines()]
+    lines = [orjson.loads(line) for line in text.splitlines()]
 
     assert "t0k3n" not in text and "hush-hush" not in text and users[0] not in text
     assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, lines))
-    requests = [each for each in lines if each["logger"] == "larder.requests"]
-    assert [each["status"] for each in requests if "table" in each] == [200, 401]
+    requests = [log_record for log_record in lines if log_record["logger"] == "larder.requests"]
+    assert [log_record["status"] for log_record in requests if "table" in log_record] == [200, 401]
     assert requests[0]["request_id"] == "mine"
-    assert any(each["logger"].startswith("uvicorn") for each in lines)
+    assert any(log_record["logger"].startswith("uvicorn") for log_record in lines)

@@ -41,12 +41,12 @@ def workers_of(process: "subprocess.Popen[str]") -> set[int]:
 
 def counted(url: str, name: str) -> Counter[str]:
     """Sums of a series by worker."""
-    found: Counter[str] = Counter()
+    sum_by_worker: Counter[str] = Counter()
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
             if sample.name == name:
-                found[sample.labels["worker"]] += sample.value  # type: ignore[assignment]
-    return found
+                sum_by_worker[sample.labels["worker"]] += sample.value  # type: ignore[assignment]
+    return sum_by_worker
 
 
 def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
@@ -55,9 +55,9 @@ def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
     users = sorted(histories(night))
     with started(settings(night, tmp_path / "state")) as (process, url):
         pids = workers_of(process)
-        assert until(lambda: len({each.name for each in beating(night)}) == 2)
+        assert until(lambda: len({replica.name for replica in beating(night)}) == 2)
 
-        def ask() -> bool:
+        def send_round() -> bool:
             """One more round, each request on a connection of its own."""
             for user in users:
                 assert httpx.get(f"{url}/v1/lookup/user_topk/{user}").status_code == 200
@@ -65,7 +65,7 @@ def test_two_workers_serve_one_address_and_any_tells_the_counts_of_both(
             return len(+counted(url, "larder_entities_total")) == 2
 
         rounds: list[int] = []
-        assert until(ask)
+        assert until(send_round)
         assert sum(counted(url, "larder_answers_total").values()) == sum(rounds)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -83,8 +83,8 @@ def test_a_publish_waits_for_every_worker_and_all_of_them_flip(
         next_ = build_verified(night, later)
         publish(night, next_)
 
-        assert until(lambda: [each.serving for each in beating(night)] == [next_] * 2)
-        assert all(each.warm_s is not None for each in beating(night))
+        assert until(lambda: [replica.serving for replica in beating(night)] == [next_] * 2)
+        assert all(replica.warm_s is not None for replica in beating(night))
 
 
 def test_a_killed_worker_gets_a_successor_while_the_others_answer(
@@ -92,8 +92,8 @@ def test_a_killed_worker_gets_a_successor_while_the_others_answer(
 ) -> None:
     log = tmp_path / "log"
     with started(settings(night, tmp_path / "state"), log) as (process, url):
-        before = workers_of(process)
-        victim = min(before)
+        pids_before = workers_of(process)
+        victim = min(pids_before)
         os.kill(victim, signal.SIGKILL)
         assert until(lambda: not alive(victim))
 
@@ -104,7 +104,7 @@ def test_a_killed_worker_gets_a_successor_while_the_others_answer(
         assert until(replaced)
         after = workers_of(process)
 
-    assert len(after & before) == 1
+    assert len(after & pids_before) == 1
     assert f"(process {victim}) ended with code -9: another starts in" in log.read_text()
 
 
@@ -113,29 +113,31 @@ def test_a_rolling_restart_replaces_all_workers_and_refuses_nobody(
 ) -> None:
     log = tmp_path / "log"
     codes: Counter[int | str] = Counter()
-    done = threading.Event()
+    finished = threading.Event()
 
-    def ask(url: str) -> None:
-        while not done.is_set():
+    def send_requests(url: str) -> None:
+        while not finished.is_set():
             try:
                 codes[httpx.get(f"{url}/v1/lookup/user_topk/nobody", timeout=30).status_code] += 1
             except httpx.HTTPError as error:
                 codes[repr(error)] += 1
 
     with started(settings(night, tmp_path / "state"), log) as (process, url):
-        before = workers_of(process)
-        threads = [threading.Thread(target=ask, args=(url,), daemon=True) for _ in range(4)]
-        for each in threads:
-            each.start()
+        pids_before = workers_of(process)
+        threads = [
+            threading.Thread(target=send_requests, args=(url,), daemon=True) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
         process.send_signal(signal.SIGHUP)
         assert until(lambda: "all workers have been replaced" in log.read_text(), 60)
-        done.set()
-        for each in threads:
-            each.join(30)
+        finished.set()
+        for thread in threads:
+            thread.join(30)
         after = workers_of(process)
 
     assert set(codes) == {200} and codes[200] > 0
-    assert len(after) == 2 and not after & before
+    assert len(after) == 2 and not after & pids_before
 
 
 def test_a_second_signal_ends_all_of_it_at_once(night: NightConfig, tmp_path: Path) -> None:
@@ -166,9 +168,11 @@ def test_settings_that_no_worker_can_use_are_refused_before_any_starts(
 ) -> None:
     from tests.integration.replica.test_serving_program import run
 
-    done = run(settings(night, tmp_path), "--workers", "0")
+    completed_process = run(settings(night, tmp_path), "--workers", "0")
 
-    assert done.returncode == 2 and "workers must be above 0" in done.stderr
+    assert (
+        completed_process.returncode == 2 and "workers must be above 0" in completed_process.stderr
+    )
 
 
 @pytest.mark.parametrize(("program", "code", "starts"), [("3", 1, 10), ("2", 2, 2)])
@@ -182,12 +186,12 @@ async def test_workers_that_never_start_are_given_up(
         async with asyncio.timeout(60):
             assert await parent.run() == code
 
-    begun = caplog.text.count(f"ended with code {program}")
-    assert announced == [] and 1 <= begun <= starts and "giving up" in caplog.text
+    start_count = caplog.text.count(f"ended with code {program}")
+    assert announced == [] and 1 <= start_count <= starts and "giving up" in caplog.text
 
 
 def test_pauses_between_starts_grow_and_are_bounded() -> None:
     pauses: Callable[[int], float] = pause_s
 
-    assert [pauses(each) for each in (0, 1, 2, 3)] == [0.0, 0.2, 0.4, 0.8]
+    assert [pauses(failure_count) for failure_count in (0, 1, 2, 3)] == [0.0, 0.2, 0.4, 0.8]
     assert pauses(1_000) == 30.0

@@ -104,14 +104,17 @@ class CommandLog:
 
     def scripts(self) -> list[tuple[set[bytes], list[list[bytes]]]]:
         """Of each call of a script, the keys that it declared and the commands that it sent."""
-        found: list[tuple[set[bytes], list[list[bytes]]]] = []
+        script_calls: list[tuple[set[bytes], list[list[bytes]]]] = []
         for line in self.lines:
-            who, words = line.partition(b"] ")[0], [each[1] for each in _WORD.finditer(line)]
-            if who.endswith(b" lua"):
-                found[-1][1].append(words)
-            elif words and words[0].upper() in (b"EVAL", b"EVALSHA"):
-                found.append((set(words[3 : 3 + int(words[2])]), []))
-        return found
+            sender, command = (
+                line.partition(b"] ")[0],
+                [word_match[1] for word_match in _WORD.finditer(line)],
+            )
+            if sender.endswith(b" lua"):
+                script_calls[-1][1].append(command)
+            elif command and command[0].upper() in (b"EVAL", b"EVALSHA"):
+                script_calls.append((set(command[3 : 3 + int(command[2])]), []))
+        return script_calls
 
 
 @contextmanager
@@ -127,7 +130,7 @@ def logged(server: ManagedServer) -> Iterator[CommandLog]:
 def keys_of(client: redis.Redis, command: Sequence[bytes]) -> set[bytes]:
     """Keys of a command, as the server itself has it."""
     try:
-        found: Any = client.execute_command("COMMAND GETKEYS", *command)
+        keys: Any = client.execute_command("COMMAND GETKEYS", *command)
     except redis.exceptions.ResponseError:  # it has none
         return set()
-    return {each.encode() if isinstance(each, str) else each for each in found}
+    return {key.encode() if isinstance(key, str) else key for key in keys}

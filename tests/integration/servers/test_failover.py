@@ -33,8 +33,8 @@ def failed_over(pair: WatchedPair, load: Load) -> WatchedServer:
     dead.kill()
     assert load.asked(30)
     assert until(lambda: pair.primary() is not dead, 60)
-    before = load.seen.sources["l2"]
-    assert until(lambda: load.seen.sources["l2"] > before + 5, 60)
+    l2_count_before = load.seen.sources["l2"]
+    assert until(lambda: load.seen.sources["l2"] > l2_count_before + 5, 60)
     return dead
 
 
@@ -47,16 +47,16 @@ def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(
         config = replace(night, redis_url=pair.url("larder-loader"))
         live = publish_night(config, UNTIL)
         users = sorted(histories(config))
-        items = sorted({item for seen in histories(config).values() for item in seen})
+        items = sorted({item for history in histories(config).values() for item in history})
         lists = {live: top_lists(config, live, users)}
-        seen = Seen(lists, users, items, np.random.default_rng(SEED))
+        answer_judge = Seen(lists, users, items, np.random.default_rng(SEED))
         environ = environment(
             config, tmp_path / "state", REDIS_URL=pair.url("larder-reader"), LARDER_L1_BYTES="16384",
             LARDER_QUEUE_TARGET_MS="2000",
         )  # fmt: skip
         _, url = stack.enter_context(started(environ, tmp_path / "log"))
-        load = stack.enter_context(Load(url, seen).going_on())
-        assert until(lambda: seen.sources["l2"] > 5, 60)
+        load = stack.enter_context(Load(url, answer_judge).going_on())
+        assert until(lambda: answer_judge.sources["l2"] > 5, 60)
 
         dead = failed_over(pair, load)
         assert load.asked(30)
@@ -69,5 +69,5 @@ def test_a_killed_primary_costs_no_answer_and_the_next_one_is_followed(
             assert until(pair.is_whole, 60)
             failed_over(pair, load)
 
-        print(f"{seen.requests} requests: {dict(seen.sources)}")
-        assert seen.wrong == []
+        print(f"{answer_judge.requests} requests: {dict(answer_judge.sources)}")
+        assert answer_judge.wrong == []

@@ -46,21 +46,23 @@ def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
                 assert restore(config)["generation"] == live
                 assert until(lambda: sources(users[1]) <= {"l1", "l2"})
 
-        said = (tmp_path / "log").read_text()
-        assert "Traceback" not in said, said
+        log_text = (tmp_path / "log").read_text()
+        assert "Traceback" not in log_text, log_text
         with server.client() as client:
             with pytest.raises(Exception, match="unknown command"):
                 client.config_get("maxmemory")
-            sent = [(keys, command) for keys, commands in log.scripts() for command in commands]
-            assert {command[0].upper() for _, command in sent} >= {
+            keys_and_commands = [
+                (keys, command) for keys, commands in log.scripts() for command in commands
+            ]
+            assert {command[0].upper() for _, command in keys_and_commands} >= {
                 b"GET",
                 b"HGET",
                 b"SET",
                 b"XADD",
                 b"ZADD",
             }
-            for declared, command in sent:
+            for declared, command in keys_and_commands:
                 assert keys_of(client, command) <= declared, command
 
-        state, told = LOOKS["redis"](config)
-        assert state == "ok" and "without CONFIG" in told, told
+        state, check_message = LOOKS["redis"](config)
+        assert state == "ok" and "without CONFIG" in check_message, check_message

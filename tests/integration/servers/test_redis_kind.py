@@ -26,7 +26,7 @@ OF_THE_RUNBOOK = {"latency", "slowlog"}
 def lacking(folder: Path, *commands: str) -> Iterator[redis.Redis]:
     """A server without some commands."""
     folder.mkdir()
-    (folder / "conf").write_text("".join(f'rename-command {each} ""\n' for each in commands))
+    (folder / "conf").write_text("".join(f'rename-command {command} ""\n' for command in commands))
     server = DurableRedis(folder / "data", appendonly="no", include=str(folder / "conf"))
     server.start()
     try:
@@ -38,25 +38,29 @@ def lacking(folder: Path, *commands: str) -> Iterator[redis.Redis]:
 
 def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServer) -> None:
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
-        found = kind_of(client)
+        server_kind = kind_of(client)
 
-    assert found.name in ("Redis", "Valkey") and re.fullmatch(r"\d+\.\d+\.\d+", found.version)
-    assert (found.missing, found.without) == ((), ())
-    state, told = LOOKS["redis"](NightConfig(redis_url=redis_server.url))
-    assert state == "ok" and told.endswith(f"; {found}")
+    assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(
+        r"\d+\.\d+\.\d+", server_kind.version
+    )
+    assert (server_kind.missing, server_kind.without) == ((), ())
+    state, check_message = LOOKS["redis"](NightConfig(redis_url=redis_server.url))
+    assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
 
 def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path: Path) -> None:
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
-        found = kind_of(client)
+        server_kind = kind_of(client)
         port = client.connection_pool.connection_kwargs["port"]
-        state, told = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
     with lacking(tmp_path / "config", "CONFIG") as client:
         without = kind_of(client)
 
-    assert found.missing[0].startswith("scripts with flags")
-    assert set(found.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
-    assert state == "to do" and str(found) in told and "no XAUTOCLAIM" in told
+    assert server_kind.missing[0].startswith("scripts with flags")
+    assert set(server_kind.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
+    assert (
+        state == "to do" and str(server_kind) in check_message and "no XAUTOCLAIM" in check_message
+    )
     assert without.missing == () and without.without[0].startswith("CONFIG (")
 
 
@@ -73,13 +77,13 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     with lacking(tmp_path / "none") as client:
         client.execute_command(*command)
         port = client.connection_pool.connection_kwargs["port"]
-        state, told = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
 
-    assert state == "to do" and text in told and "scripts with flags" not in told
+    assert state == "to do" and text in check_message and "scripts with flags" not in check_message
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("server_info", "expected"),
     [
         ({"redis_version": "6.2.14", "executable": "/usr/bin/redis-server"}, "Redis 6.2.14"),
         ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "8.0.1"}, "Valkey 8.0.1"),
@@ -89,9 +93,9 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     ],
 )  # fmt: skip
 def test_servers_that_call_themselves_redis_are_told_apart(
-    told: dict[str, Any], expected: str
+    server_info: dict[str, Any], expected: str
 ) -> None:
-    name, version = redis_kind._named(told)
+    name, version = redis_kind._named(server_info)
 
     assert f"{name} {version}".strip() == expected
 
@@ -100,9 +104,9 @@ def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
     text = (ROOT / "infra/redis.conf").read_text() + (ROOT / "infra/redis-events.conf").read_text()
     rules = [line for line in text.splitlines() if line.startswith("user larder-")]
     granted = {
-        each.partition("|")[0]
+        granted_command.partition("|")[0]
         for line in rules
-        for each in re.findall(r"\+([a-z]+(?:\|[a-z]+)?)", line)
+        for granted_command in re.findall(r"\+([a-z]+(?:\|[a-z]+)?)", line)
     }
 
     # Where a user may read settings, no event has to wait for the disk.

@@ -63,9 +63,9 @@ class WatchedServer:
 
     def has_replica(self) -> bool:
         """True if it is a primary whose replica is up to date."""
-        with self.client() as asked:
-            told: dict[str, Any] = asked.info("replication")
-        first = told.get("slave0")
+        with self.client() as client:
+            replication_info: dict[str, Any] = client.info("replication")
+        first = replication_info.get("slave0")
         return isinstance(first, dict) and first["state"] == "online"
 
     def start(self) -> None:
@@ -104,24 +104,27 @@ class WatchedPair:
 
     def url(self, user: str) -> str:
         """As a deployment would write it."""
-        hosts = ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         password = PASSWORDS[user.rpartition("-")[2].upper()]
         return f"redis+sentinel://{user}:{password}@{hosts}/{SERVICE}"
 
     def primary(self) -> WatchedServer:
         """The server that the sentinels name."""
-        with self.sentinels[-1].client() as asked:
-            _, port = asked.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
-        return next(each for each in self.servers if each.port == int(port))
+        with self.sentinels[-1].client() as client:
+            _, port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+        return next(server for server in self.servers if server.port == int(port))
 
     def is_whole(self) -> bool:
         """True if the primary's replica is up to date, and the sentinels know it and each other."""
         return self.primary().has_replica() and all(map(self._knows_all, self.sentinels))
 
     def _knows_all(self, sentinel: WatchedServer) -> bool:
-        with sentinel.client() as asked:
-            found = asked.sentinel_masters()[SERVICE]
-        return (found["num-slaves"], found["num-other-sentinels"]) == (1, len(self.sentinels) - 1)
+        with sentinel.client() as client:
+            master_info = client.sentinel_masters()[SERVICE]
+        return (master_info["num-slaves"], master_info["num-other-sentinels"]) == (
+            1,
+            len(self.sentinels) - 1,
+        )
 
 
 @contextmanager
@@ -139,14 +142,14 @@ def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
     watchers = [WatchedServer(folder / f"sentinel-{n}", watch, "--sentinel") for n in range(3)]
     pair = WatchedPair([first, second], watchers)
     try:
-        for each in pair.servers:
-            each.start()
+        for server in pair.servers:
+            server.start()
         # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
         assert until(first.has_replica)
-        for each in pair.sentinels:
-            each.start()
+        for sentinel in pair.sentinels:
+            sentinel.start()
         assert until(pair.is_whole)
         yield pair
     finally:
-        for each in (*pair.sentinels, *pair.servers):
-            each.stop()
+        for node in (*pair.sentinels, *pair.servers):
+            node.stop()

@@ -17,15 +17,15 @@ def slope(at: NDArray[np.float64], values: NDArray[np.float64]) -> float:
     if len(at) < 2:
         raise ValueError(f"a slope needs two points, and there are {len(at)}")
     if len(at) > POINTS_MAX:
-        chosen = np.linspace(0, len(at) - 1, POINTS_MAX).astype(int)
-        at, values = at[chosen], values[chosen]
+        sample_indices = np.linspace(0, len(at) - 1, POINTS_MAX).astype(int)
+        at, values = at[sample_indices], values[sample_indices]
     first, second = np.triu_indices(len(at), 1)
     return float(np.median((values[second] - values[first]) / (at[second] - at[first])))
 
 
 def growth(at: Sequence[float], values: Sequence[float]) -> float:
     """Growth over the second half of the time: its slope times its length. The first half fills caches and pools."""
-    times, found = np.asarray(at, np.float64), np.asarray(values, np.float64)
+    times, samples = np.asarray(at, np.float64), np.asarray(values, np.float64)
     is_later = times >= (times[0] + times[-1]) / 2
-    times, found = times[is_later], found[is_later]
-    return slope(times, found) * float(times[-1] - times[0])
+    times, samples = times[is_later], samples[is_later]
+    return slope(times, samples) * float(times[-1] - times[0])

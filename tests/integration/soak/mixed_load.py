@@ -59,8 +59,8 @@ class MixedLoad:
         self._cumulated = weights / weights[-1]
         self._items = sorted(self.category)
         self._kinds = list(SHARES)
-        shares = np.cumsum(list(SHARES.values()))
-        self._shares = shares / shares[-1]
+        cumulated_shares = np.cumsum(list(SHARES.values()))
+        self._shares = cumulated_shares / cumulated_shares[-1]
 
     async def drive(self, url: str, *, rate: float, is_over: Callable[[], bool]) -> None:
         """Poisson arrivals at `rate` per second; times count from when each was due."""
@@ -78,16 +78,18 @@ class MixedLoad:
 
     def missing(self) -> list[str]:
         """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
-        found = [f"no request of kind {each}" for each in SHARES if not self.kinds[each]]
-        found += [
-            f"no answer from {each}" for each in (*STORED, Source.LIVE) if not self.sources[each]
+        complaints = [f"no request of kind {kind}" for kind in SHARES if not self.kinds[kind]]
+        complaints += [
+            f"no answer from {source}"
+            for source in (*STORED, Source.LIVE)
+            if not self.sources[source]
         ]
         defaulted, answers = self.known[Source.DEFAULT], self.known.total()
         if defaulted > DEFAULTED_MAX * answers:
-            found.append(
+            complaints.append(
                 f"{defaulted} of {answers} answers about what the night knows are `default`"
             )
-        return found
+        return complaints
 
     def _arrivals(self, rate: float) -> Iterator[float]:
         due = time.monotonic()
@@ -100,7 +102,7 @@ class MixedLoad:
         path, body = getattr(self, f"_{kind}")()
         try:
             method, raw = ("POST", orjson.dumps(body)) if body else ("GET", b"")
-            status, found = await connection.request(method, path, raw)
+            status, response_body = await connection.request(method, path, raw)
         except (OSError, EOFError, TimeoutError) as error:
             self.wrong.append(f"{kind} {path}: {type(error).__name__} {error}")
             return
@@ -108,36 +110,40 @@ class MixedLoad:
             self.requests += 1
             self.kinds[kind] += 1
         if status != (202 if kind == "events" else 200):
-            self.wrong.append(f"{kind} {path}: {status} {found[:300]!r}")
+            self.wrong.append(f"{kind} {path}: {status} {response_body[:300]!r}")
         elif kind == "events":
-            self._judge_events(orjson.loads(found))
+            self._judge_events(orjson.loads(response_body))
         else:
-            self.judge(kind, body, orjson.loads(found))
+            self.judge(kind, body, orjson.loads(response_body))
 
-    def _judge_events(self, told: Mapping[str, Any]) -> None:
-        if told["accepted"] != 1:
-            self.wrong.append(f"events: {told}")
+    def _judge_events(self, acknowledgement: Mapping[str, Any]) -> None:
+        if acknowledgement["accepted"] != 1:
+            self.wrong.append(f"events: {acknowledgement}")
 
-    def judge(self, kind: str, body: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    def judge(self, kind: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Count what came of a lookup, and note what is wrong with it."""
-        answers = told["answers"] if body else [told]
+        answers = response["answers"] if body else [response]
         # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
-        seen = {each["generation"] for each in answers if each["source"] != Source.PREVIOUS}
-        if len(seen) > 1:
-            self.wrong.append(f"{kind}: an answer of {sorted(seen)}")
-        for each in answers:
-            self.sources[each["source"]] += 1
+        answering_generations = {
+            answer["generation"] for answer in answers if answer["source"] != Source.PREVIOUS
+        }
+        if len(answering_generations) > 1:
+            self.wrong.append(f"{kind}: an answer of {sorted(answering_generations)}")
+        for answer in answers:
+            self.sources[answer["source"]] += 1
             if kind not in UNKNOWN:
-                self.known[each["source"]] += 1
-            self.generations[each["generation"]] += 1
-            if each["generation"] not in self.lists:
-                self.wrong.append(f"{kind} {each['id']}: {each['generation']} is no generation")
-            elif each["source"] not in STORED and not each.get("reason"):
-                self.wrong.append(f"{kind} {each['id']}: {each['source']} without a reason")
-            elif each.get("reason") == MissReason.INTERNAL_ERROR:
-                self.wrong.append(f"{kind} {each['id']}: {each['source']} after an internal error")
-            elif each["table"] == "user_topk":
-                self._judge_items(kind, body, each)
+                self.known[answer["source"]] += 1
+            self.generations[answer["generation"]] += 1
+            if answer["generation"] not in self.lists:
+                self.wrong.append(f"{kind} {answer['id']}: {answer['generation']} is no generation")
+            elif answer["source"] not in STORED and not answer.get("reason"):
+                self.wrong.append(f"{kind} {answer['id']}: {answer['source']} without a reason")
+            elif answer.get("reason") == MissReason.INTERNAL_ERROR:
+                self.wrong.append(
+                    f"{kind} {answer['id']}: {answer['source']} after an internal error"
+                )
+            elif answer["table"] == "user_topk":
+                self._judge_items(kind, body, answer)
 
     def _judge_items(self, kind: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         items = tuple(answer["items"])
@@ -150,10 +156,10 @@ class MixedLoad:
                 f"{kind} {answer['id']}: {answer['source']} by {answer.get('producer')}"
             )
         elif kind == "filtered":
-            wanted = body["filter"]["=="][1]
-            if any(self.category[each] != wanted for each in items):
-                self.wrong.append(f"filtered {answer['id']}: not {wanted} alone")
-        elif history := next((each.get("history") for each in body.get("entities", ())), None):
+            filtered_category = body["filter"]["=="][1]
+            if any(self.category[item] != filtered_category for item in items):
+                self.wrong.append(f"filtered {answer['id']}: not {filtered_category} alone")
+        elif history := next((entity.get("history") for entity in body.get("entities", ())), None):
             if set(history).intersection(items):
                 self.wrong.append(f"{kind} {answer['id']}: history came back")
         elif answer.get("producer") == "batch" and not answer.get("events"):
@@ -166,14 +172,14 @@ class MixedLoad:
         return self.users[int(np.searchsorted(self._cumulated, self.rng.random()))]
 
     def _history(self) -> list[str]:
-        return [str(each) for each in self.rng.choice(self._items, 6, replace=False)]
+        return [str(item_id) for item_id in self.rng.choice(self._items, 6, replace=False)]
 
     def _one(self) -> tuple[str, dict[str, Any]]:
         return f"/v1/lookup/user_topk/{quote(self._user(), safe='')}?k={K}", {}
 
     def _batch(self) -> tuple[str, dict[str, Any]]:
         users = dict.fromkeys(self._user() for _ in range(BATCH))
-        return "/v1/lookup/user_topk", {"entities": [{"id": each} for each in users], "k": K}
+        return "/v1/lookup/user_topk", {"entities": [{"id": user_id} for user_id in users], "k": K}
 
     def _live(self) -> tuple[str, dict[str, Any]]:
         entity = {"id": f"new-{self.rng.integers(1 << 40)}", "history": self._history()}

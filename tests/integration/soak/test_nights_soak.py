@@ -73,8 +73,10 @@ class Soak:
                 night = replace(night, build=row.found)
         self.nights += 1
         self.load.newest_us = round(cut.timestamp() * 1e6)
-        kept = list(self.load.lists)[-LISTS_KEPT:]
-        self.load.lists = {each: self.load.lists[each] for each in kept}
+        recent_generations = list(self.load.lists)[-LISTS_KEPT:]
+        self.load.lists = {
+            generation: self.load.lists[generation] for generation in recent_generations
+        }
         return generation
 
     def _lists(self, generation: str) -> dict[str, tuple[str, ...]]:
@@ -85,8 +87,8 @@ class Soak:
 
         What requests need while they are under way differs between them.
         """
-        looks = [await self._look() for _ in range(LOOKS)]
-        return {name: min(each[name] for each in looks) for name in looks[0]}
+        samples = [await self._look() for _ in range(LOOKS)]
+        return {name: min(sample[name] for sample in samples) for name in samples[0]}
 
     async def _look(self) -> dict[str, float]:
         async with redis.asyncio.Redis.from_url(str(self.night.redis_url)) as client:
@@ -135,14 +137,14 @@ async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
 
 
 def looked(
-    at_s: float, held: dict[str, float], load: MixedLoad, lately_ms: NDArray[np.float64]
+    at_s: float, resource_usage: dict[str, float], load: MixedLoad, lately_ms: NDArray[np.float64]
 ) -> str:
     """A line of the log."""
     p50, p99 = np.quantile(lately_ms, (0.5, 0.99))
-    shown = ", ".join(f"{name} {value:,.0f}" for name, value in held.items())
+    usage_text = ", ".join(f"{name} {value:,.0f}" for name, value in resource_usage.items())
     return (
         f"{at_s:6.0f} s {load.requests:8} requests, p50 {p50:5.1f} ms, p99 {p99:6.1f} ms, "
-        f"{len(load.wrong)} wrong: {shown}"
+        f"{len(load.wrong)} wrong: {usage_text}"
     )
 
 
@@ -153,51 +155,54 @@ async def soaked(
 
     Fails for an answer that is wrong, one that never came, or a night that nobody was answered from.
     """
-    load, began = soak.load, time.monotonic()
-    looks: list[tuple[float, dict[str, float]]] = []
+    load, started_at = soak.load, time.monotonic()
+    timed_samples: list[tuple[float, dict[str, float]]] = []
 
     def is_over() -> bool:
-        return time.monotonic() - began >= seconds and following.done()
+        return time.monotonic() - started_at >= seconds and following.done()
 
     async def follow_nights() -> None:
         for number in range(nights):
-            due = began + (number + 0.5) * seconds / nights
+            due = started_at + (number + 0.5) * seconds / nights
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             generation = await asyncio.to_thread(soak.next_night)
-            took_s = time.monotonic() - max(due, began)
+            took_s = time.monotonic() - max(due, started_at)
             print(f"night {soak.nights}: {generation} in {took_s:.1f} s", flush=True)
             assert await eventually(partial(answered, generation), 60)
 
     async def answered(generation: str) -> bool:
         return load.generations[generation] > 0
 
-    async def look() -> None:
-        told, complained = 0, 0
+    async def log_samples() -> None:
+        logged_count, complained = 0, 0
         while not is_over():
-            looks.append((time.monotonic() - began, await soak.held()))
-            lately = np.asarray(load.seconds[told:] or [0.0]) * 1000
-            told = len(load.seconds)
+            timed_samples.append((time.monotonic() - started_at, await soak.held()))
+            lately = np.asarray(load.seconds[logged_count:] or [0.0]) * 1000
+            logged_count = len(load.seconds)
             print(
-                looked(*looks[-1], load, lately), *load.wrong[complained:][:5], sep="\n", flush=True
+                looked(*timed_samples[-1], load, lately),
+                *load.wrong[complained:][:5],
+                sep="\n",
+                flush=True,
             )
             complained = len(load.wrong)
             await asyncio.sleep(look_s)
 
     following = asyncio.create_task(follow_nights())
     await asyncio.gather(
-        following, look(), load.drive(soak.service.url, rate=rate, is_over=is_over)
+        following, log_samples(), load.drive(soak.service.url, rate=rate, is_over=is_over)
     )
     print(f"kinds {dict(load.kinds)}\nsources {dict(load.sources)}")
     print(
         f"{len(load.generations)} generations answered, {len(load.wrong)} wrong: {load.wrong[:20]}"
     )
     grown = {}
-    for name, most in GROWTH_MAX.items():
-        values = [each[name] for _, each in looks]
-        grown[name] = growth([at for at, _ in looks], values)
+    for name, growth_max in GROWTH_MAX.items():
+        values = [resource_usage[name] for _, resource_usage in timed_samples]
+        grown[name] = growth([at for at, _ in timed_samples], values)
         print(
             f"{name}: {values[0]:,.0f} first, {np.median(values):,.0f} median, {max(values):,.0f} most, "
-            f"growth over the second half {grown[name]:+,.1f} (at most {most:,.0f})"
+            f"growth over the second half {grown[name]:+,.1f} (at most {growth_max:,.0f})"
         )
 
     assert load.wrong == [] and load.missing() == []

@@ -32,15 +32,15 @@ def click(config: NightConfig, events: list[Event]) -> list[Position]:
     """Events come into the stream in this order; where they stand."""
     stream = config.keyspace().events
     with redis.Redis.from_url(config.events_redis, protocol=3) as client:
-        return [Position.parse(client.xadd(stream, {"e": each.to_bytes()})) for each in events]
+        return [Position.parse(client.xadd(stream, {"e": event.to_bytes()})) for event in events]
 
 
 def drawn(
-    rng: np.random.Generator, users: list[str], items: list[str], count: int, before: datetime, *, name: str = "e"
+    rng: np.random.Generator, users: list[str], items: list[str], count: int, cut: datetime, *, name: str = "e"
 ) -> list[Event]:  # fmt: skip
     """Events of some users on some items, late and out of order, some at one time, some of no weight."""
     hours = rng.integers(1, 48, size=count)
-    last = microseconds(before - timedelta(hours=1))
+    last = microseconds(cut - timedelta(hours=1))
     return [
         Event(
             f"{name}-{number}", int(last - HOUR_US * hours[number]), str(rng.choice(users)).encode(),

@@ -30,13 +30,21 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
 
     # then: the stream begins behind the oldest generation that is left
     store = month.config.store()
-    kept = [read_manifest(store, each).events for each in store.names("generations")]
-    oldest = min(Position.parse(each.until) for each in kept if each is not None)
+    generation_events = [
+        read_manifest(store, generation).events for generation in store.names("generations")
+    ]
+    oldest = min(
+        Position.parse(events_read.until)
+        for events_read in generation_events
+        if events_read is not None
+    )
     stream = month.config.keyspace().events
     client = redis.Redis.from_url(month.config.events_redis, protocol=3)
-    left = [Position.parse(each) for each, _ in entries(client, stream)]
-    assert len(kept) == 2 and oldest == positions[1]
-    assert len(left) == 4 and left[-1] == positions[2]
+    remaining_positions = [
+        Position.parse(raw_position) for raw_position, _ in entries(client, stream)
+    ]
+    assert len(generation_events) == 2 and oldest == positions[1]
+    assert len(remaining_positions) == 4 and remaining_positions[-1] == positions[2]
     assert retire.run(month.config)["events_trimmed"] == 0
 
 
@@ -51,8 +59,8 @@ def test_erasing_reaches_files_and_stream_before_it_is_done(featured: Month) -> 
     request(config.store(), user.encode(), "user", at=0.0)
     retire.run(config)
 
-    rows = pa.concat_tables(pq.read_table(each) for each in event_files(config).files)
-    assert set(rows["id"].to_pylist()) == {each.id for each in old}
+    rows = pa.concat_tables(pq.read_table(event_file) for event_file in event_files(config).files)
+    assert set(rows["id"].to_pylist()) == {event.id for event in old}
     assert take_events.run(config)["left_out"] == 0  # there was nothing of theirs left to take
     (erasure,) = all_erasures(config.store())
     assert not erasure.is_pending

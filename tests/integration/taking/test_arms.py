@@ -12,20 +12,23 @@ from tests.integration.taking.test_nights import same_bytes
 
 
 def test_nights_of_an_arm_have_the_events_of_its_control(featured: Month) -> None:
-    own = featured.config
-    events = EventsConfig(enabled=True, namespace=own.namespace)
-    arm = replace(own, namespace=f"{own.namespace}-b", events=events)
-    click(own, some(featured, "a", 20))
-    taken(own)
-    click(own, some(featured, "b", 20))
+    control_config = featured.config
+    events = EventsConfig(enabled=True, namespace=control_config.namespace)
+    arm = replace(control_config, namespace=f"{control_config.namespace}-b", events=events)
+    click(control_config, some(featured, "a", 20))
+    taken(control_config)
+    click(control_config, some(featured, "b", 20))
 
     theirs = publish_night(arm, featured.cut.isoformat())  # takes the rest over
-    ours = featured.publish()
+    control_generation = featured.publish()
 
-    builds = Build(own, own.store(), ours), Build(arm, arm.store(), theirs)
+    builds = (
+        Build(control_config, control_config.store(), control_generation),
+        Build(arm, arm.store(), theirs),
+    )
     assert same_bytes(*builds) == []
-    mine, other = (read_manifest(each.store, each.generation).events for each in builds)
-    assert mine is not None and other is not None and mine.until == other.until
-    assert (mine.namespace, other.namespace) == ("", own.namespace)
+    mine, arm_events = (read_manifest(build.store, build.generation).events for build in builds)
+    assert mine is not None and arm_events is not None and mine.until == arm_events.until
+    assert (mine.namespace, arm_events.namespace) == ("", control_config.namespace)
     assert builds[0].need("begin")["events"] == builds[1].need("begin")["events"]
     assert builds[0].need("begin")["events"]["files"] == 2

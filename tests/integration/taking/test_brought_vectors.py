@@ -22,8 +22,8 @@ from tests.opened import open_generation
 @pytest.fixture
 def month(tmp_path: Path, redis_url: str, seed: int) -> Month:
     """Month in which every other user brings a vector."""
-    made = WORLDS["vectors"](tmp_path / "night", redis_url, seed, users=120, items=90)
-    return with_events(made, redis_url)
+    drawn_month = WORLDS["vectors"](tmp_path / "night", redis_url, seed, users=120, items=90)
+    return with_events(drawn_month, redis_url)
 
 
 def with_vector(config: NightConfig) -> set[str]:
@@ -34,10 +34,16 @@ def told_apart(config: NightConfig, generation: str, users: list[str]) -> dict[s
     """Users whom the generation knows, and of whom it says that they brought one."""
     manifest, root = open_generation(config.store(), generation)
     directory = Directory.open(root, manifest.entity_sets["user"])
-    seen = SeenItems.open(root, manifest, directory)
-    assert seen is not None
-    places = {each: directory.find(hash_id(each.encode(), directory.seed)) for each in users}
-    return {each: seen.brought_vector(place) for each, place in places.items() if place >= 0}
+    seen_items = SeenItems.open(root, manifest, directory)
+    assert seen_items is not None
+    position_by_user = {
+        user: directory.find(hash_id(user.encode(), directory.seed)) for user in users
+    }
+    return {
+        user: seen_items.brought_vector(position)
+        for user, position in position_by_user.items()
+        if position >= 0
+    }
 
 
 def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -> None:
@@ -48,9 +54,11 @@ def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        found = told_apart(month.config, generation, month.ids("user"))
-        brought = with_vector(month.config)
-        assert found == {each: each in brought for each in found} and {*found.values()} == {
+        has_vector_by_user = told_apart(month.config, generation, month.ids("user"))
+        users_with_vector = with_vector(month.config)
+        assert has_vector_by_user == {
+            user: user in users_with_vector for user in has_vector_by_user
+        } and {*has_vector_by_user.values()} == {
             True,
             False,
         }
@@ -60,41 +68,50 @@ def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -
 async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) -> None:
     generation = month.publish()
     users = month.ids("user")
-    brought = with_vector(month.config)
-    known = told_apart(month.config, generation, users)
-    ours = [each for each in known if each not in brought][:5]
-    theirs = [each for each in known if each in brought][:5]
+    users_with_vector = with_vector(month.config)
+    has_vector_by_user = told_apart(month.config, generation, users)
+    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
+        :5
+    ]
+    theirs = [user for user in has_vector_by_user if user in users_with_vector][:5]
     async with serving(
         month.config, events=month.config.events, events_url=month.config.events_url
     ) as app:
         path = "/v1/lookup/user_topk"
-        before = (await app.post(path, {"entities": theirs}))["answers"]
+        answers_before = (await app.post(path, {"entities": theirs}))["answers"]
         events = [
             {"id": f"e-{user}", "user": user, "item": month.ids("item")[number]}
-            for number, user in enumerate([*ours, *theirs])
+            for number, user in enumerate([*users_without_vector, *theirs])
         ]
-        sent = await app.http.post("/v1/events", json={"events": events})
-        assert sent.json()["accepted"] == len(events), sent.text
+        response = await app.http.post("/v1/events", json={"events": events})
+        assert response.json()["accepted"] == len(events), response.text
 
         async def all_count() -> bool:
-            told = (await app.post(path, {"entities": [*ours, *theirs]}))["answers"]
-            return all(each.get("events") == 1 for each in told)
+            answers = (await app.post(path, {"entities": [*users_without_vector, *theirs]}))[
+                "answers"
+            ]
+            return all(answer.get("events") == 1 for answer in answers)
 
         assert await eventually(all_count)
-        day = (await app.post(path, {"entities": [*ours, *theirs]}))["answers"]
+        day = (await app.post(path, {"entities": [*users_without_vector, *theirs]}))["answers"]
     month.night = 1
     taken(month.config)
     month.publish()
     async with serving(month.config) as app:
-        night = (await app.post(path, {"entities": ours}))["answers"]
+        night = (await app.post(path, {"entities": users_without_vector}))["answers"]
 
-    assert ours and theirs
-    for mine, next_ in zip(day[: len(ours)], night, strict=True):
+    assert users_without_vector and theirs
+    for mine, next_ in zip(day[: len(users_without_vector)], night, strict=True):
         assert mine["producer"] == "live" and "approximate" not in mine
         assert mine["items"] == next_["items"]
-    for mine, stored, event in zip(day[len(ours) :], before, events[len(ours) :], strict=True):
+    for mine, stored_answer, event in zip(
+        day[len(users_without_vector) :],
+        answers_before,
+        events[len(users_without_vector) :],
+        strict=True,
+    ):
         assert mine["approximate"] is True and mine["producer"] == "batch"
-        assert mine["items"] == [each for each in stored["items"] if each != event["item"]]
+        assert mine["items"] == [item for item in stored_answer["items"] if item != event["item"]]
 
 
 IN_STOCK: dict[str, Any] = {"==": ["stock", True]}
@@ -114,19 +131,19 @@ def filtered(month: Month) -> Month:
 async def asked(app: Running, users: list[Any], **options: Any) -> list[dict[str, Any]]:
     """Answers of user_topk, as many items as a list has."""
     body = {"entities": users, "k": 10, **options}
-    found: list[dict[str, Any]] = (await app.post("/v1/lookup/user_topk", body))["answers"]
-    return found
+    answers: list[dict[str, Any]] = (await app.post("/v1/lookup/user_topk", body))["answers"]
+    return answers
 
 
 async def send_clicks(app: Running, clicks: dict[str, str]) -> None:
     """Send an event of each user and wait until answers count them."""
     events = [{"id": f"e-{user}", "user": user, "item": item} for user, item in clicks.items()]
-    sent = await app.http.post("/v1/events", json={"events": events})
-    assert sent.json()["accepted"] == len(events), sent.text
+    response = await app.http.post("/v1/events", json={"events": events})
+    assert response.json()["accepted"] == len(events), response.text
 
     async def all_count() -> bool:
-        told = await asked(app, [*clicks])
-        return all(each.get("events") == 1 for each in told)
+        answers = await asked(app, [*clicks])
+        return all(answer.get("events") == 1 for answer in answers)
 
     assert await eventually(all_count)
 
@@ -144,35 +161,39 @@ async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of
     month = filtered
     generation = month.publish()
     users = month.ids("user")
-    brought = with_vector(month.config)
-    known = told_apart(month.config, generation, users)
-    ours = [user for user in known if user not in brought][:5]
-    theirs = [user for user in known if user in brought][:5]
+    users_with_vector = with_vector(month.config)
+    has_vector_by_user = told_apart(month.config, generation, users)
+    users_without_vector = [user for user in has_vector_by_user if user not in users_with_vector][
+        :5
+    ]
+    theirs = [user for user in has_vector_by_user if user in users_with_vector][:5]
     options = {"filter": IN_STOCK} | ({} if rerank is None else {"rerank": rerank})
     async with serving(
         month.config, events=month.config.events, events_url=month.config.events_url
     ) as app:
-        before = await asked(app, [*ours, *theirs], **options)
-        clicks = {answer["id"]: answer["items"][0] for answer in before}
+        answers_before = await asked(app, [*users_without_vector, *theirs], **options)
+        clicks = {answer["id"]: answer["items"][0] for answer in answers_before}
         await send_clicks(app, clicks)
-        day = await asked(app, [*ours, *theirs], **options)
+        day = await asked(app, [*users_without_vector, *theirs], **options)
         scored = [
             await app.post("/v1/score", {"user": user, "items": answer["items"]})
-            for user, answer in zip(ours, day, strict=False)
+            for user, answer in zip(users_without_vector, day, strict=False)
         ]
     month.night = 1
     taken(month.config)
     month.publish()
     async with serving(month.config) as app:
-        night = await asked(app, [*ours, *theirs], **options)
+        night = await asked(app, [*users_without_vector, *theirs], **options)
 
-    for user, mine, next_, old in zip([*ours, *theirs], day, night, before, strict=True):
+    for user, mine, next_, old in zip(
+        [*users_without_vector, *theirs], day, night, answers_before, strict=True
+    ):
         assert mine["events"] == 1, user
         assert_same(mine, next_)
-        if user in ours:
+        if user in users_without_vector:
             assert mine["producer"] == "live" and "approximate" not in mine
             assert mine["scores"][0] != old["scores"][1]
-    for user, answer, candidates in zip(ours, day, scored, strict=False):
+    for user, answer, candidates in zip(users_without_vector, day, scored, strict=False):
         assert candidates["events"] == 1, user
         assert np.allclose(sorted(candidates["scores"]), sorted(answer["scores"]), rtol=1e-3)
 
@@ -183,16 +204,16 @@ async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_t
     month = filtered
     month.publish()
     items = month.ids("item")
-    sent = {"id": "a-stranger", "history": items[10:13]}
+    stranger_entity = {"id": "a-stranger", "history": items[10:13]}
     async with serving(
         month.config, events=month.config.events, events_url=month.config.events_url
     ) as app:
-        before = (await asked(app, [sent], filter=IN_STOCK))[0]
+        answer_before = (await asked(app, [stranger_entity], filter=IN_STOCK))[0]
         await send_clicks(app, {"a-stranger": items[20]})
-        (counted,) = await asked(app, [sent], filter=IN_STOCK)
-        same = {"id": None, "history": [*items[10:13], items[20]]}
-        (plain,) = await asked(app, [same], filter=IN_STOCK)
+        (answer_with_event,) = await asked(app, [stranger_entity], filter=IN_STOCK)
+        equivalent_entity = {"id": None, "history": [*items[10:13], items[20]]}
+        (equivalent_answer,) = await asked(app, [equivalent_entity], filter=IN_STOCK)
 
-    assert counted["events"] == 1 and items[20] not in counted["items"]
-    assert np.allclose(counted["scores"], plain["scores"], rtol=0.05)
-    assert not np.allclose(counted["scores"], before["scores"], rtol=0.05)
+    assert answer_with_event["events"] == 1 and items[20] not in answer_with_event["items"]
+    assert np.allclose(answer_with_event["scores"], equivalent_answer["scores"], rtol=0.05)
+    assert not np.allclose(answer_with_event["scores"], answer_before["scores"], rtol=0.05)

@@ -26,58 +26,64 @@ def inputs_of(config: NightConfig, generation: str) -> tuple[ItemTable, dict[int
     """Published inputs of all users, by the hashes of their ids, and the items of a generation."""
     manifest, root = open_generation(config.store(), generation)
     users = Directory.open(root, manifest.entity_sets["user"])
-    seen = SeenItems.open(root, manifest, users)
-    assert seen is not None
+    seen_items = SeenItems.open(root, manifest, users)
+    assert seen_items is not None
     hashes = users.hashes()
-    found = {each: seen.input_of(place) for place, each in enumerate(hashes.tolist())}
-    return ItemTable.open(root, manifest), found
+    input_by_hash = {
+        user_hash: seen_items.input_of(position)
+        for position, user_hash in enumerate(hashes.tolist())
+    }
+    return ItemTable.open(root, manifest), input_by_hash
 
 
 def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(month: Month) -> None:
     # given: two nights, the second with more events; the history is cut short
     click(month.config, some(month, "a"))
-    before = month.publish()
-    newer = some(month, "b")
+    earlier_generation = month.publish()
+    newer_events = some(month, "b")
     users, items = month.ids("user"), month.ids("item")
     # ahead of the cut, and long before everything
-    newer += [
+    newer_events += [
         Event("ahead", microseconds(month.cut) + 5, users[3].encode(), items[3].encode()),
         Event("long-ago", -5, users[4].encode(), items[4].encode()),
     ]
-    positions = click(month.config, newer)
+    positions = click(month.config, newer_events)
     month.night = 1
     after = month.publish()
 
     # then: the manifests say where they stand
     store, limit = month.config.store(), month.config.history_limit
-    first, second = (read_manifest(store, each) for each in (before, after))
+    first, second = (read_manifest(store, generation) for generation in (earlier_generation, after))
     assert first.events is not None and second.events is not None
     assert second.format == WITH_EVENTS and second.events.history_limit == limit
     assert second.events.until == str(positions[-1]) == str(last_taken(store))
     assert Position.parse(first.events.until) < positions[0]
 
     # and: each user's input is what merging gives
-    (table, had), (_, has) = inputs_of(month.config, before), inputs_of(month.config, after)
-    (seed,) = {each.entity_sets["user"].seed for each in (first, second)}
+    (table, earlier_input_by_hash), (_, has) = (
+        inputs_of(month.config, earlier_generation),
+        inputs_of(month.config, after),
+    )
+    (seed,) = {manifest.entity_sets["user"].seed for manifest in (first, second)}
     by_user: dict[int, list[Event]] = {}
-    for each in filter(lambda each: each.counts, newer):
-        by_user.setdefault(hash_id(each.user or b"", seed), []).append(each)
+    for event in filter(lambda event: event.counts, newer_events):
+        by_user.setdefault(hash_id(event.user or b"", seed), []).append(event)
     merged = 0
-    nothing = UserInput(np.empty(0, np.int64), np.empty(0, np.int64), {})
-    for user, found in has.items():
-        earlier, events = had.get(user, nothing), by_user.get(user, [])
-        ordinals = table.ordinals_of([each.item or b"" for each in events])
-        at = np.array([each.at_us for each in events], np.int64)
+    empty_input = UserInput(np.empty(0, np.int64), np.empty(0, np.int64), {})
+    for user, published_input in has.items():
+        earlier, events = earlier_input_by_hash.get(user, empty_input), by_user.get(user, [])
+        ordinals = table.ordinals_of([event.item or b"" for event in events])
+        at = np.array([event.at_us for event in events], np.int64)
         (expected,) = merge(
             [TimedItems(earlier.items, earlier.times)],
             [TimedItems(np.asarray(ordinals, np.int64), at)],
             limit,
         )
-        assert found.items.tolist() == expected.had.tolist()
-        assert expected.newest.tolist() == found.items[-limit:].tolist()
+        assert published_input.items.tolist() == expected.had.tolist()
+        assert expected.newest.tolist() == published_input.items[-limit:].tolist()
         merged += bool(events) and bool(len(earlier.items))
-        if user in had:
-            assert found.features == earlier.features
+        if user in earlier_input_by_hash:
+            assert published_input.features == earlier.features
     assert merged > 20
 
 
@@ -85,14 +91,14 @@ def test_features_are_published_as_callers_send_them(featured: Month) -> None:
     month = featured
     generation = month.publish()
 
-    _, found = inputs_of(month.config, generation)
+    _, input_by_hash = inputs_of(month.config, generation)
 
     seed = read_manifest(month.config.store(), generation).entity_sets["user"].seed
     rows = pq.read_table(month.config.path("users.parquet")).to_pylist()
     countries = {hash_id(row["user"].encode(), seed): row["country"] for row in rows}
-    assert len(found) == len(countries)
-    assert {each: found[each].features for each in countries} == {
-        each: {"country": country} for each, country in countries.items()
+    assert len(input_by_hash) == len(countries)
+    assert {user_hash: input_by_hash[user_hash].features for user_hash in countries} == {
+        user_hash: {"country": country} for user_hash, country in countries.items()
     }
 
 

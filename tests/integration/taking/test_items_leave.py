@@ -12,7 +12,9 @@ from tests.integration.taking.clicking import click, microseconds, taken
 def lose(month: Month, item: str) -> None:
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
-    pq.write_table(table.filter(pa.array([each.as_py() != item for each in table["item"]])), path)
+    pq.write_table(
+        table.filter(pa.array([item_scalar.as_py() != item for item_scalar in table["item"]])), path
+    )
 
 
 def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Month) -> None:
@@ -33,8 +35,8 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         generation = month.publish()
 
         assert month.differences(generation, full) == []
-        begun = month.build(generation).need("begin")
-        reasons.append(begun["base"]["read_because"])
-        users.append(begun["users"])
+        begin_report = month.build(generation).need("begin")
+        reasons.append(begin_report["base"]["read_because"])
+        users.append(begin_report["users"])
     # Without events of it an item may leave and the base's rows be taken over as ever.
     assert reasons == ["", LEFT] and users[0] - users[1] == 9

@@ -29,17 +29,17 @@ DIMS, ITEMS = 12, 40
 @pytest.fixture
 def config(tmp_path: Path, redis_url: str) -> NightConfig:
     """A night of a table of vectors, with gates that few bad rows refuse."""
-    found = nights.prepare(tmp_path, redis_url, users=80, items=ITEMS)
+    base_config = nights.prepare(tmp_path, redis_url, users=80, items=ITEMS)
     items = pq.read_table(tmp_path / "items.parquet")["item"]
     vectors = np.random.default_rng(5).standard_normal((ITEMS, DIMS)).astype(np.float32)
     column = pa.array(vectors.tolist(), pa.list_(pa.float32()))
     pq.write_table(pa.table({"item": items, "vector": column}), tmp_path / "vectors.parquet")
     tables = {name: TableConfig(name, k=10) for name in ("user_topk", "user_vector")}
     return replace(
-        found, bundle=DEFAULT_BUNDLE, tables=tables, events=EventsConfig(enabled=True), events_url=redis_url,
-        sources=replace(found.sources, item_vectors="vectors.parquet"),
+        base_config, bundle=DEFAULT_BUNDLE, tables=tables, events=EventsConfig(enabled=True), events_url=redis_url,
+        sources=replace(base_config.sources, item_vectors="vectors.parquet"),
         # int8 is for the gates' own tests: lists of so few users differ by chance
-        gates=replace(found.gates, unusable_rows=0.001, coverage_of_source=0.95, skew_overlap=0.0),
+        gates=replace(base_config.gates, unusable_rows=0.001, coverage_of_source=0.95, skew_overlap=0.0),
     )  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def brought(name: str, vector: list[float]) -> Event:
 
 
 def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: NightConfig) -> None:
-    known = pq.read_table(config.path("vectors.parquet"))["item"][0].as_py()
-    click(config, [brought("new", [0.5] * DIMS), brought(known, [3e38] * DIMS)])
+    known_item = pq.read_table(config.path("vectors.parquet"))["item"][0].as_py()
+    click(config, [brought("new", [0.5] * DIMS), brought(known_item, [3e38] * DIMS)])
     take_events.run(config)
     first = nights.publish_night(config, FIRST)
     click(config, [
@@ -61,15 +61,22 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_told(config: N
 
     # The one that is in the table is not one that leaves.
     assert Build(config, config.store(), second).need("begin")["unlisted_items"] == 1
-    before, after = (read_manifest(config.store(), each) for each in (first, second))
-    told = after.facts["unusable"]
-    assert {name: each["left_out"] for name, each in told.items() if each["left_out"]} == {
-        "events.item_vectors": 3
+    manifest_before, after = (
+        read_manifest(config.store(), generation) for generation in (first, second)
+    )
+    unusable_by_source = after.facts["unusable"]
+    assert {
+        name: unusable_rows["left_out"]
+        for name, unusable_rows in unusable_by_source.items()
+        if unusable_rows["left_out"]
+    } == {"events.item_vectors": 3}
+    reasons = unusable_by_source["events.item_vectors"]["reasons"]
+    assert {reason: reason_entry["rows"] for reason, reason_entry in reasons.items()} == {
+        BEYOND_TABLE: 2,
+        WIDTH: 1,
     }
-    reasons = told["events.item_vectors"]["reasons"]
-    assert {why: each["rows"] for why, each in reasons.items()} == {BEYOND_TABLE: 2, WIDTH: 1}
-    assert before.items.count == after.items.count == ITEMS + 1
-    assert before.models["user_tower"].digest == after.models["user_tower"].digest
+    assert manifest_before.items.count == after.items.count == ITEMS + 1
+    assert manifest_before.models["user_tower"].digest == after.models["user_tower"].digest
 
 
 def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
@@ -81,19 +88,19 @@ def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
     store, row = config.store(), np.full(DIMS, 0.25, np.float32).tobytes()
     bundles = store.local("bundles")
 
-    def holding() -> list[Path]:
-        files = (each for each in bundles.rglob("*") if each.is_file())
-        return [each for each in files if row in each.read_bytes()]
+    def list_files_with_vector() -> list[Path]:
+        files = (path for path in bundles.rglob("*") if path.is_file())
+        return [path for path in files if row in path.read_bytes()]
 
-    assert holding()
+    assert list_files_with_vector()
     begin_erasing(store, b"gone", "item", at=1.0)
     with open_releases(config) as releases:
         settle(config, releases)
-        assert not holding() and not made_of_tables(store)
+        assert not list_files_with_vector() and not made_of_tables(store)
         nights.publish_night(config, SECOND)
-        made = made_of_tables(store)
+        table_bundles = made_of_tables(store)
         (standing,) = settle(config, releases)
 
     # The first generation still holds it; the bundle of the second one stays.
-    assert standing.word == "pending" and len(made) == 1
-    assert made_of_tables(store) == made and not holding()
+    assert standing.word == "pending" and len(table_bundles) == 1
+    assert made_of_tables(store) == table_bundles and not list_files_with_vector()

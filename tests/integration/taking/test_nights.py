@@ -21,20 +21,20 @@ from tests.integration.changed.month import Month, files_of, same_file, scored
 from tests.integration.taking.clicking import alone, click, microseconds, some, taken
 
 
-def same_bytes(ours: Build, theirs: Build) -> list[str]:
+def same_bytes(first_build: Build, theirs: Build) -> list[str]:
     return [
-        name for name in files_of(ours.root, theirs.root)
-        if not same_file(ours.root / name, theirs.root / name)
+        name for name in files_of(first_build.root, theirs.root)
+        if not same_file(first_build.root / name, theirs.root / name)
     ]  # fmt: skip
 
 
 def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
     # given: a base, then events in several files, some at the very time of the team's own rows
-    own = pq.read_table(month.file(0))
-    at = [microseconds(each) for each in own["timestamp"].to_pylist()[:20]]
+    team_rows = pq.read_table(month.file(0))
+    at = [microseconds(moment) for moment in team_rows["timestamp"].to_pylist()[:20]]
     ties = [
-        Event(f"tie-{number}", at[number], own["user"][number].as_py().encode(), b"nowhere"
-              if number % 5 == 0 else own["item"][20 + number].as_py().encode())
+        Event(f"tie-{number}", at[number], team_rows["user"][number].as_py().encode(), b"nowhere"
+              if number % 5 == 0 else team_rows["item"][20 + number].as_py().encode())
         for number in range(20)
     ]  # fmt: skip
     events = [*some(month, "a"), *ties]
@@ -43,25 +43,28 @@ def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
         taken(month.config)
 
     # when
-    ours = scored(month.config, month.cut)
-    counted = [each for each in events if each.counts]
+    event_generation = scored(month.config, month.cut)
+    counting_events = [event for event in events if event.counts]
     rows = pa.table({
-        "user": [str(each.user, "utf-8") for each in counted if each.user],
-        "item": [str(each.item, "utf-8") for each in counted if each.item],
-        "timestamp": pa.array([each.at_us for each in counted], pa.timestamp("us", "UTC")),
+        "user": [str(event.user, "utf-8") for event in counting_events if event.user],
+        "item": [str(event.item, "utf-8") for event in counting_events if event.item],
+        "timestamp": pa.array([event.at_us for event in counting_events], pa.timestamp("us", "UTC")),
     })  # fmt: skip
-    whole = pa.concat_tables([own, rows.cast(own.schema)])
-    pq.write_table(whole, month.file(0))
-    other = alone(month.config, "other")
-    theirs = scored(other, month.cut)
+    all_rows = pa.concat_tables([team_rows, rows.cast(team_rows.schema)])
+    pq.write_table(all_rows, month.file(0))
+    file_config = alone(month.config, "other")
+    theirs = scored(file_config, month.cut)
 
     # then
-    builds = Build(month.config, month.config.store(), ours), Build(other, other.store(), theirs)
-    assert ours != theirs
+    builds = (
+        Build(month.config, month.config.store(), event_generation),
+        Build(file_config, file_config.store(), theirs),
+    )
+    assert event_generation != theirs
     assert same_bytes(*builds) == []
-    told = [each.need("begin") for each in builds]
-    assert told[0]["interactions"] == told[1]["interactions"] == len(whole)
-    assert told[0]["unknown_items"] == told[1]["unknown_items"] > 0
+    begin_reports = [build.need("begin") for build in builds]
+    assert begin_reports[0]["interactions"] == begin_reports[1]["interactions"] == len(all_rows)
+    assert begin_reports[0]["unknown_items"] == begin_reports[1]["unknown_items"] > 0
 
 
 def go_through(month: Month, nights: int) -> None:
@@ -75,9 +78,9 @@ def go_through(month: Month, nights: int) -> None:
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        begun = month.build(generation).need("begin")
+        begin_report = month.build(generation).need("begin")
         if number:
-            assert begun["base"]["took_over"], begun["base"]
+            assert begin_report["base"]["took_over"], begin_report["base"]
             assert month.reasons(generation)["copied"] > 0
 
 
@@ -90,20 +93,20 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
 ) -> None:
     monkeypatch.setattr(merging, "AT_ONCE", 2)
     # As if older ones were retired, which takes a minute.
-    held = Stores.held
-    monkeypatch.setattr(Stores, "held", lambda stores: sorted(held(stores))[-2:])
-    ours, theirs = (each.store().folder for each in (featured.config, featured.full))
-    assert ours is not None and theirs is not None
+    original_method = Stores.held
+    monkeypatch.setattr(Stores, "held", lambda stores: sorted(original_method(stores))[-2:])
+    copying_folder, theirs = (config.store().folder for config in (featured.config, featured.full))
+    assert copying_folder is not None and theirs is not None
     for number in range(4):
         featured.night = number
         click(featured.config, some(featured, f"n{number}", 12))
 
         generation = featured.publish()
 
-        shutil.copytree(ours / FOLDER, theirs / FOLDER, dirs_exist_ok=True)
+        shutil.copytree(copying_folder / FOLDER, theirs / FOLDER, dirs_exist_ok=True)
         assert featured.differences(generation, scored(featured.full, featured.cut)) == []
-    merged, *rest = event_files.taken(featured.config.store())
-    assert merged.until is not None and len(rest) == 2
+    merged, *remaining_files = event_files.taken(featured.config.store())
+    assert merged.until is not None and len(remaining_files) == 2
 
 
 @pytest.mark.storm
@@ -114,15 +117,15 @@ def test_a_fortnight_that_copies_has_the_bytes_of_full_nights(month: Month) -> N
 def test_a_retry_of_begin_finds_its_own_work(month: Month) -> None:
     config, cut = month.config, month.cut.isoformat()
     click(config, some(month, "a", 5))
-    until = take_events.run(config)["events_until"]
-    first = begin.run(config, data_until=cut, run_after=None, events_until=until)
+    until_position = take_events.run(config)["events_until"]
+    first = begin.run(config, data_until=cut, run_after=None, events_until=until_position)
     click(config, some(month, "b", 5))
     take_events.run(config)
 
-    again = begin.run(config, data_until=cut, run_after=None, events_until=until)
-    newer = begin.run(config, data_until=cut, run_after=None)
+    repeated_build = begin.run(config, data_until=cut, run_after=None, events_until=until_position)
+    later_build = begin.run(config, data_until=cut, run_after=None)
 
-    assert again["generation"] == first["generation"] != newer["generation"]
+    assert repeated_build["generation"] == first["generation"] != later_build["generation"]
 
 
 def test_without_events_a_night_is_as_it_was(month: Month) -> None:
@@ -142,13 +145,13 @@ def test_without_events_a_night_is_as_it_was(month: Month) -> None:
 
 def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
     click(month.config, some(month, "a", 3))
-    until = take_events.run(month.config)["events_until"]
+    until_position = take_events.run(month.config)["events_until"]
 
-    found = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
+    build = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
 
-    moment = int(until.partition("-")[0]) // 1000
-    assert Build.of(month.config, found).need("begin")["cut"] is None
-    assert cut_of(found["generation"]) == moment
+    moment = int(until_position.partition("-")[0]) // 1000
+    assert Build.of(month.config, build).need("begin")["cut"] is None
+    assert cut_of(build["generation"]) == moment
 
 
 def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None:
@@ -156,16 +159,16 @@ def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None
     with redis.Redis.from_url(month.config.events_redis, protocol=3) as client:
         (event,) = some(month, "a", 1)
         client.xadd(month.config.keyspace().events, {"e": event.to_bytes()}, id=str(ahead))
-        now = client.time()[0]
-    until = take_events.run(month.config)["events_until"]
+        redis_now_s = client.time()[0]
+    until_position = take_events.run(month.config)["events_until"]
 
-    found = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
+    build = begin.run(month.config, data_until=None, run_after=None, named="2026-01-01T00:00:00Z")
 
-    assert until == str(ahead)
-    assert now <= cut_of(found["generation"]) <= now + 3_600
+    assert until_position == str(ahead)
+    assert redis_now_s <= cut_of(build["generation"]) <= redis_now_s + 3_600
 
 
 def test_the_first_night_stands_at_the_beginning(featured: Month) -> None:
-    begun = featured.build(scored(featured.config, featured.cut)).need("begin")
+    begin_report = featured.build(scored(featured.config, featured.cut)).need("begin")
 
-    assert begun["events"] == {"until": str(BEGINNING), "files": 0}
+    assert begin_report["events"] == {"until": str(BEGINNING), "files": 0}

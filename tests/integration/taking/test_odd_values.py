@@ -14,18 +14,23 @@ HUGE = 3e38
 def odd(month: Month, number: int) -> list[Event]:
     """Values beyond a table, and such as overflow, of a few users and items, beside some that are well."""
     users, items = month.ids("user"), month.ids("item")
-    told: list[tuple[int, dict[str, Any]]] = [
+    user_attributes: list[tuple[int, dict[str, Any]]] = [
         (0, {"country": 2**40}), (1, {"country": -77, "mood": [0.5, 0.25]}), (2, {"country": 3}),
         (3, {"mood": [HUGE, 1e-30]}), (4 + number, {"country": 5}),
     ]  # fmt: skip
-    found = [Event("", 0, users[row].encode(), None, attributes=each) for row, each in told]
+    events = [
+        Event("", 0, users[row].encode(), None, attributes=attributes)
+        for row, attributes in user_attributes
+    ]
     more: list[tuple[int, dict[str, Any]]] = [
         (0, {"scent": [HUGE] * 4}), (1, {"scent": [1.0] * 4}), (2 + number, {"looks": [HUGE] * 16}),
     ]  # fmt: skip
-    found += [Event("", 0, None, items[row].encode(), attributes=each) for row, each in more]
+    events += [
+        Event("", 0, None, items[row].encode(), attributes=attributes) for row, attributes in more
+    ]
     return [
-        Event(f"odd-{number}-{at}", 0, each.user, each.item, attributes=each.attributes)
-        for at, each in enumerate(found)
+        Event(f"odd-{number}-{at}", 0, event.user, event.item, attributes=event.attributes)
+        for at, event in enumerate(events)
     ]
 
 
@@ -38,7 +43,12 @@ def test_nights_with_odd_values_copy_as_full_nights_compute(featured: Month) -> 
         generation = month.publish()
 
         assert month.differences(generation, scored(full, month.cut)) == []
-        told = Build(month.config, month.config.store(), generation).need("begin")["unusable"]
-        assert told["events.user_tower"]["reasons"][event_trials.RAISES]["rows"] == 3 + number
-        assert told["events.item_tower"]["left_out"] == 1 + number
-        assert told["events.worth"]["left_out"] == 1
+        unusable_by_source = Build(month.config, month.config.store(), generation).need("begin")[
+            "unusable"
+        ]
+        assert (
+            unusable_by_source["events.user_tower"]["reasons"][event_trials.RAISES]["rows"]
+            == 3 + number
+        )
+        assert unusable_by_source["events.item_tower"]["left_out"] == 1 + number
+        assert unusable_by_source["events.worth"]["left_out"] == 1

@@ -20,11 +20,11 @@ from tests.integration.feature_towers import (
 
 def from_mood_and_country(_items: int) -> ModelFile:
     """User tower without a history: the mood, again and again."""
-    again = helper.make_node("Concat", ["mood"] * (DIMS // len(MOODS)), ["moods"], axis=1)
+    repeat_node = helper.make_node("Concat", ["mood"] * (DIMS // len(MOODS)), ["moods"], axis=1)
     nodes = [
         helper.make_node("Cast", ["country"], ["number"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["number", "axes"], ["home"]),
-        again,
+        repeat_node,
         helper.make_node("Add", ["moods", "home"], ["vector"]),
     ]
     inputs: list[tuple[str, int, list[str | int]]] = [
@@ -38,7 +38,8 @@ def test_features_of_another_user_tower_are_not_copied(featured: Month) -> None:
     # given: values are all that there is of users, and their model stays
     month = featured
     tables = {
-        name: each for name, each in month.config.tables.items() if name not in ("user_topk", "user_vector")
+        name: table_config for name,
+        table_config in month.config.tables.items() if name not in ("user_topk", "user_vector")
     }  # fmt: skip
     month.configure(tables=tables)
     month.publish()

@@ -26,13 +26,13 @@ def begun(month: Month) -> set[str]:
 
 def kill_in_load(month: Month) -> str:
     """Generation of a night that was killed before its pages were in Redis."""
-    before = begun(month)
+    generations_before = begun(month)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "in_night", killed)
         with pytest.raises(Killed):
             run_night(night(month))
-    (found,) = begun(month) - before
-    return found
+    (generation,) = begun(month) - generations_before
+    return generation
 
 
 def night(month: Month) -> Night:
@@ -51,8 +51,8 @@ def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> N
     events = read_manifest(store, unfinished).events
     assert events is not None and events.until == str(first)
     # and: what came since is in the next one
-    found = run_night(night(month))[0][1].found["generation"]
-    events = read_manifest(store, found).events
+    next_generation = run_night(night(month))[0][1].found["generation"]
+    events = read_manifest(store, next_generation).events
     assert events is not None and events.until == str(second)
 
 
@@ -63,7 +63,7 @@ def test_other_files_of_the_team_make_another_night(featured: Month) -> None:
     second = click(month.config, some(month, "b", 5))[-1]
     month.a_day()
 
-    found = run_night(night(month))[0][1].found["generation"]
+    next_generation = run_night(night(month))[0][1].found["generation"]
 
-    events = read_manifest(month.config.store(), found).events
-    assert found != unfinished and events is not None and events.until == str(second)
+    events = read_manifest(month.config.store(), next_generation).events
+    assert next_generation != unfinished and events is not None and events.until == str(second)

@@ -25,27 +25,27 @@ def without_features(month: Month, users: list[str]) -> None:
     """Clears what every model wants of some users."""
     path = month.config.path("users.parquet")
     table = pq.read_table(path)
-    nothing = {"country": None, "mood": None}
-    rows = [row | nothing if row["user"] in users else row for row in table.to_pylist()]
+    empty_features = {"country": None, "mood": None}
+    rows = [row | empty_features if row["user"] in users else row for row in table.to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
 
 
 def test_whoever_has_a_history_is_there_without_an_answer(featured: Month) -> None:
-    month, lost = featured, featured.ids("user")[:3]
-    without_features(month, lost)
+    month, users_without_features = featured, featured.ids("user")[:3]
+    without_features(month, users_without_features)
 
     generation = month.publish()
 
     manifest: Manifest = read_manifest(month.config.store(), generation)
-    table, found = inputs_of(month.config, generation)
+    table, input_by_hash = inputs_of(month.config, generation)
     seed = manifest.entity_sets["user"].seed
     histories = nights.histories(month.config)
-    for user in lost:
-        published = found[hash_id(user.encode(), seed)]
+    for user in users_without_features:
+        published = input_by_hash[hash_id(user.encode(), seed)]
         assert set(table.ids_of(published.items.astype("u4"))) == {*histories[user]}
         assert published.features == {}
-    records = nights.raw_records(month.config, generation, lost, "user_topk")
-    assert {each[14] for each in records.values()} == {ABSENT} and len(records) == 3
+    records = nights.raw_records(month.config, generation, users_without_features, "user_topk")
+    assert {raw_record[14] for raw_record in records.values()} == {ABSENT} and len(records) == 3
     # and: the next night, which copies, says the same
     month.night = 1
     full = scored(month.full, month.cut)
@@ -70,8 +70,8 @@ class Shop:
     async def click(self, user: str, item: str) -> None:
         """Send an event and wait until answers count it."""
         event = {"id": f"e-{user}-{item}", "user": user, "item": item}
-        sent = await self.app.http.post("/v1/events", json={"events": [event]})
-        assert sent.json()["accepted"] == 1, sent.text
+        response = await self.app.http.post("/v1/events", json={"events": [event]})
+        assert response.json()["accepted"] == 1, response.text
 
         async def counts() -> bool:
             return (await self.ask(user)).get("events") == 1
@@ -81,18 +81,20 @@ class Shop:
 
 @pytest.fixture
 async def shop(featured: Month) -> AsyncIterator[Shop]:
-    month, lost = featured, featured.ids("user")[:4]
-    without_features(month, lost)
+    month, users_without_features = featured, featured.ids("user")[:4]
+    without_features(month, users_without_features)
     items = pq.read_table(month.config.path("items.parquet"))["item"].to_pylist()
     add_columns(
         month.config, "items.parquet", title=items, half=[at % 2 for at in range(len(items))]
     )
     month.configure(sources=replace(month.config.sources, item_attributes=("title", "half")))
     month.publish()
-    had = {user: {*history} for user, history in nights.histories(month.config).items()}
+    history_items_by_user = {
+        user: {*history} for user, history in nights.histories(month.config).items()
+    }
     config = month.config
     async with serving(config, events=config.events, events_url=config.events_url) as app:
-        yield Shop(app, lost, items, had)
+        yield Shop(app, users_without_features, items, history_items_by_user)
 
 
 def only(item: str) -> dict[str, Any]:
@@ -104,31 +106,37 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
     shop: Shop, fresh: bool
 ) -> None:
     user, half = shop.lost[0], {"==": ["half", 1]}
-    had = sorted(shop.had[user])
+    had_items = sorted(shop.had[user])
     new = [item for item in shop.items if item not in shop.had[user]]
-    sent: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
-    before = await shop.ask({"id": user, **sent})
+    caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
+    answer_before = await shop.ask({"id": user, **caller_input})
     await shop.click(user, new[2])
     await shop.click("stranger", new[2])
     options: dict[str, Any] = {"k": 10} | ({"fresh": True} if fresh else {})
 
-    asked: list[dict[str, Any]] = [options, options | {"filter": half}]
-    for each in asked:
-        mine = await shop.ask({"id": user, **sent}, **each)
-        theirs = await shop.ask({"id": "stranger", **sent}, exclude=had, **each)
+    option_sets: list[dict[str, Any]] = [options, options | {"filter": half}]
+    for option_set in option_sets:
+        mine = await shop.ask({"id": user, **caller_input}, **option_set)
+        theirs = await shop.ask({"id": "stranger", **caller_input}, exclude=had_items, **option_set)
         assert (mine["source"], mine["events"]) == ("live", 1) and "approximate" not in mine
-        kept = [item for item in mine["items"] if item in theirs["items"]]
-        assert kept == theirs["items"][: len(kept)] and len(kept) >= len(theirs["items"])
-        assert not {*had, *new[:3]} & {*mine["items"]}
+        common_items = [item for item in mine["items"] if item in theirs["items"]]
+        assert common_items == theirs["items"][: len(common_items)] and len(common_items) >= len(
+            theirs["items"]
+        )
+        assert not {*had_items, *new[:3]} & {*mine["items"]}
     vectors = [
-        await shop.ask({"id": each, **sent}, "user_vector", fresh=fresh)
-        for each in (user, "stranger")
+        await shop.ask({"id": entity_id, **caller_input}, "user_vector", fresh=fresh)
+        for entity_id in (user, "stranger")
     ]
-    assert before["source"] == "live" and before["reason"] == "not_in_generation"
+    assert answer_before["source"] == "live" and answer_before["reason"] == "not_in_generation"
     assert vectors[0]["events"] == 1 and np.array_equal(vectors[0]["vector"], vectors[1]["vector"])
     # What one caller sends is no answer for who sends something else, or nothing.
-    other = await shop.ask({"id": user, "history": new[4:6], "features": {"country": 2}})
-    assert other["source"] == "live" and new[4] not in other["items"]
+    answer_to_other_input = await shop.ask(
+        {"id": user, "history": new[4:6], "features": {"country": 2}}
+    )
+    assert (
+        answer_to_other_input["source"] == "live" and new[4] not in answer_to_other_input["items"]
+    )
     assert (await shop.ask(user))["source"] in ("default", "l1")
 
 
@@ -137,21 +145,21 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
 ) -> None:
     user = shop.lost[1]
     new = [item for item in shop.items if item not in shop.had[user]]
-    sent: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
-    before = await shop.ask({"id": None, **sent}, exclude=sorted(shop.had[user]))
-    await shop.click(user, before["items"][0])
-    shelf = shop.app.service.follower.shelf
-    held = shelf.holding
-    assert held is not None and held.live.events is not None
-    lame = replace(held.live, events=replace(held.live.events, predictor=None))
-    shelf.put(replace(held, live=lame))
+    caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
+    answer_before = await shop.ask({"id": None, **caller_input}, exclude=sorted(shop.had[user]))
+    await shop.click(user, answer_before["items"][0])
+    holder = shop.app.service.follower.shelf
+    served = holder.holding
+    assert served is not None and served.live.events is not None
+    lame = replace(served.live, events=replace(served.live.events, predictor=None))
+    holder.put(replace(served, live=lame))
 
-    after = await shop.ask({"id": user, **sent})
+    after = await shop.ask({"id": user, **caller_input})
 
     assert after["source"] == "live" and after["approximate"] is True
-    assert before["items"][0] not in after["items"]
-    kept = [item for item in after["items"] if item in before["items"]]
-    assert kept == before["items"][1:]
+    assert answer_before["items"][0] not in after["items"]
+    common_items = [item for item in after["items"] if item in answer_before["items"]]
+    assert common_items == answer_before["items"][1:]
 
 
 @pytest.mark.parametrize("history", [None, 3], ids=["nothing sent", "sent"])
@@ -160,18 +168,18 @@ async def test_what_was_had_by_the_night_is_left_out_of_who_has_no_record(
 ) -> None:
     user = shop.lost[2]
     new = [item for item in shop.items if item not in shop.had[user]]
-    sent = {} if history is None else {"history": new[:history], "features": {"country": 3}}
-    entity = {"id": user, **sent}
+    caller_input = {} if history is None else {"history": new[:history], "features": {"country": 3}}
+    entity = {"id": user, **caller_input}
     one_had = min(shop.had[user])
 
     of_had = await shop.ask(entity, k=1, filter=only(one_had))
     of_new = await shop.ask(entity, k=1, filter=only(new[-1]))
-    whole = await shop.ask(entity, k=10)
+    full_answer = await shop.ask(entity, k=10)
 
     assert (of_had["items"], of_had["short"]) == ([], True)
     assert of_new["short"] is False
-    assert not shop.had[user] & {*whole["items"], *of_new["items"]}
-    assert whole["producer"] == ("defaults" if history is None else "live")
+    assert not shop.had[user] & {*full_answer["items"], *of_new["items"]}
+    assert full_answer["producer"] == ("defaults" if history is None else "live")
     explained = await shop.app.get(f"/v1/explain/user_topk/{user}")
     if history is None:
         assert explained["default"]["items"] == (await shop.ask(entity))["items"]
@@ -191,8 +199,8 @@ class Moods:
 
     async def ask(self, user: str, mood: list[float] | None = None, **options: Any) -> Any:
         """The values of one user, who sends a mood or nothing."""
-        sent = {} if mood is None else {"features": {"mood": mood}}
-        return await self.shop.ask({"id": user, **sent}, "user_mood", **options)
+        caller_input = {} if mood is None else {"features": {"mood": mood}}
+        return await self.shop.ask({"id": user, **caller_input}, "user_mood", **options)
 
 
 @pytest.fixture
@@ -206,10 +214,12 @@ async def moods(featured: Month) -> AsyncIterator[Moods]:
     month.configure(sources=replace(config.sources, user_vectors="user_vectors.parquet"))
     month.publish()
     items = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
-    had = {user: {*history} for user, history in nights.histories(month.config).items()}
+    history_items_by_user = {
+        user: {*history} for user, history in nights.histories(month.config).items()
+    }
     config = month.config
     async with serving(config, events=config.events, events_url=config.events_url) as app:
-        yield Moods(Shop(app, [lacks], items, had), brings, clicks, lacks)
+        yield Moods(Shop(app, [lacks], items, history_items_by_user), brings, clicks, lacks)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -219,24 +229,29 @@ async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is
 ) -> None:
     # Given a user with a record of values and a click
     user = str(getattr(moods, kind))
-    before = await moods.ask(user)
+    answer_before = await moods.ask(user)
     await moods.shop.click(user, moods.shop.items[0])
 
     # When values are asked for with another mood, and without one
-    plain = await moods.ask(user, fresh=fresh)
-    sent = await moods.ask(user, [9.0, -9.0], fresh=fresh)
+    answer_without_mood = await moods.ask(user, fresh=fresh)
+    answer_with_mood = await moods.ask(user, [9.0, -9.0], fresh=fresh)
     body = {"entities": [{"id": user, "features": {"mood": [9.0, -9.0]}}], "fresh": fresh}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
 
     # Then both are what the night stored, and say so
-    assert before["values"] == plain["values"] == sent["values"] != [9.0, -9.0]
-    for answer in (plain, sent):
+    assert (
+        answer_before["values"]
+        == answer_without_mood["values"]
+        == answer_with_mood["values"]
+        != [9.0, -9.0]
+    )
+    for answer in (answer_without_mood, answer_with_mood):
         assert (answer["producer"], answer["live"]) == ("batch", "no_usable_input")
         assert answer["approximate"] is True and answer["events"] == 1
-    assert sent.get("reason") == plain.get("reason")
+    assert answer_with_mood.get("reason") == answer_without_mood.get("reason")
     # and: so does an explanation
     assert explained["answer"]["tier"] in ("l1", "l2")
-    assert explained["record"]["values"] == before["values"]
+    assert explained["record"]["values"] == answer_before["values"]
 
 
 async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
@@ -248,17 +263,17 @@ async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
 
     # When a mood is sent, then another one, then none
     first, second = await moods.ask(user, [9.0, -9.0]), await moods.ask(user, [1.0, 2.0])
-    again = await moods.ask(user, [1.0, 2.0])
+    repeated_answer = await moods.ask(user, [1.0, 2.0])
     body = {"entities": [{"id": user, "features": {"mood": [3.0, 2.0]}}]}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
-    nothing = await moods.ask(user)
+    answer_without_mood = await moods.ask(user)
 
     # Then values are those of the mood, and of nothing there are none
     assert (first["values"], first["source"]) == ([9.0, -9.0], "live")
     assert (second["values"], second["source"]) == ([1.0, 2.0], "live")
-    assert (again["values"], again["source"]) == ([1.0, 2.0], "l1")
-    assert not any("approximate" in answer for answer in (first, second, again))
-    assert first["events"] == 1 and nothing["values"] is None
+    assert (repeated_answer["values"], repeated_answer["source"]) == ([1.0, 2.0], "l1")
+    assert not any("approximate" in answer for answer in (first, second, repeated_answer))
+    assert first["events"] == 1 and answer_without_mood["values"] is None
     # and: an explanation says that live would answer
     assert explained["answer"]["tier"] == "live"
     assert explained["model"]["values"] == [3.0, 2.0]

@@ -25,15 +25,15 @@ def live(night: NightConfig) -> str:
 async def ask(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
     """Every user is answered, from one generation, with a source, and with a reason where it is not from L2."""
     body = await app.post("/v1/lookup/user_topk", {"entities": users})
-    answers = {each["id"]: each for each in body["answers"]}
+    answers = {answer["id"]: answer for answer in body["answers"]}
     assert list(answers) == users
-    for each in answers.values():
-        assert each["source"] == "l2" or each["reason"] in OUTAGES, each
+    for answer in answers.values():
+        assert answer["source"] == "l2" or answer["reason"] in OUTAGES, answer
     return answers
 
 
 async def all_from_l2(app: Running, users: list[str]) -> bool:
-    return {each["source"] for each in (await ask(app, users)).values()} == {"l2"}
+    return {answer["source"] for answer in (await ask(app, users)).values()} == {"l2"}
 
 
 def page_key_of(night: NightConfig, user: str) -> str:

@@ -58,20 +58,20 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     )
     world = World()
     ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     await remote.control.ask("PING")
     answers: list[asyncio.Task[list[Any]]] = []
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        word, *rest = line.split()
-        if word == "ask":
-            asked = ask(entity(rest[0], history=ids(rest[1])), deadline_s=120.0)
-            answers.append(asyncio.create_task(ladder.lookup(holding, asked, time.monotonic())))
+        command, *arguments = line.split()
+        if command == "ask":
+            lookup = ask(entity(arguments[0], history=ids(arguments[1])), deadline_s=120.0)
+            answers.append(asyncio.create_task(ladder.lookup(served, lookup, time.monotonic())))
         else:
-            taken, answers = answers[: int(rest[0])], answers[int(rest[0]) :]
-            found = [(await each)[0] for each in taken]
-            said = [[each["source"], each["items"]] for each in found]
-            print(json.dumps({"answers": said, **lead.counts.events()}), flush=True)
+            awaited_tasks, answers = answers[: int(arguments[0])], answers[int(arguments[0]) :]
+            first_answers = [(await task)[0] for task in awaited_tasks]
+            sources_and_items = [[answer["source"], answer["items"]] for answer in first_answers]
+            print(json.dumps({"answers": sources_and_items, **lead.counts.events()}), flush=True)
 
 
 class Process:
@@ -112,8 +112,8 @@ class Process:
         """The oldest answers not yet taken, and what the process has counted by then."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"take {count}\n".encode())
-        found: dict[str, Any] = json.loads(await self._line())
-        return found
+        reply: dict[str, Any] = json.loads(await self._line())
+        return reply
 
     async def kill(self) -> None:
         """kill -9."""

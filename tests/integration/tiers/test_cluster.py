@@ -69,57 +69,63 @@ async def test_a_batch_from_all_masters_is_what_the_night_computed(
 
     answers = await ask(app, users)
 
-    assert {name: tuple(each["items"]) for name, each in answers.items()} == dict(
+    assert {name: tuple(answer["items"]) for name, answer in answers.items()} == dict(
         top_lists(night, live(night), users)
     )
-    assert {each["source"] for each in answers.values()} == {"l2"}
+    assert {answer["source"] for answer in answers.values()} == {"l2"}
     assert len(owners) == 3
-    one = await app.get(f"/v1/lookup/user_topk/{users[0]}")
-    assert one["source"] == "l2" and one["items"] == answers[users[0]]["items"]
+    single_answer = await app.get(f"/v1/lookup/user_topk/{users[0]}")
+    assert single_answer["source"] == "l2" and single_answer["items"] == answers[users[0]]["items"]
 
 
 async def test_pages_of_all_masters_can_be_looked_at(
     app: Running, night: NightConfig, servers: TestCluster
 ) -> None:
     users = users_of(night)[:20]
-    owners = {servers.of_slot(key_slot(page_key_of(night, each).encode())) for each in users}
+    owners = {servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users}
 
-    told = [await app.get(f"/v1/explain/user_topk/{each}") for each in users]
+    explanations = [await app.get(f"/v1/explain/user_topk/{user}") for user in users]
 
-    assert len(owners) == 3 and {each["page"]["state"] for each in told} == {"ok"}
+    assert len(owners) == 3 and {explanation["page"]["state"] for explanation in explanations} == {
+        "ok"
+    }
 
 
 async def test_replicas_are_seen_and_a_roll_back_reaches_them(
     app: Running, night: NightConfig
 ) -> None:
-    users, before = users_of(night)[:100], live(night)
+    users, generation_before = users_of(night)[:100], live(night)
     with open_releases(night) as releases:
 
         async def beating() -> bool:
-            return [each.serving for each in releases.control.replicas()] == [before]
+            return [replica.serving for replica in releases.control.replicas()] == [
+                generation_before
+            ]
 
         assert await eventually(beating)
 
-    now = roll_back(night)
+    generation_after = roll_back(night)
 
     async def moved() -> bool:
-        return {each["generation"] for each in (await ask(app, users)).values()} == {now}
+        return {answer["generation"] for answer in (await ask(app, users)).values()} == {
+            generation_after
+        }
 
-    assert now != before and await eventually(moved)
+    assert generation_after != generation_before and await eventually(moved)
     answers = await ask(app, users)
-    assert {name: tuple(each["items"]) for name, each in answers.items()} == dict(
-        top_lists(night, now, users)
+    assert {name: tuple(answer["items"]) for name, answer in answers.items()} == dict(
+        top_lists(night, generation_after, users)
     )
 
 
-@pytest.mark.parametrize("which", ["a master of pages", "the master of the control keys"])
+@pytest.mark.parametrize("victim_role", ["a master of pages", "the master of the control keys"])
 async def test_a_killed_master_costs_only_its_own_keys(
-    app: Running, night: NightConfig, servers: TestCluster, which: str
+    app: Running, night: NightConfig, servers: TestCluster, victim_role: str
 ) -> None:
     users = users_of(night)
     home = servers.of_slot(key_slot(night.keyspace().live.encode()))
-    victim = home if which != "a master of pages" else other_than(servers, home)
-    lost = {
+    victim = home if victim_role != "a master of pages" else other_than(servers, home)
+    affected_users = {
         user
         for user in users
         if servers.of_slot(key_slot(page_key_of(night, user).encode())) is victim
@@ -128,18 +134,20 @@ async def test_a_killed_master_costs_only_its_own_keys(
     async def ready() -> bool:
         return await all_from_l2(app, users)
 
-    assert 0 < len(lost) < len(users) and await eventually(ready)
+    assert 0 < len(affected_users) < len(users) and await eventually(ready)
 
     victim.kill()
     for _ in range(20):
         answers = await ask(app, users)
-        assert {name for name, each in answers.items() if each["source"] != "l2"} == lost
+        assert {
+            name for name, answer in answers.items() if answer["source"] != "l2"
+        } == affected_users
     if victim is home:
 
-        async def told() -> bool:
+        async def is_marked_stale() -> bool:
             return bool((await app.get(f"/v1/lookup/user_topk/{users[0]}"))["stale"])
 
-        assert await eventually(told, 30.0)
+        assert await eventually(is_marked_stale, 30.0)
     victim.start()  # empty: no node keeps anything on disk but what it knows of the others
 
     async def back() -> bool:
@@ -162,12 +170,14 @@ async def test_a_master_that_hangs_costs_only_its_own_keys(
     users = users_of(night)
     victim = other_than(servers, servers.of_slot(key_slot(night.keyspace().live.encode())))
     owners = {user: servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users}
-    lost = {user for user, owner in owners.items() if owner is victim}
+    affected_users = {user for user, owner in owners.items() if owner is victim}
 
     with victim.frozen():
         for _ in range(8):
             answers = await ask(app, users)
-            assert {name for name, each in answers.items() if each["source"] != "l2"} == lost
+            assert {
+                name for name, answer in answers.items() if answer["source"] != "l2"
+            } == affected_users
         assert (await app.counted("larder_breaker_state"))[()] > 0, "its own; the others' are shut"
 
     async def healed() -> bool:
@@ -213,21 +223,21 @@ async def test_the_control_keys_may_move(
     owner = servers.open_slot(slot, to)
     servers.move_keys(slot, owner, to)
     servers.close_slot(slot, to)
-    before = live(night)
-    now = publish_night(night, "2026-01-31T00:00:00Z")
+    generation_before = live(night)
+    generation_after = publish_night(night, "2026-01-31T00:00:00Z")
 
     async def moved() -> bool:
         answer = await app.get(f"/v1/lookup/user_topk/{users_of(night)[0]}")
-        return bool(answer["generation"] == now)
+        return bool(answer["generation"] == generation_after)
 
-    assert now != before and await eventually(moved)
+    assert generation_after != generation_before and await eventually(moved)
 
 
 async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: TestCluster) -> None:
     lines = [line for line in CONF.read_text().splitlines() if line.startswith("user larder-")]
     for line in lines:
         rules = line.replace("default", night.namespace).split()[1:]
-        rules = [">secret" if each.startswith("#") else each for each in rules]
+        rules = [">secret" if rule.startswith("#") else rule for rule in rules]
         for node in servers.nodes:
             node.client.execute_command("ACL SETUSER", *joined(rules))
     loading = replace(night, redis_url=servers.url.replace("//", "//larder-loader:secret@"))
@@ -240,25 +250,28 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
     retire.run(loading)
     async with serving(reading, l1_bytes=1, figures_s=0.1, quality_s=0.1) as app:
 
-        async def whole() -> bool:
+        async def is_all_from_l2() -> bool:
             return await all_from_l2(app, users)
 
-        async def asked() -> bool:
+        async def is_memory_counted() -> bool:
             return bool(await app.counted("larder_redis_memory_used_bytes"))
 
-        assert await eventually(whole)
-        assert await eventually(asked)
+        assert await eventually(is_all_from_l2)
+        assert await eventually(is_memory_counted)
         await app.get("/v1/lookup/user_topk/stranger")
 
-        async def told() -> bool:
-            found = app.service.quality.told() or {}
-            return found.get("worklist") == 1 and abs((found["read_share"] or 0) - share) < 0.02
+        async def is_usage_reported() -> bool:
+            report = app.service.quality.told() or {}
+            return (
+                report.get("worklist") == 1
+                and abs((report["read_share"] or 0) - expected_share) < 0.02
+            )
 
         manifest = read_manifest(night.store(), live(night))
-        counts = {name: each.count for name, each in manifest.entity_sets.items()}
+        counts = {name: entity_set.count for name, entity_set in manifest.entity_sets.items()}
         tables = manifest.tables.values()
-        share = len(users) / sum(counts[each.entity] for each in tables)
-        assert await eventually(told)
+        expected_share = len(users) / sum(counts[table.entity] for table in tables)
+        assert await eventually(is_usage_reported)
         with open_releases(loading) as releases:
 
             async def beating() -> bool:
@@ -269,30 +282,30 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
 
 def joined(rules: list[str]) -> list[str]:
     """Each selector, in brackets, is one rule."""
-    found: list[str] = []
-    for each in rules:
-        if found and found[-1].startswith("(") and not found[-1].endswith(")"):
-            found[-1] += f" {each}"
+    joined_rules: list[str] = []
+    for rule in rules:
+        if joined_rules and joined_rules[-1].startswith("(") and not joined_rules[-1].endswith(")"):
+            joined_rules[-1] += f" {rule}"
         else:
-            found.append(each)
-    return found
+            joined_rules.append(rule)
+    return joined_rules
 
 
 async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(
     night: NightConfig, servers: TestCluster
 ) -> None:
     async with (
-        serving(night, dashboard_s=0.1) as one,
-        serving(night, dashboard_s=0.1) as other,
+        serving(night, dashboard_s=0.1) as first_app,
+        serving(night, dashboard_s=0.1) as second_app,
     ):
-        await one.post("/v1/lookup/user_topk", {"entities": users_of(night)[:10]})
+        await first_app.post("/v1/lookup/user_topk", {"entities": users_of(night)[:10]})
 
         async def is_whole() -> bool:
-            body = await other.get("/dashboard/data")
+            body = await second_app.get("/dashboard/data")
             return bool(body["whole"] and body["totals"]["entities"] == 10)
 
         assert await eventually(is_whole)
-        body = await other.get("/dashboard/data")
+        body = await second_app.get("/dashboard/data")
 
     assert len(body["replicas"]) == 2 and body["generations"][0]["state"] == "live"
     assert body["redis"]["used_bytes"] > 3 * 500_000 and body["redis"]["policy"] == "volatile-lru"

@@ -38,10 +38,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def tier(servers: TestCluster, keyspace: Keyspace) -> AsyncIterator[ClusterTier]:
-    found = ClusterTier(patient(servers), keyspace, Breaker)
-    await found.nodes.ready()
-    yield found
-    await found.aclose()
+    cluster_tier = ClusterTier(patient(servers), keyspace, Breaker)
+    await cluster_tier.nodes.ready()
+    yield cluster_tier
+    await cluster_tier.aclose()
 
 
 def test_pages_spread_evenly_over_slots_and_masters(
@@ -53,12 +53,14 @@ def test_pages_spread_evenly_over_slots_and_masters(
         world.control.set_row(A, Row(State.BEGUN, 0.0))
         assert reload(world.control, world.store, A) > 0
         names = list(page_keys(keyspace, manifest))
-        held = [len(places) for _, places in by_server(client, names)]
+        key_counts = [len(key_indices) for _, key_indices in by_server(client, names)]
 
         assert len(names) == 4_000 and client.exists(*names) == 4_000
         # Binomial, four standard deviations; a hash tag in the keys would put all of them on one node.
         spread = 4 * np.sqrt(4_000 * (1 / 3) * (2 / 3))
-        assert len(held) == 3 and all(abs(each - 4_000 / 3) < spread for each in held)
+        assert len(key_counts) == 3 and all(
+            abs(key_count - 4_000 / 3) < spread for key_count in key_counts
+        )
         slots = Counter(key_slot(name.encode()) for name in names)
         # 3,552 if drawn at random; CRC16 of numbers in sequence gives 3,090 to 4,000, at most 3 in one, by namespace.
         assert len(slots) > 3_000 and max(slots.values()) < 8
@@ -108,20 +110,24 @@ def opened(url: str, keys: list[str]) -> None:
 async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None:
     writes = []
     for number in range(30):
-        mark = Mark(
+        lease_mark = Mark(
             tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1"
         )
-        assert await tier.lease(LeaseTake(mark.key, mark.token, 60_000)) is None
-        writes.append(OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, mark))
+        assert await tier.lease(LeaseTake(lease_mark.key, lease_mark.token, 60_000)) is None
+        writes.append(
+            OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, lease_mark)
+        )
 
     assert await tier.write_overlays(writes) == [None] * 30
 
-    found = await answers_of(tier, [OverlayRead(*each[:3]) for each in writes])
-    assert [each.payload for each in found if isinstance(each, Overlay)] == [b"payload"] * 30
-    for each in writes:
-        assert each.mark is not None
-        told = await tier.lease(LeaseTake(each.mark.key, b"you/1", 60_000))
-        assert told == DONE + b"me/1"
+    overlays = await answers_of(tier, [OverlayRead(*write[:3]) for write in writes])
+    assert [overlay.payload for overlay in overlays if isinstance(overlay, Overlay)] == [
+        b"payload"
+    ] * 30
+    for write in writes:
+        assert write.mark is not None
+        lease_reply = await tier.lease(LeaseTake(write.mark.key, b"you/1", 60_000))
+        assert lease_reply == DONE + b"me/1"
 
 
 async def test_an_overlay_on_its_way_is_read_where_it_is(
@@ -137,11 +143,11 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(
 
     with pytest.raises(AskError):
         owner.client.exists(key)
-    (found,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
-    assert isinstance(found, Overlay) and found.payload == b"payload" and found.ttl_s > 30
+    (overlay,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
+    assert isinstance(overlay, Overlay) and overlay.payload == b"payload" and overlay.ttl_s > 30
     servers.close_slot(slot, to)
-    (found,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
-    assert isinstance(found, Overlay) and tier.nodes.refreshes >= 1
+    (overlay,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
+    assert isinstance(overlay, Overlay) and tier.nodes.refreshes >= 1
     assert await answers_of(tier, [PageRead("g1", "user_topk", 0, 0, 8)]) == [None]
 
 

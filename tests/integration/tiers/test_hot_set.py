@@ -45,7 +45,9 @@ def known(night: NightConfig) -> list[str]:
 async def ask(app: Running, users: list[str]) -> list[str]:
     """Where the answers came from."""
     body = {"entities": [{"id": user} for user in users], "k": 10}
-    return [each["source"] for each in (await app.post("/v1/lookup/user_topk", body))["answers"]]
+    return [
+        answer["source"] for answer in (await app.post("/v1/lookup/user_topk", body))["answers"]
+    ]
 
 
 async def event(app: Running, name: str) -> float:
@@ -74,8 +76,8 @@ async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(
         await tier.control.report_hot(Report(1, counts))
 
         assert await client.zcard(tier.control.keyspace.hot(1)) <= MEMBERS_MAX
-    found = await tier.control.hot(1)
-    assert found[0] == ("t", b"hot") and len(found) == len(set(found)) == MEMBERS_MAX
+    hot_names = await tier.control.hot(1)
+    assert hot_names[0] == ("t", b"hot") and len(hot_names) == len(set(hot_names)) == MEMBERS_MAX
 
 
 async def test_what_must_go_goes_from_both_hours(tier: RemoteTier) -> None:
@@ -146,18 +148,18 @@ async def test_who_is_blocked_leaves_the_sketch_and_is_not_read_ahead(night: Nig
         assert await eventually(lambda: reported(app, USERS))
         await asyncio.to_thread(change_blocklist, night.store(), block_users=[users[0].encode()])
 
-        async def gone() -> bool:
+        async def is_forgotten() -> bool:
             await ask(app, users[:1])  # whoever is blocked may go on asking
             async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
-                found = [
-                    each
+                members = [
+                    sketch_member
                     async for key in client.scan_iter(f"larder:1:{{{night.namespace}}}:hot:*")
-                    for each in await client.zrange(key, 0, -1)
+                    for sketch_member in await client.zrange(key, 0, -1)
                 ]
             member = f"user_topk:{users[0]}".encode()
-            return len(found) >= USERS - 1 and member not in found
+            return len(members) >= USERS - 1 and member not in members
 
-        assert await eventually(gone)
+        assert await eventually(is_forgotten)
 
 
 async def test_a_replica_starts_without_redis_and_its_reports_harm_nobody(

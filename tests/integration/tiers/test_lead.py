@@ -23,14 +23,14 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def loads(redis: Redis, keyspace: Keyspace) -> list[bytes]:
-    found: list[bytes] = await redis.lrange(f"{keyspace.namespace}:loads", 0, -1)  # type: ignore[assignment]
-    return found
+    loader_names: list[bytes] = await redis.lrange(f"{keyspace.namespace}:loads", 0, -1)  # type: ignore[assignment]
+    return loader_names
 
 
 async def value(redis: Redis, name: bytes) -> bytes:
-    found = await redis.get(name)
-    assert isinstance(found, bytes)
-    return found
+    stored_bytes = await redis.get(name)
+    assert isinstance(stored_bytes, bytes)
+    return stored_bytes
 
 
 async def lease_keys(redis: Redis, keyspace: Keyspace) -> list[bytes]:
@@ -44,27 +44,30 @@ async def test_two_processes_compute_once_while_the_leader_lives(
 ) -> None:
     async with AsyncExitStack() as stack:
         names = ("one", "two")
-        one, two = [
+        first_process, two = [
             await stack.enter_async_context(Process(redis_url, keyspace.namespace, name, LONG_MS))
             for name in names
         ]
-        for each in (one, two):
+        for process in (first_process, two):
             for _ in range(10):
-                each.ask("stranger")
+                process.ask("stranger")
 
         async def both_have_asked() -> bool:
-            counts = [await one.take(0), await two.take(0)]
+            counts = [await first_process.take(0), await two.take(0)]
             # The lease may be won by a question that then joins another of its own process: given back, it is taken
             # over by whoever waits, who counts twice.
             return all(
-                each["leases_led"] + each["leases_waited"] - each["leases_taken_over"] == 1
-                for each in counts
+                lease_counts["leases_led"]
+                + lease_counts["leases_waited"]
+                - lease_counts["leases_taken_over"]
+                == 1
+                for lease_counts in counts
             )
 
         assert await eventually(both_have_asked)
         await redis.rpush(f"{keyspace.namespace}:go", "now")
 
-        first, second = await one.take(10), await two.take(10)
+        first, second = await first_process.take(10), await two.take(10)
 
         assert first["answers"] == second["answers"]
         assert {source for source, _ in first["answers"]} == {"live"}
@@ -77,8 +80,8 @@ async def test_two_processes_compute_once_while_the_leader_lives(
 async def test_a_leader_that_computes_for_longer_than_a_lease_lives_keeps_it(
     redis_url: str, redis: Redis, keyspace: Keyspace
 ) -> None:
-    async with Process(redis_url, keyspace.namespace, "one", SHORT_MS) as one:
-        one.ask("stranger")
+    async with Process(redis_url, keyspace.namespace, "one", SHORT_MS) as leader:
+        leader.ask("stranger")
         assert await eventually(lambda: _count(redis, keyspace, 1))
         (name,) = await lease_keys(redis, keyspace)
         life_ms, renewals = SHORT_MS / 2, 0
@@ -86,14 +89,14 @@ async def test_a_leader_that_computes_for_longer_than_a_lease_lives_keeps_it(
 
         async def renewed() -> bool:
             nonlocal left_ms, renewals
-            before, left_ms = left_ms, await redis.pttl(name)
-            renewals += left_ms > before
+            earlier_left_ms, left_ms = left_ms, await redis.pttl(name)
+            renewals += left_ms > earlier_left_ms
             return renewals >= 4  # a third of a life apart: together more than one life
 
         assert await eventually(renewed)
         assert 0 < left_ms <= life_ms and (await value(redis, name)).startswith(b"one/")
         await redis.rpush(f"{keyspace.namespace}:go", "now")
-        assert (await one.take())["leases_led"] == 1
+        assert (await leader.take())["leases_led"] == 1
 
 
 async def test_a_killed_leader_costs_at_most_one_more_inference(
@@ -113,7 +116,7 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
         three.ask("stranger")
 
         async def both_wait() -> bool:
-            return [(await each.take(0))["leases_waited"] for each in (two, three)] == [1, 1]
+            return [(await process.take(0))["leases_waited"] for process in (two, three)] == [1, 1]
 
         assert await eventually(both_wait)
         await leader.kill()
@@ -122,8 +125,8 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
 
         second, third = await two.take(), await three.take()
         assert second["answers"] == third["answers"]
-        done = await loads(redis, keyspace)
-        assert len(done) == 2 and done[0] == b"one"
+        loader_names = await loads(redis, keyspace)
+        assert len(loader_names) == 2 and loader_names[0] == b"one"
         assert second["leases_taken_over"] + third["leases_taken_over"] == 1
         assert second["leases_adopted"] + third["leases_adopted"] == 1
 
@@ -132,16 +135,16 @@ async def test_processes_with_different_inputs_compute_each(
     redis_url: str, redis: Redis, keyspace: Keyspace
 ) -> None:
     async with AsyncExitStack() as stack:
-        one, two = [
+        first_process, two = [
             await stack.enter_async_context(Process(redis_url, keyspace.namespace, name, LONG_MS))
             for name in ("one", "two")
         ]
-        one.ask("stranger", "i1")
+        first_process.ask("stranger", "i1")
         two.ask("stranger", "i7")
         assert await eventually(lambda: _count(redis, keyspace, 2))
         await redis.rpush(f"{keyspace.namespace}:go", "now", "now")
 
-        first, second = await one.take(), await two.take()
+        first, second = await first_process.take(), await two.take()
 
         assert first["answers"] != second["answers"]
         assert first["leases_waited"] == second["leases_waited"] == 0

@@ -79,11 +79,11 @@ async def remote(redis_url: str, loaded: Keyspace) -> AsyncIterator[RemoteTier]:
 
 
 async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
-    whole = PageRead("g", "t", 1, 0, len(page_bytes(1)))
+    page_read = PageRead("g", "t", 1, 0, len(page_bytes(1)))
 
-    assert await remote.page(whole) == page_bytes(1)
-    assert await remote.page(whole._replace(page=99)) is None
-    assert await remote.page(whole._replace(length=whole.length + 1)) is None
+    assert await remote.page(page_read) == page_bytes(1)
+    assert await remote.page(page_read._replace(page=99)) is None
+    assert await remote.page(page_read._replace(length=page_read.length + 1)) is None
     assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
 
 
@@ -91,16 +91,16 @@ async def test_connections_are_open_before_the_first_read(
     remote: RemoteTier, client: redis.Redis, loaded: Keyspace
 ) -> None:
     """With TLS a handshake alone may take longer than a read is given."""
-    before = {each["id"] for each in client.client_list()}
+    client_ids_before = {client_info["id"] for client_info in client.client_list()}
 
     await remote.connect_ahead()
     await remote.connect_ahead()
 
-    assert len({each["id"] for each in client.client_list()} - before) == 1
+    assert len({client_info["id"] for client_info in client.client_list()} - client_ids_before) == 1
     assert remote.stats.commands == 0
-    away = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0", deadline_s=0.1), loaded)
-    await away.connect_ahead()
-    await away.aclose()
+    unreachable_tier = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0", deadline_s=0.1), loaded)
+    await unreachable_tier.connect_ahead()
+    await unreachable_tier.aclose()
 
 
 async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
@@ -157,12 +157,12 @@ async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
 
     assert await remote.write_overlays([write]) == [None]
     client.pexpire(remote.control.keyspace.overlay("g", "t", "00ff"), 9_000)
-    found, none = await answers_of(
+    overlay, none = await answers_of(
         remote, [OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")]
     )
 
-    assert isinstance(found, Overlay) and found.payload == payload
-    assert 8.0 < found.ttl_s <= 9.0
+    assert isinstance(overlay, Overlay) and overlay.payload == payload
+    assert 8.0 < overlay.ttl_s <= 9.0
     assert none is None
 
 
@@ -174,7 +174,7 @@ async def test_every_overlay_written_expires_however_short_its_life(
     await remote.write_overlays(writes)
 
     lives = [
-        client.pttl(remote.control.keyspace.overlay("g", "t", each.hash_hex)) for each in writes
+        client.pttl(remote.control.keyspace.overlay("g", "t", write.hash_hex)) for write in writes
     ]
     assert all(life != -1 for life in lives)
     assert 0 < lives[1] <= 60_000
@@ -195,13 +195,13 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
     writes = [OverlayWrite("g", "t", f"{n:04x}", b"%d" % n, 60) for n in range(20)]
     await remote.write_overlays(writes)
 
-    async def one(number: int) -> tuple[list[Answer], list[TierUnavailable | None]]:
+    async def read_and_write(number: int) -> tuple[list[Answer], list[TierUnavailable | None]]:
         read = answers_of(remote, [OverlayRead("g", "t", f"{number:04x}"), read_of(1, number)])
         write = remote.write_overlays([OverlayWrite("g", "other", f"{number}", b"y", 60)])
         return await asyncio.gather(read, write)
 
     for number, (answers, written) in enumerate(
-        await asyncio.gather(*(one(number) for number in range(20)))
+        await asyncio.gather(*(read_and_write(number) for number in range(20)))
     ):
         overlay, page = answers
         assert isinstance(overlay, Overlay) and overlay.payload == b"%d" % number
@@ -213,9 +213,9 @@ async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(
 ) -> None:
     client.hset(remote.control.keyspace.page("g", "t", 9), "a", "b")
 
-    good, bad = await answers_of(remote, [read_of(0, 0), read_of(9, 0)])
+    good, failed_answer = await answers_of(remote, [read_of(0, 0), read_of(9, 0)])
 
-    assert good == record_of(0, 0) and reason_of(bad) == "connection"
+    assert good == record_of(0, 0) and reason_of(failed_answer) == "connection"
     assert remote.breaker.state == "closed"
 
 
@@ -224,21 +224,24 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
 
-    async def one(page: int, slot: int) -> None:
+    async def read_record(page: int, slot: int) -> None:
         for _ in range(rng.randrange(3)):
             await asyncio.sleep(0)
         assert await answers_of(remote, [read_of(page, slot)]) == [record_of(page, slot)], seed
 
     for _ in range(30):
         callers = [
-            asyncio.create_task(one(rng.randrange(4), rng.randrange(RECORDS))) for _ in range(30)
+            asyncio.create_task(read_record(rng.randrange(4), rng.randrange(RECORDS)))
+            for _ in range(30)
         ]
         for caller in rng.sample(callers, 10):
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             caller.cancel()
         outcomes = await asyncio.gather(*callers, return_exceptions=True)
-        assert all(each is None or isinstance(each, asyncio.CancelledError) for each in outcomes)
+        assert all(
+            outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes
+        )
 
     assert remote.pool.opened <= remote.config.connections_max, (
         "a caller that leaves costs no connection"
@@ -247,9 +250,9 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
 
 async def elapsed_after(seconds: float) -> float:
     """What a wait of so long takes here, in seconds."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     await asyncio.sleep(seconds)
-    return time.monotonic() - began
+    return time.monotonic() - started_at
 
 
 async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_nobody(
@@ -264,14 +267,14 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
     assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
 
     os.kill(own_redis.pid, signal.SIGSTOP)
-    began = time.monotonic()
+    started_at = time.monotonic()
     reading = asyncio.gather(*(answers_of(remote, [read_of(1, slot)]) for slot in range(5)))
     waiting = asyncio.ensure_future(elapsed_after(0.1))  # a host that stalls delays both
     late = await asyncio.wait_for(reading, 5)
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - started_at
     os.kill(own_redis.pid, signal.SIGCONT)
 
-    assert {reason_of(each) for (each,) in late} == {"timeout"}
+    assert {reason_of(answer) for (answer,) in late} == {"timeout"}
     assert took_s < await waiting * 1.5
     assert await answers_of(remote, [read_of(2, 7)]) == [record_of(2, 7)]
     assert remote.pool.opened == 2 and remote.pool.timed_out == 1
@@ -293,7 +296,7 @@ async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisS
     late = await asyncio.wait_for(asyncio.gather(*reading), 5)
     os.kill(own_redis.pid, signal.SIGCONT)
 
-    assert {reason_of(each) for (each,) in late} == {"timeout"} and remote.stats.batches == 6
+    assert {reason_of(answer) for (answer,) in late} == {"timeout"} and remote.stats.batches == 6
     assert await answers_of(remote, [read_of(1, 0)]) == [None], "Redis is asked again at once"
     assert breaker.opened == 0
     await remote.aclose()
@@ -356,8 +359,8 @@ async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
     own_redis: RedisServer,
 ) -> None:
     """C10."""
-    now = [0.0]
-    breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: now[0])
+    clock = [0.0]
+    breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: clock[0])
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=1.0), Keyspace("a"), breaker)
     assert await answers_of(remote, [read_of(0, 0)]) == [None]
 
@@ -365,11 +368,13 @@ async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
     reasons = [reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) for _ in range(6)]
     assert set(reasons[:3]) == {"connection"} and set(reasons[3:]) == {"breaker_open"}
 
-    now[0] = 5.0
+    clock[0] = 5.0
     probes = await asyncio.gather(
         answers_of(remote, [read_of(0, 0)]), answers_of(remote, [read_of(0, 1)])
     )
-    assert {reason_of(each) for (each,) in probes} == {"connection"}, "one pipeline is one probe"
+    assert {reason_of(answer) for (answer,) in probes} == {"connection"}, (
+        "one pipeline is one probe"
+    )
     assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "breaker_open"
     await remote.aclose()
 
@@ -407,10 +412,10 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(
 
     assert during <= 2 + 1
 
-    async def only_ours_is_left() -> bool:
+    async def has_one_client() -> bool:
         return len(client.client_list()) == 1
 
-    assert await eventually(only_ours_is_left)
+    assert await eventually(has_one_client)
     client.close()
 
 
@@ -423,13 +428,13 @@ async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_
     )
     await answers_of(remote, [read_of(0, 0)])
     client.config_set("maxclients", 2)
-    before = int(client.info("stats")["rejected_connections"])
+    rejected_before = int(client.info("stats")["rejected_connections"])
 
     for _ in range(50):
         await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 600) for n in range(4)))
 
     assert remote.pool.opened == 1 and remote.breaker.state == "closed"
-    assert 1 <= int(client.info("stats")["rejected_connections"]) - before <= 3
+    assert 1 <= int(client.info("stats")["rejected_connections"]) - rejected_before <= 3
     client.close()
     await remote.aclose()
 
@@ -520,11 +525,11 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
     remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), loaded)
     assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
 
-    said: asyncio.Queue[bytes] = asyncio.Queue()
+    messages: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def listen() -> None:
         async for message in remote.control.subscribe():
-            said.put_nowait(message)
+            messages.put_nowait(message)
 
     listening = asyncio.create_task(listen())
 
@@ -532,8 +537,10 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
         return bool(client.publish(loaded.channel, "pointer"))
 
     assert await eventually(heard)
-    assert await asyncio.wait_for(said.get(), 5) == b"pointer"
-    connections = [each["resp"] for each in client.client_list() if "resp" in each]
+    assert await asyncio.wait_for(messages.get(), 5) == b"pointer"
+    connections = [
+        client_info["resp"] for client_info in client.client_list() if "resp" in client_info
+    ]
     assert str(protocol) in connections
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
@@ -552,8 +559,8 @@ async def test_listening_survives_a_silence_longer_than_any_timeout(
         return bool(client.pubsub_numsub(keyspace.channel)[0][1])
 
     assert await eventually(listened_to)
-    done, _ = await asyncio.wait({listening}, timeout=4 * config.control_timeout_s)
-    assert not done
+    finished_tasks, _ = await asyncio.wait({listening}, timeout=4 * config.control_timeout_s)
+    assert not finished_tasks
     client.publish(keyspace.channel, "pointer")
 
     assert await asyncio.wait_for(listening, 5) == b"pointer"
@@ -585,8 +592,8 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
     client.set(keyspace.live, b"{}")
     client.set(keyspace.next, b"note")
     assert await remote.control.watch() == (b"{}", b"note")
-    told = client.time()[0]
-    assert told <= await remote.control.time() < told + 2
+    redis_time_s = client.time()[0]
+    assert redis_time_s <= await remote.control.time() < redis_time_s + 2
     assert await remote.control.eviction_policy() == "volatile-lru"
     (info,) = await remote.control.infos()
     assert info["used_memory"] > 0 and info["maxmemory"] == 0
@@ -611,13 +618,13 @@ async def test_a_replica_is_alive_at_full_memory(own_redis: RedisServer) -> None
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.zadd(keyspace.replicas, {b"{}": 1.0})
 
-        before = None
-        for holds in (["a"], ["b"]):
-            payload = orjson.dumps({"replica": "replica-1", "holds": holds})
-            await remote.control.heartbeat(payload, await remote.control.time(), before)
+        previous_payload = None
+        for held_generations in (["a"], ["b"]):
+            payload = orjson.dumps({"replica": "replica-1", "holds": held_generations})
+            await remote.control.heartbeat(payload, await remote.control.time(), previous_payload)
             (alive,) = control.replicas()
-            assert (alive.name, list(alive.holds)) == ("replica-1", holds)
-            before = payload
+            assert (alive.name, list(alive.holds)) == ("replica-1", held_generations)
+            previous_payload = payload
         assert client.zcard(keyspace.replicas) == 1
         await remote.control.sign_off(payload)
         assert control.replicas() == []
@@ -632,8 +639,8 @@ async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_sam
         client.execute_command(
             "ACL", "SETUSER", "older", "on", ">x", "~larder:1:{a}:*", "+zadd", "+zrem", "+select"
         )
-        place = own_redis.url.removeprefix("redis://")
-        remote = RemoteTier(RemoteConfig(f"redis://older:x@{place}"), keyspace)
+        address = own_redis.url.removeprefix("redis://")
+        remote = RemoteTier(RemoteConfig(f"redis://older:x@{address}"), keyspace)
         await remote.control.heartbeat(b"1", 1.0)
         await remote.control.heartbeat(b"2", 1.0, b"1")
         assert client.zrange(keyspace.replicas, 0, -1) == [b"2"]
@@ -645,9 +652,9 @@ async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_to
     control = remote.control
     ping = functools.partial(control.ask, "PING")
 
-    for ask in (ping, control.watch, control.time, control.eviction_policy, control.infos):
+    for command in (ping, control.watch, control.time, control.eviction_policy, control.infos):
         with pytest.raises(TierUnavailable) as caught:
-            await ask()
+            await command()
         assert caught.value.details["reason"] == "connection"
     assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "connection"
     await remote.aclose()
@@ -662,10 +669,10 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
         )
         client.select(3)
         client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
-    place = own_redis.url.removeprefix("redis://").removesuffix("/0")
+    address = own_redis.url.removeprefix("redis://").removesuffix("/0")
 
     for password, expected in (("se%2Fcret", record_of(0, 2)), ("wrong", None)):
-        url = f"redis://reader:{password}@{place}/3"
+        url = f"redis://reader:{password}@{address}/3"
         remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), Keyspace("a"))
         answer = (await answers_of(remote, [read_of(0, 2)]))[0]
         await remote.aclose()
@@ -726,8 +733,8 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
     for _ in range(20):
         await answers_of(remote, [PageRead("g1", "user_topk", 0, 2, 3)])
 
-    found = remote.p99_ms()
-    assert found is not None and 0 < found < 5_000
+    p99_ms = remote.p99_ms()
+    assert p99_ms is not None and 0 < p99_ms < 5_000
     assert remote.p99_ms(within_s=-1.0) is None  # nothing is younger than that
 
 
@@ -739,12 +746,12 @@ async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
     def fail(_answers: object) -> int:
         raise ValueError("a defect")
 
-    bad = remote.submit([read_of(0, 0)], fail)
+    failing_read = remote.submit([read_of(0, 0)], fail)
     good = remote.submit([read_of(0, 0), read_of(0, 1)], len)
 
     assert await good == 2 and remote.stats.batches == 1
     with pytest.raises(ValueError, match="a defect"):
-        await bad
+        await failing_read
     await remote.aclose()
 
 
@@ -772,8 +779,8 @@ async def test_writes_that_are_refused_say_nothing_of_reads(own_redis: RedisServ
 
     for number in range(6):
         write = OverlayWrite("g", "t", f"{number:016x}", b"x" * SIZE, 60)
-        (why,) = await remote.write_overlays([write])
-        assert why is not None and "OOM" in str(why)
+        (write_error,) = await remote.write_overlays([write])
+        assert write_error is not None and "OOM" in str(write_error)
 
     assert breaker.opened == 0
     assert await answers_of(remote, [read_of(0, 3)]) == [record_of(0, 3)]

@@ -44,27 +44,32 @@ def test_a_second_process_shares_directory_vectors_and_index(tmp_path: Path) -> 
             )
             for _ in range(2)
         ]  # fmt: skip
-        told = [json.loads(each.stdout.readline()) for each in readers if each.stdout is not None]
-        files = [mapped(each.pid, tmp_path) for each in readers]
-        privates = [private_kb(each.pid) for each in readers]
-        for each in readers:
-            each.communicate("", timeout=30)
+        reader_reports = [
+            json.loads(reader.stdout.readline()) for reader in readers if reader.stdout is not None
+        ]
+        files = [mapped(reader.pid, tmp_path) for reader in readers]
+        privates = [private_kb(reader.pid) for reader in readers]
+        for reader in readers:
+            reader.communicate("", timeout=30)
 
-    for found in files:
-        assert set(found) == {HASHES, VECTORS, INDEX}
-        for counted in found.values():
-            assert counted["Rss"] >= 0.95 * counted["Size"]  # all of it was read
-            assert counted["Pss"] <= 0.52 * counted["Rss"]
-    for (before, _, is_right), after in zip(told, privates, strict=True):
-        assert is_right and after - before <= 0.1 * FILES_KB
+    for usage_by_file in files:
+        assert set(usage_by_file) == {HASHES, VECTORS, INDEX}
+        for usage in usage_by_file.values():
+            assert usage["Rss"] >= 0.95 * usage["Size"]  # all of it was read
+            assert usage["Pss"] <= 0.52 * usage["Rss"]
+    for (kb_before, _, is_right), after in zip(reader_reports, privates, strict=True):
+        assert is_right and after - kb_before <= 0.1 * FILES_KB
 
 
 def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -> None:
     night = build_night(tmp_path / "night", redis_url, users=400, items=120)
     # Every answer is judged, so that both workers open the sample of inputs.
     more = {"REDIS_URL": redis_url, "LARDER_WORKERS": "2", "LARDER_QUALITY_PER_MILLE": "1000"}
-    known = histories(night)
-    asked = [{"id": f"new-{user}", "history": known[user]} for user in sorted(known)[:50]]
+    history_by_user = histories(night)
+    live_entities = [
+        {"id": f"new-{user}", "history": history_by_user[user]}
+        for user in sorted(history_by_user)[:50]
+    ]
     artefacts = night.path(night.artifacts)
     with started(environment(night, tmp_path / "state", **more)) as (process, url):
         children = f"/proc/{process.pid}/task/{process.pid}/children"
@@ -72,14 +77,14 @@ def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -
 
         def are_shared() -> bool:
             """After one more request each on many connections: whoever answers has read what is needed."""
-            for user in sorted(known)[:20]:
+            for user in sorted(history_by_user)[:20]:
                 httpx.get(f"{url}/v1/lookup/user_topk/{user}").raise_for_status()
-                httpx.post(f"{url}/v1/lookup/user_topk", json={"entities": asked})
-            ours, theirs = mapped(first, artefacts), mapped(second, artefacts)
-            return set(ours) == set(theirs) and all(
-                each["Private_Clean"] + each["Private_Dirty"] == 0
-                and each["Pss"] * 2 <= each["Rss"]
-                for each in (*ours.values(), *theirs.values())
+                httpx.post(f"{url}/v1/lookup/user_topk", json={"entities": live_entities})
+            first_usage_by_file, theirs = mapped(first, artefacts), mapped(second, artefacts)
+            return set(first_usage_by_file) == set(theirs) and all(
+                usage["Private_Clean"] + usage["Private_Dirty"] == 0
+                and usage["Pss"] * 2 <= usage["Rss"]
+                for usage in (*first_usage_by_file.values(), *theirs.values())
             )
 
         assert until(are_shared, 60)

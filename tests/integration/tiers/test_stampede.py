@@ -39,10 +39,10 @@ class Replica:
 
     async def __call__(self, entities: Sequence[RequestedEntity]) -> list[Any]:
         """One request for each of them, all at once."""
-        holding = Holding(self.world.snapshot())
+        served = Holding(self.world.snapshot())
         requests = [
-            self.ladder.lookup(holding, ask(each, deadline_s=60.0), time.monotonic())
-            for each in entities
+            self.ladder.lookup(served, ask(requested_entity, deadline_s=60.0), time.monotonic())
+            for requested_entity in entities
         ]
         return [answer for (answer,) in await asyncio.gather(*requests)]
 
@@ -74,7 +74,10 @@ def calls(server: RedisServer) -> dict[str, int]:
     """What Redis was asked so far, by command."""
     with redis.Redis.from_url(server.url, protocol=2) as connection:
         stats = connection.info("commandstats")
-    return {name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()}
+    return {
+        name.removeprefix("cmdstat_"): command_stats["calls"]
+        for name, command_stats in stats.items()
+    }
 
 
 async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_one_read(
@@ -89,10 +92,10 @@ async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_o
     assert replica.tiers.counters.l2_reads == 1
     assert replica.lead.counts.led == 1
     await replica.tiers.aclose(30.0)
-    asked = calls(own_redis)
+    calls_by_command = calls(own_redis)
     # The overlay's look-up; the lease, the overlay, and the lease's mark.
-    assert (asked["get"], asked["pttl"], asked["set"]) == (1, 1, 3)
-    assert "getrange" not in asked
+    assert (calls_by_command["get"], calls_by_command["pttl"], calls_by_command["set"]) == (1, 1, 3)
+    assert "getrange" not in calls_by_command
 
 
 async def test_waiters_with_different_inputs_never_share_an_inference(replica: Replica) -> None:

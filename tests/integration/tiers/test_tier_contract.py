@@ -66,11 +66,11 @@ class L2:
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
         name = hash_hex(night.want(id_).key)
-        (found,) = await answers_of(self.tier, [OverlayRead(generation, night.table.name, name)])
-        if found is None:
+        (overlay,) = await answers_of(self.tier, [OverlayRead(generation, night.table.name, name)])
+        if overlay is None:
             return None
-        assert isinstance(found, Overlay)
-        unpacked = unpack_overlay(night.layout, found.payload)
+        assert isinstance(overlay, Overlay)
+        unpacked = unpack_overlay(night.layout, overlay.payload)
         assert unpacked is not None and unpacked[1] == DIGEST_A
         return unpacked[0]
 
@@ -97,7 +97,7 @@ async def tier(
     timer = asyncio.get_running_loop().time
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), keyspace)
     # Without a negative life: a look-up before the first put is part of the suite.
-    both = Tiered(LocalTier(1 << 20), NegativeCache(0, 0), remote)
+    tiered_cache = Tiered(LocalTier(1 << 20), NegativeCache(0, 0), remote)
     match request.param:
         case "l1":
             yield L1(LocalTier(1 << 20, timer))
@@ -106,10 +106,12 @@ async def tier(
         case "l2":
             yield L2(remote)
         case "tiered":
-            yield Both(both)
+            yield Both(tiered_cache)
         case _:
-            yield Replicas(Both(both), Both(Tiered(LocalTier(0), NegativeCache(0, 0), remote)))
-    await both.aclose()
+            yield Replicas(
+                Both(tiered_cache), Both(Tiered(LocalTier(0), NegativeCache(0, 0), remote))
+            )
+    await tiered_cache.aclose()
     await remote.aclose()
 
 
@@ -137,8 +139,8 @@ async def test_what_was_put_comes_back_byte_for_byte(tier: Tier) -> None:
 
     await tier.put(NIGHT, GENERATION, "ada", record, 60)
 
-    found = await tier.get(NIGHT, GENERATION, "ada")
-    assert found == record and type(found) is bytes
+    stored_record = await tier.get(NIGHT, GENERATION, "ada")
+    assert stored_record == record and type(stored_record) is bytes
 
 
 async def test_another_entity_table_or_generation_has_none_of_it(tier: Tier) -> None:

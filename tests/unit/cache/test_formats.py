@@ -16,21 +16,23 @@ POINTED = Pointer("20260131T000000Z-0123456789ab", 7, None, "a", 1.0)
 
 def test_the_release_is_that_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    latest_heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
-    assert newest is not None
-    assert project["version"] == RELEASE and RELEASE.partition(".dev")[0] == newest[1]
+    assert latest_heading is not None
+    assert project["version"] == RELEASE and RELEASE.partition(".dev")[0] == latest_heading[1]
 
 
 def test_what_is_written_is_read() -> None:
-    assert all(each.oldest <= each.written <= each.newest for each in FORMATS.values())
+    assert all(format_.oldest <= format_.written <= format_.newest for format_ in FORMATS.values())
 
 
 def test_the_reference_lists_every_format_with_its_versions() -> None:
     page = (ROOT / "docs/reference/formats.md").read_text()
     rows = re.findall(r"^\| ([\w ]+?) \| (\d+) \| ([\d to]+) \|", page, re.MULTILINE)
 
-    assert rows == [(each.name, str(each.written), each.reads) for each in FORMATS.values()]
+    assert rows == [
+        (format_.name, str(format_.written), format_.reads) for format_ in FORMATS.values()
+    ]
 
 
 def test_version_1_is_not_told_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +74,5 @@ def test_a_newer_pointer_is_no_damaged_one() -> None:
 
 def test_heartbeats_tell_what_the_service_reads() -> None:
     assert set(formats.served_formats()) == {
-        each.name for each in FORMATS.values() if each.is_served
+        format_.name for format_ in FORMATS.values() if format_.is_served
     }

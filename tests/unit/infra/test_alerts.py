@@ -26,26 +26,28 @@ SECTIONS = dict(
     )
 )
 COMMANDS = sorted(
-    {re.sub(r"\s+", " ", each) for text in SECTIONS.values() for each in re.findall(r"`([^`]+)`", text)}
+    {re.sub(r"\s+", " ", command) for text in SECTIONS.values() for command in re.findall(r"`([^`]+)`", text)}
 )  # fmt: skip
 
 
 def fires(case: Any) -> set[str]:
     """The alerts that a case expects."""
-    (asked,) = case["promql_expr_test"]
-    assert asked["expr"] == FIRING
-    return {re.findall(r'"(\w+)"', each["labels"])[0] for each in asked["exp_samples"]}
+    (expression_test,) = case["promql_expr_test"]
+    assert expression_test["expr"] == FIRING
+    return {
+        re.findall(r'"(\w+)"', sample["labels"])[0] for sample in expression_test["exp_samples"]
+    }
 
 
 @needs_promtool
 @pytest.mark.parametrize("name", CASES)
 def test_alerts_fire_and_stay_silent_as_their_cases_say(name: str) -> None:
     file = INFRA / "prometheus/tests" / name
-    told = subprocess.run(
+    completed_process = subprocess.run(
         ["promtool", "test", "rules", file], capture_output=True, text=True, timeout=120, check=False
     )  # fmt: skip
 
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert completed_process.returncode == 0, completed_process.stdout + completed_process.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,8 +66,8 @@ def test_a_silent_case_has_all_that_the_alert_reads(alert: Any) -> None:
     read = set(re.findall(r"\blarder_\w+|\bup\b", alert["expr"]))
     for case in (case for cases in CASES.values() for case in cases):
         if case["name"].startswith(f"{alert['alert']} is silent"):
-            given = {re.split(r"\{", each["series"])[0] for each in case["input_series"]}
-            assert given and read <= given
+            series_names = {re.split(r"\{", series["series"])[0] for series in case["input_series"]}
+            assert series_names and read <= series_names
 
 
 def test_the_runbook_has_a_section_for_each_alert_and_for_nothing_else() -> None:
@@ -87,32 +89,34 @@ def test_an_alert_points_at_its_section_which_says_all_that_is_needed(alert: Any
 
 
 def test_every_series_that_the_runbook_names_is_one_that_rules_or_dashboards_read() -> None:
-    told = {each for text in SECTIONS.values() for each in re.findall(r"\blarder[_:][\w:]+", text)}
+    named_series = {
+        series for text in SECTIONS.values() for series in re.findall(r"\blarder[_:][\w:]+", text)
+    }
     files = [*(INFRA / "prometheus/rules").glob("*.yml"), *(INFRA / "grafana").rglob("*.json")]
     read = "".join(file.read_text() for file in files)
 
-    assert {each for each in told if each not in read} == set()
+    assert {series for series in named_series if series not in read} == set()
 
 
 @pytest.mark.parametrize(
-    "command", [each for each in COMMANDS if re.match("python|curl|airflow", each)]
+    "command", [command for command in COMMANDS if re.match("python|curl|airflow", command)]
 )
 def test_a_command_of_the_runbook_exists(command: str) -> None:
-    words = shlex.split(command)
-    match words[:3]:
+    arguments = shlex.split(command)
+    match arguments[:3]:
         case ["python", "-m", "precompute"]:
-            parser_of_commands().parse_args(words[3:])
-        case ["python", "-m", "serving"] if words[3:4] == ["explain"]:
-            parser_of_explain().parse_args(words[4:])
+            parser_of_commands().parse_args(arguments[3:])
+        case ["python", "-m", "serving"] if arguments[3:4] == ["explain"]:
+            parser_of_explain().parse_args(arguments[4:])
         case ["python", "-m", "serving"]:
-            parser_of_service().parse_args(words[3:])
+            parser_of_service().parse_args(arguments[3:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
             files = ("routes.py", "operations.py")
             routes = "".join((INFRA.parent / "serving/http" / name).read_text() for name in files)
             assert path in routes and path
         case ["airflow", "dags", _]:
-            assert (INFRA.parent / f"dags/{words[3]}.py").is_file()
+            assert (INFRA.parent / f"dags/{arguments[3]}.py").is_file()
         case _:
             raise AssertionError(f"nobody has looked whether this exists: {command}")
 

@@ -25,8 +25,10 @@ WEAK = {
 ENTRY = '[[advisory]]\nid = "CVE-2"\npackage = "starlette"\nreason = "no uploads"\nuntil = {}\n'
 
 
-def found(*packages: dict[str, Any], taken: str = "", today: date = TODAY) -> list[str]:
-    return complaints(answer({"dependencies": [CANARY, *packages]}), accepted(taken), today)
+def found(*packages: dict[str, Any], acceptance_text: str = "", today: date = TODAY) -> list[str]:
+    return complaints(
+        answer({"dependencies": [CANARY, *packages]}), accepted(acceptance_text), today
+    )
 
 
 @pytest.mark.parametrize("dependencies", [
@@ -53,13 +55,15 @@ def test_a_package_that_the_source_does_not_know_was_not_audited() -> None:
 def test_an_accepted_advisory_counts_again_once_its_day_is_over_or_nothing_stands_behind_it() -> (
     None
 ):
-    taken = ENTRY.format("2026-11-24")
+    acceptance_text = ENTRY.format("2026-11-24")
 
-    assert found(WEAK, taken=taken) == []
-    assert found(WEAK, taken=taken, today=date(2026, 11, 25)) == [
+    assert found(WEAK, acceptance_text=acceptance_text) == []
+    assert found(WEAK, acceptance_text=acceptance_text, today=date(2026, 11, 25)) == [
         "starlette 1.0: CVE-2, PYSEC-1; accepted until 2026-11-24 only"
     ]
-    assert found(taken=taken) == ["starlette: CVE-2 is accepted, but no advisory any more"]
+    assert found(acceptance_text=acceptance_text) == [
+        "starlette: CVE-2 is accepted, but no advisory any more"
+    ]
 
 
 @pytest.mark.parametrize("text", [

@@ -22,9 +22,9 @@ def test_the_postgresql_of_path_is_taken_first_else_debians_newest(tmp_path: Pat
     debian = tmp_path / "debian"
     for version in ("9", "15", "17"):
         programs(debian / version / "bin")
-    ours = programs(tmp_path / "ours")
+    postgres_folder = programs(tmp_path / "ours")
 
-    assert find_postgres({"PATH": f"/nowhere:{ours}"}, debian) == ours
+    assert find_postgres({"PATH": f"/nowhere:{postgres_folder}"}, debian) == postgres_folder
     assert find_postgres({"PATH": "/nowhere"}, debian) == debian / "17/bin"
 
 
@@ -34,10 +34,10 @@ def test_without_a_postgresql_it_is_said_what_to_install(tmp_path: Path) -> None
 
 
 def test_postgresql_runs_as_ourselves_or_as_its_own_user_where_we_are_root() -> None:
-    somebody = next(each for each in pwd.getpwall() if each.pw_uid != 0)
+    account = next(account for account in pwd.getpwall() if account.pw_uid != 0)
 
-    assert owner(somebody.pw_uid) == somebody
-    assert owner(0, somebody.pw_name) == somebody
+    assert owner(account.pw_uid) == account
+    assert owner(0, account.pw_name) == account
     with pytest.raises(ConfigError, match="useradd --system no-such-user"):
         owner(0, "no-such-user")
 
@@ -55,24 +55,28 @@ def test_a_package_that_is_not_there_is_named_before_anything_starts(
 
 
 def test_airflows_own_settings_of_the_surroundings_do_not_choose_the_database() -> None:
-    told = {
+    environment = {
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": "sqlite:///production.db",
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "5",
     }
 
-    found = airflow.settings("redis://broker", "postgresql+psycopg2://ours", told)
+    airflow_settings = airflow.settings("redis://broker", "postgresql+psycopg2://ours", environment)
 
-    assert found["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"] == "postgresql+psycopg2://ours"
-    assert found["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] == "5"
+    assert airflow_settings["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"] == "postgresql+psycopg2://ours"
+    assert airflow_settings["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] == "5"
 
 
 def test_folders_of_the_environment_do_not_depend_on_where_a_task_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = {"LARDER_ARTIFACTS": "here", "LARDER_STATE": "s3://there", "LARDER_NAMESPACE": "x"}
+    environment = {
+        "LARDER_ARTIFACTS": "here",
+        "LARDER_STATE": "s3://there",
+        "LARDER_NAMESPACE": "x",
+    }
 
-    assert airflow.absolute(told) == {
+    assert airflow.absolute(environment) == {
         "LARDER_ARTIFACTS": os.fspath(tmp_path / "here"),
         "LARDER_STATE": "s3://there",
     }

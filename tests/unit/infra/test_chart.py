@@ -89,17 +89,19 @@ def helm(*arguments: str, values: dict[str, Any]) -> "subprocess.CompletedProces
 @cache
 def rendered(case: str) -> str:
     """What a release called `night` of these values is made of."""
-    made = helm("template", "night", str(CHART), "--kube-version", "1.37.0", values=CASES[case])
-    assert made.returncode == 0, made.stderr
-    return made.stdout
+    completed_process = helm(
+        "template", "night", str(CHART), "--kube-version", "1.37.0", values=CASES[case]
+    )
+    assert completed_process.returncode == 0, completed_process.stderr
+    return completed_process.stdout
 
 
 @cache
 def objects(case: str) -> dict[str, Any]:
     """Objects by kind; there is one of each."""
-    found = [each for each in yaml.safe_load_all(rendered(case)) if each]
-    kinds = {each["kind"]: each for each in found}
-    assert len(kinds) == len(found)
+    manifests = [manifest for manifest in yaml.safe_load_all(rendered(case)) if manifest]
+    kinds = {manifest["kind"]: manifest for manifest in manifests}
+    assert len(kinds) == len(manifests)
     return kinds
 
 
@@ -114,35 +116,41 @@ def container(case: str) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_helm_finds_nothing_to_complain_of(case: str) -> None:
-    said = helm("lint", "--strict", str(CHART), values=CASES[case])
+    completed_process = helm("lint", "--strict", str(CHART), values=CASES[case])
 
-    assert said.returncode == 0 and "WARNING" not in said.stdout, said.stdout + said.stderr
+    assert completed_process.returncode == 0 and "WARNING" not in completed_process.stdout, (
+        completed_process.stdout + completed_process.stderr
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_everything_rendered_is_as_the_schemas_of_the_api_have_it(
     tmp_path: Path, version: str
 ) -> None:
-    known = [
-        {kind: each for kind, each in objects(case).items() if kind != "ServiceMonitor"}
+    standard_objects = [
+        {kind: manifest for kind, manifest in objects(case).items() if kind != "ServiceMonitor"}
         for case in ("everything", "fixed")
     ]
-    planted = json.loads(json.dumps(known[0]["Deployment"]))
+    planted = json.loads(json.dumps(standard_objects[0]["Deployment"]))
     planted["spec"]["strategy"]["rollingUpdate"]["maxSurgee"] = 1
-    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    good.write_text(yaml.safe_dump_all([*known[0].values(), known[1]["Deployment"]]))
-    bad.write_text(yaml.safe_dump(planted))
+    good, invalid_file = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(
+        yaml.safe_dump_all([*standard_objects[0].values(), standard_objects[1]["Deployment"]])
+    )
+    invalid_file.write_text(yaml.safe_dump(planted))
 
-    said = subprocess.run(
-        [str(VALIDATE), "--strict", "-k", version, str(good), str(bad)],
+    completed_process = subprocess.run(
+        [str(VALIDATE), "--strict", "-k", version, str(good), str(invalid_file)],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
 
-    found = (said.stdout + said.stderr).splitlines()
-    assert [line for line in found if line.startswith("ERROR")] == [
-        line for line in found if "maxSurgee" in line
+    output_lines = (completed_process.stdout + completed_process.stderr).splitlines()
+    assert [line for line in output_lines if line.startswith("ERROR")] == [
+        line for line in output_lines if "maxSurgee" in line
     ]
-    assert said.returncode != 0 and any("maxSurgee" in line for line in found), found
+    assert completed_process.returncode != 0 and any(
+        "maxSurgee" in line for line in output_lines
+    ), output_lines
 
 
 def test_each_kind_is_there_when_it_is_asked_for() -> None:
@@ -155,19 +163,22 @@ def test_each_kind_is_there_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_selects_selects_the_pods(case: str) -> None:
-    made = objects(case)
-    labels = made["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    object_by_kind = objects(case)
+    labels = object_by_kind["Deployment"]["spec"]["template"]["metadata"]["labels"]
     selectors = [
-        made["Deployment"]["spec"]["selector"]["matchLabels"],
-        made["Service"]["spec"]["selector"],
-        made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-        *(each["labelSelector"]["matchLabels"] for each in pod(case)["topologySpreadConstraints"]),
+        object_by_kind["Deployment"]["spec"]["selector"]["matchLabels"],
+        object_by_kind["Service"]["spec"]["selector"],
+        object_by_kind["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        *(
+            constraint["labelSelector"]["matchLabels"]
+            for constraint in pod(case)["topologySpreadConstraints"]
+        ),
     ]
-    if "NetworkPolicy" in made:
-        selectors.append(made["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"])
+    if "NetworkPolicy" in object_by_kind:
+        selectors.append(object_by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"])
 
-    assert all(each.items() <= labels.items() for each in selectors)
-    assert all(each == selectors[0] for each in selectors)
+    assert all(selector.items() <= labels.items() for selector in selectors)
+    assert all(selector == selectors[0] for selector in selectors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -184,7 +195,7 @@ def test_a_pod_may_do_as_little_as_the_image_needs(case: str) -> None:
     }
     assert pod(case)["automountServiceAccountToken"] is False
     writable = {
-        each["mountPath"] for each in container(case)["volumeMounts"] if not each.get("readOnly")
+        mount["mountPath"] for mount in container(case)["volumeMounts"] if not mount.get("readOnly")
     }
     assert writable == {"/state", "/tmp"}
 
@@ -197,12 +208,12 @@ def test_probes_ask_what_the_service_answers(case: str) -> None:
     }
     scheme = "HTTPS" if case == "everything" else "HTTP"
 
-    assert {kind: each["httpGet"]["path"] for kind, each in probes.items()} == {
+    assert {kind: probe["httpGet"]["path"] for kind, probe in probes.items()} == {
         "startup": "/healthz", "readiness": "/readyz", "liveness": "/healthz",
     }  # fmt: skip
-    for each in probes.values():
-        assert f'"{each["httpGet"]["path"]}"' in routes
-        assert each["httpGet"]["port"] == "http" and each["httpGet"]["scheme"] == scheme
+    for probe in probes.values():
+        assert f'"{probe["httpGet"]["path"]}"' in routes
+        assert probe["httpGet"]["port"] == "http" and probe["httpGet"]["scheme"] == scheme
     allowed_s = CASES[case].get("startSeconds", 600)
     assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] == allowed_s
     assert objects(case)["Deployment"]["spec"]["progressDeadlineSeconds"] > allowed_s
@@ -218,20 +229,24 @@ def test_a_pod_has_time_to_leave_the_endpoints_and_to_drain(case: str) -> None:
 
 
 def env(case: str) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container(case)["env"] if "value" in each}
+    return {
+        variable["name"]: variable["value"]
+        for variable in container(case)["env"]
+        if "value" in variable
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_variables_are_settings_and_what_is_secret_is_referred_to(case: str) -> None:
-    known = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
+    known_variables = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
     secret = {
-        each["name"]: each["valueFrom"]["secretKeyRef"]["name"]
-        for each in container(case)["env"]
-        if "valueFrom" in each
+        variable["name"]: variable["valueFrom"]["secretKeyRef"]["name"]
+        for variable in container(case)["env"]
+        if "valueFrom" in variable
     }
     events = {"LARDER_EVENTS_URL": "larder-events"} if case == "everything" else {}
 
-    assert {*env(case), *secret} <= known
+    assert {*env(case), *secret} <= known_variables
     assert secret == {"REDIS_URL": "larder-redis", "LARDER_TOKEN": "larder-token", **events}
     assert not {"REDIS_URL", "LARDER_TOKEN", "LARDER_EVENTS_URL"} & set(env(case))
 
@@ -262,18 +277,22 @@ def test_the_settings_of_the_pod_are_read_by_the_service(case: str, tmp_path: Pa
 
 
 def test_another_configuration_is_another_revision() -> None:
-    def mark(case: str) -> str:
-        found = objects(case)["Deployment"]["spec"]["template"]["metadata"]["annotations"]
-        return str(found["larder/config"])
+    def read_config_digest(case: str) -> str:
+        annotations = objects(case)["Deployment"]["spec"]["template"]["metadata"]["annotations"]
+        return str(annotations["larder/config"])
 
-    assert mark("least") == mark("fixed") != mark("everything")
+    assert (
+        read_config_digest("least")
+        == read_config_digest("fixed")
+        != read_config_digest("everything")
+    )
 
 
 def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_told_to() -> None:
     def metrics(case: str) -> Any:
         return objects(case)["HorizontalPodAutoscaler"]["spec"]["metrics"]
 
-    assert [each["type"] for each in metrics("least")] == ["Resource"]
+    assert [metric["type"] for metric in metrics("least")] == ["Resource"]
     queue = metrics("everything")[1]["pods"]
     assert queue["target"] == {"type": "AverageValue", "averageValue": "10m"}
     name = queue["metric"]["name"].removeprefix("larder_")
@@ -283,7 +302,7 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_told
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("value_overrides", "named"),
     [
         ({"redis": {}}, "redis.existingSecret"),
         ({"token": {}}, "token.existingSecret"),
@@ -304,10 +323,12 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_told
         ({"podLabels": {"app.kubernetes.io/version": "1"}}, "podLabels: app.kubernetes.io/version"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
-    said = helm("template", "night", str(CHART), values={**NEEDED, **changed})
+def test_what_cannot_be_used_is_refused_by_name(
+    value_overrides: dict[str, Any], named: str
+) -> None:
+    completed_process = helm("template", "night", str(CHART), values={**NEEDED, **value_overrides})
 
-    assert said.returncode != 0 and named in said.stderr
+    assert completed_process.returncode != 0 and named in completed_process.stderr
 
 
 @pytest.mark.parametrize(
@@ -321,9 +342,11 @@ def test_what_cannot_be_used_is_refused_by_name(changed: dict[str, Any], named: 
 )
 def test_what_lies_beside_a_refusal_is_taken(values: dict[str, Any], kind: str) -> None:
     needed = {**NEEDED, "artifacts": {}} if "artifacts" in values else NEEDED
-    said = helm("template", "night", str(CHART), values={**needed, **values})
+    completed_process = helm("template", "night", str(CHART), values={**needed, **values})
 
-    assert said.returncode == 0 and f"kind: {kind}" in said.stdout, said.stderr
+    assert completed_process.returncode == 0 and f"kind: {kind}" in completed_process.stdout, (
+        completed_process.stderr
+    )
 
 
 def test_alerts_know_the_service_by_the_job_that_its_monitor_gives_it() -> None:
@@ -332,29 +355,35 @@ def test_alerts_know_the_service_by_the_job_that_its_monitor_gives_it() -> None:
         rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "LarderDown"
     )  # fmt: skip
     (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
-    (named,) = (each for each in endpoint["relabelings"] if each["targetLabel"] == "job")
+    (named,) = (
+        relabeling for relabeling in endpoint["relabelings"] if relabeling["targetLabel"] == "job"
+    )
 
     assert down["expr"] == f'up{{job="{named["replacement"]}"}} == 0'
     assert "sourceLabels" not in named and "regex" not in named, "whatever it was called before"
 
 
 def test_a_monitor_checks_a_certificate_where_there_is_one() -> None:
-    plain = helm(
+    http_process = helm(
         "template", "night", str(CHART), values={**EVERYTHING, "service": {"scheme": "HTTP"}}
     )
     (endpoint,) = objects("everything")["ServiceMonitor"]["spec"]["endpoints"]
 
     assert endpoint["scheme"] == "https" and endpoint["tlsConfig"] == {"serverName": "larder"}
-    assert plain.returncode == 0 and "tlsConfig" not in plain.stdout
+    assert http_process.returncode == 0 and "tlsConfig" not in http_process.stdout
 
 
 def test_an_object_store_is_reached_by_its_port_and_by_an_identity() -> None:
-    def ports(**changed: Any) -> list[int]:
-        said = helm("template", "night", str(CHART), values={**NEEDED, **changed})
-        (policy,) = (
-            each for each in yaml.safe_load_all(said.stdout) if each["kind"] == "NetworkPolicy"
+    def ports(**value_overrides: Any) -> list[int]:
+        completed_process = helm(
+            "template", "night", str(CHART), values={**NEEDED, **value_overrides}
         )
-        return [each["port"] for each in policy["spec"]["egress"][1]["ports"]]
+        (policy,) = (
+            manifest
+            for manifest in yaml.safe_load_all(completed_process.stdout)
+            if manifest["kind"] == "NetworkPolicy"
+        )
+        return [port_rule["port"] for port_rule in policy["spec"]["egress"][1]["ports"]]
 
     store = {"artifacts": {"url": "s3://larder/artifacts"}}
     account = objects("everything")["ServiceAccount"]["metadata"]
@@ -368,43 +397,49 @@ def test_an_object_store_is_reached_by_its_port_and_by_an_identity() -> None:
 
 def test_the_label_of_a_long_tag_is_one_that_the_api_takes() -> None:
     tag = f"{'a' * 62}.{'b' * 17}"
-    said = helm("template", "night", str(CHART), values={**NEEDED, "image": {"tag": tag}})
-    (made,) = (
-        each for each in yaml.safe_load_all(said.stdout) if each["kind"] == "Deployment"
+    completed_process = helm(
+        "template", "night", str(CHART), values={**NEEDED, "image": {"tag": tag}}
+    )
+    (deployment,) = (
+        manifest for manifest in yaml.safe_load_all(completed_process.stdout) if manifest["kind"] == "Deployment"
     )  # fmt: skip
 
-    assert made["metadata"]["labels"]["app.kubernetes.io/version"] == "a" * 62
-    (serving,) = made["spec"]["template"]["spec"]["containers"]
+    assert deployment["metadata"]["labels"]["app.kubernetes.io/version"] == "a" * 62
+    (serving,) = deployment["spec"]["template"]["spec"]["containers"]
     assert serving["image"] == f"larder-serving:{tag}"
 
 
 def test_the_schema_tells_of_exactly_the_values_and_each_is_used() -> None:
-    def names(values: Any, before: str = "") -> set[str]:
+    def names(values: Any, prefix: str = "") -> set[str]:
         return {
             path
             for name, value in values.items()
             for path in (
-                names(value, f"{before}{name}.")
+                names(value, f"{prefix}{name}.")
                 if isinstance(value, dict) and value and name not in ("requests", "limits")
-                else {before + name}
+                else {prefix + name}
             )
         }
 
-    def told(schema: Any, before: str = "") -> set[str]:
+    def collect_schema_paths(schema: Any, prefix: str = "") -> set[str]:
         return {
             path
-            for name, each in schema["properties"].items()
-            for path in (told(each, f"{before}{name}.") if each.get("properties") else {before + name})
+            for name, property_schema in schema["properties"].items()
+            for path in (
+                collect_schema_paths(property_schema, f"{prefix}{name}.")
+                if property_schema.get("properties")
+                else {prefix + name}
+            )
         }  # fmt: skip
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
     templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
 
-    assert names(values) == told(schema) - {"global"}
+    assert names(values) == collect_schema_paths(schema) - {"global"}
     for path in names(values):
-        whole, last = path.partition(".resources")[0], path.rsplit(".", 1)[-1]
-        assert f".{last}" in templates or f".Values.{whole.split('.')[0]} " in templates, path
+        value_path, last = path.partition(".resources")[0], path.rsplit(".", 1)[-1]
+        assert f".{last}" in templates or f".Values.{value_path.split('.')[0]} " in templates, path
 
 
 def test_chart_and_project_have_one_version() -> None:
@@ -417,17 +452,17 @@ def test_chart_and_project_have_one_version() -> None:
 def test_the_values_for_airflow_name_what_the_chart_and_the_night_know() -> None:
     text = (ROOT / "infra/helm/airflow-values.yaml").read_text()
     values = yaml.safe_load(text)
-    known = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
+    known_variables = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
 
-    assert {each["name"] for each in values["env"]} <= known
+    assert {variable["name"] for variable in values["env"]} <= known_variables
     policy = (ROOT / "infra/kubernetes/airflow_local_settings.py").read_text()
     queue = re.search(r'"LARDER_SCORE_QUEUE"\) or "(\w+)"', policy)
     assert queue is not None and f"airflow pools set {queue[1]} " in text
     assert values["executor"] == "KubernetesExecutor"
     assert values["workers"]["extraVolumes"] == values["dagProcessor"]["extraVolumes"]
     for name in ("workers", "dagProcessor"):
-        volumes = {each["name"] for each in values[name]["extraVolumes"]}
-        assert {each["name"] for each in values[name]["extraVolumeMounts"]} == volumes
+        volumes = {volume["name"] for volume in values[name]["extraVolumes"]}
+        assert {mount["name"] for mount in values[name]["extraVolumeMounts"]} == volumes
 
 
 def test_the_values_for_airflow_are_those_of_its_image() -> None:

@@ -17,19 +17,21 @@ DOCKERFILES = sorted(INFRA.glob("Dockerfile.*"))
 def test_an_image_takes_the_driver_of_an_object_store_beside_the_fsspec_of_its_lock(
     file: Path,
 ) -> None:
-    before, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
-    (lock,) = re.findall(r"--require-hashes -r /(\S+)", before)
-    (look,) = re.findall(r'fsspec="\$\((.*?)\)" &&', after)
+    dockerfile_head, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
+    (lock,) = re.findall(r"--require-hashes -r /(\S+)", dockerfile_head)
+    (version_command,) = re.findall(r'fsspec="\$\((.*?)\)" &&', after)
 
-    found = subprocess.run(
-        ["sh", "-c", look.replace(f"/{lock}", str(INFRA / lock))],
+    fsspec_requirement = subprocess.run(
+        ["sh", "-c", version_command.replace(f"/{lock}", str(INFRA / lock))],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
 
     assert argument and 'pip install --no-cache-dir "$STORE_DRIVER" "$fsspec"' in after
-    assert f"\n{found} " in (INFRA / lock).read_text() and found.startswith("fsspec==")
+    assert f"\n{fsspec_requirement} " in (
+        INFRA / lock
+    ).read_text() and fsspec_requirement.startswith("fsspec==")
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
@@ -97,7 +99,7 @@ def test_each_program_gets_the_redis_user_with_its_own_rights(variable: str, ser
 
 def test_what_is_acknowledged_survives_the_container_of_events_alone() -> None:
     def volumes(name: str) -> list[str]:
-        return [each for each in SERVICES[name]["volumes"] if not each.startswith(".")]
+        return [volume for volume in SERVICES[name]["volumes"] if not volume.startswith(".")]
 
     assert volumes("redis") == [] and volumes("redis-events") == ["events:/data"]
 
@@ -105,11 +107,11 @@ def test_what_is_acknowledged_survives_the_container_of_events_alone() -> None:
 def test_service_and_night_read_one_file_of_settings() -> None:
     def source(name: str, path: str) -> str:
         mounts = [
-            each.rsplit(":", 1)[0] if each.endswith(":ro") else each
-            for each in SERVICES[name]["volumes"]
+            volume.rsplit(":", 1)[0] if volume.endswith(":ro") else volume
+            for volume in SERVICES[name]["volumes"]
         ]
-        (found,) = [each for each in mounts if path.startswith(each.rsplit(":", 1)[1])]
-        of_host, of_container = found.rsplit(":", 1)
+        (matching_mount,) = [mount for mount in mounts if path.startswith(mount.rsplit(":", 1)[1])]
+        of_host, of_container = matching_mount.rsplit(":", 1)
         return f"{of_host}{path.removeprefix(of_container)}"
 
     files = {
@@ -137,7 +139,10 @@ def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: 
     assert copies
     for source in " ".join(copies).split():
         assert (ROOT / source).exists(), source
-        assert any(source == each or source.startswith(f"{each}/") for each in admitted), source
+        assert any(
+            source == admitted_path or source.startswith(f"{admitted_path}/")
+            for admitted_path in admitted
+        ), source
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
@@ -183,7 +188,7 @@ def test_a_lock_names_versions_and_hashes_and_no_address(lock: Path) -> None:
     entries = re.findall(r"^\S+==\S+", text, re.MULTILINE)
     # Tools have an environment of their own, which shares nothing with the others.
     has_its_own = lock.stem in ("audit", "chart", "docs", "package")
-    assert has_its_own or all(f"\n{each}" in f"\n{everything()}" for each in entries)
+    assert has_its_own or all(f"\n{entry}" in f"\n{everything()}" for entry in entries)
 
 
 def everything() -> str:

@@ -37,7 +37,7 @@ def test_every_variable_that_code_and_compose_name_is_documented() -> None:
 
 
 def test_nothing_is_documented_that_nobody_reads() -> None:
-    others = "".join(
+    source_text = "".join(
         file.read_text()
         for pattern in (
             "cache/**/*.py",
@@ -50,4 +50,4 @@ def test_nothing_is_documented_that_nobody_reads() -> None:
         for file in ROOT.glob(pattern)
     )
 
-    assert {name for name in DOCUMENTED if name not in others} == set()
+    assert {name for name in DOCUMENTED if name not in source_text} == set()

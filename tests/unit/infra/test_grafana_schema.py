@@ -33,15 +33,15 @@ def misunderstood(board: dict[str, Any]) -> set[str]:
     return set(differing(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board)))))
 
 
-def differing(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+def differing(original: Any, theirs: Any, path: str = "") -> Iterator[str]:
     """Paths at which the second lacks what the first has."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key, value in ours.items():
+    if isinstance(original, dict) and isinstance(theirs, dict):
+        for key, value in original.items():
             yield from differing(value, theirs.get(key), f"{path}.{key}")
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from differing(one, other, f"{path}[{number}]")
-    elif ours != theirs:
+    elif isinstance(original, list) and isinstance(theirs, list) and len(original) == len(theirs):
+        for number, (original_item, decoded_item) in enumerate(zip(original, theirs, strict=True)):
+            yield from differing(original_item, decoded_item, f"{path}[{number}]")
+    elif original != theirs:
         yield path
 
 
@@ -51,7 +51,7 @@ def test_grafanas_schema_knows_every_field_of_a_dashboard(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "key"),
+    ("json_path", "key"),
     [
         ([], "timeZone"),
         (["panels", 0], "grid"),
@@ -60,21 +60,23 @@ def test_grafanas_schema_knows_every_field_of_a_dashboard(name: str) -> None:
         (["panels", 0, "targets", 0], "query"),
     ],
 )
-def test_a_field_that_is_none_is_noticed(place: list[Any], key: str) -> None:
+def test_a_field_that_is_none_is_noticed(json_path: list[Any], key: str) -> None:
     board = copy.deepcopy(BOARDS["serving"])
-    there = board
-    for each in place:
-        there = there[each]
-    there[key] = "planted"
+    node = board
+    for step in json_path:
+        node = node[step]
+    node[key] = "planted"
 
     assert {path.rpartition(".")[2] for path in misunderstood(board) - ELSEWHERE} == {key}
 
 
 def test_a_variable_asks_for_the_values_of_a_label_and_names_its_source() -> None:
     for board in BOARDS.values():
-        for each in board["templating"]["list"]:
-            assert each["type"] == "query" and each["query"]["query"] == each["definition"]
-            assert each["datasource"] == {"type": "prometheus", "uid": "larder-prometheus"}
+        for variable in board["templating"]["list"]:
+            assert (
+                variable["type"] == "query" and variable["query"]["query"] == variable["definition"]
+            )
+            assert variable["datasource"] == {"type": "prometheus", "uid": "larder-prometheus"}
 
 
 def test_what_is_provisioned_has_the_fields_that_grafana_reads() -> None:
@@ -91,8 +93,8 @@ def test_what_is_provisioned_has_the_fields_that_grafana_reads() -> None:
     }  # fmt: skip
     assert provider["type"] == "file"
     # The path that it looks into is one that the container has.
-    mounts = {each.split(":")[1] for each in compose["volumes"]}
-    assert any(provider["options"]["path"] == each for each in mounts)
+    mounts = {volume.split(":")[1] for volume in compose["volumes"]}
+    assert any(provider["options"]["path"] == mount for mount in mounts)
     for source in sources["datasources"]:
         assert {"name", "type", "access", "url", "uid"} <= set(source)
         assert set(source) <= {

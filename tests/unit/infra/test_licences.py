@@ -78,8 +78,8 @@ def test_an_exception_holds_for_one_licence_and_never_for_the_service() -> None:
     pin = Pin("pytest", version)
 
     def judged(lock: str, licence: str) -> tuple[str, ...]:
-        known = Rules(frozenset(), KNOWN.spelled, {"pytest": {"licence": licence}}, {})
-        return look([(lock, pin)], known).complaints
+        licence_rules = Rules(frozenset(), KNOWN.spelled, {"pytest": {"licence": licence}}, {})
+        return look([(lock, pin)], licence_rules).complaints
 
     assert judged("all", "MIT") == ()
     assert judged("all", "ISC") == ("pytest: MIT, excepted as ISC",)

@@ -23,10 +23,10 @@ from infra.lineage.naming import DatasetName
 def test_a_url_is_a_system_and_a_name_in_it(
     url: str, parts: tuple[str, ...], expected: tuple[str, str] | None
 ) -> None:
-    found = DatasetName.of_url(url, *parts)
+    dataset_name = DatasetName.of_url(url, *parts)
 
-    assert "secret" not in f"{found.namespace} {found.name}"
-    assert expected is None or (found.namespace, found.name) == expected
+    assert "secret" not in f"{dataset_name.namespace} {dataset_name.name}"
+    assert expected is None or (dataset_name.namespace, dataset_name.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_url_is_a_system_and_a_name_in_it(
 def test_a_pattern_is_the_folder_above_its_first_wildcard(
     pattern: str, expected: tuple[str, str]
 ) -> None:
-    found = DatasetName.of_pattern(pattern, "/base")
+    dataset_name = DatasetName.of_pattern(pattern, "/base")
 
-    assert (found.namespace, found.name) == expected
+    assert (dataset_name.namespace, dataset_name.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_a_pattern_is_the_folder_above_its_first_wildcard(
     ],
 )
 def test_a_key_stands_behind_its_database(url: str, expected: tuple[str, str]) -> None:
-    found = DatasetName.of_redis(url, "key")
+    dataset_name = DatasetName.of_redis(url, "key")
 
-    assert (found.namespace, found.name) == expected
+    assert (dataset_name.namespace, dataset_name.name) == expected

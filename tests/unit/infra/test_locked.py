@@ -16,7 +16,7 @@ def test_each_environment_of_the_run_is_made_by_hash() -> None:
     }
 
     assert len(syncs["judges-env"]) == len(syncs["advisories-env"]) == 1
-    lines = [line for found in syncs.values() for line in found]
+    lines = [line for target_lines in syncs.values() for line in target_lines]
     assert [line for line in lines if "--require-hashes" not in line] == []
 
 

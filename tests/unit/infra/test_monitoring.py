@@ -67,8 +67,8 @@ def queries() -> Iterator[str]:
     for panel in PANELS:
         yield from (target["expr"] for target in panel["targets"])
     for board in BOARDS.values():
-        yield from (each["expr"] for each in board["annotations"]["list"])
-        yield from (each["definition"] for each in board["templating"]["list"])
+        yield from (annotation["expr"] for annotation in board["annotations"]["list"])
+        yield from (variable["definition"] for variable in board["templating"]["list"])
 
 
 QUERIES = sorted(set(queries()))
@@ -95,13 +95,15 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
     for name, matchers in series:
         assert set(re.findall(r"(\w+)[=!]~?=?", re.sub(r'"[^"]*"', "", matchers))) <= LABELS[name] | ADDED  # fmt: skip
     grouped = re.findall(r"\b(?:by|on|without) \(([\w, ]+)\)", query)
-    for label in {each.strip() for listed in grouped for each in listed.split(",")}:
+    for label in {
+        label_name.strip() for label_list in grouped for label_name in label_list.split(",")
+    }:
         recorded = bool(re.search(r"\blarder:", query))
         assert label in ADDED or recorded or any(label in LABELS[name] for name, _ in series)
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "expression_part"),
     [
         ("LarderRedisHeadroom", f"> {GateThresholds().redis_headroom} * ("),
         ("LarderCanaryFallsBack", f"> {CanaryConfig().source_shift_max} + ("),
@@ -113,22 +115,26 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
         ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACKS)}"}}'),
     ],
 )
-def test_what_the_program_judges_by_too_is_the_same_in_the_rules(rule: str, said: str) -> None:
-    (found,) = (
-        each
+def test_what_the_program_judges_by_too_is_the_same_in_the_rules(
+    rule: str, expression_part: str
+) -> None:
+    (matching_rule,) = (
+        candidate_rule
         for group in GROUPS
-        for each in group["rules"]
-        if rule in (each.get("alert"), each.get("record"))
+        for candidate_rule in group["rules"]
+        if rule in (candidate_rule.get("alert"), candidate_rule.get("record"))
     )
-    assert said in found["expr"]
+    assert expression_part in matching_rule["expr"]
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_legend_names_labels_that_are_left(panel: Any) -> None:
     for target in panel["targets"]:
         grouped = re.findall(r"\bby \(([\w, ]+)\)", target["expr"])
-        left = {each.strip() for listed in grouped for each in listed.split(",")}
-        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left
+        remaining_labels = {
+            label_name.strip() for label_list in grouped for label_name in label_list.split(",")
+        }
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= remaining_labels
 
 
 def test_flips_canaries_missing_nights_erasures_and_events_have_an_alert_and_a_panel() -> None:
@@ -147,12 +153,12 @@ def test_flips_canaries_missing_nights_erasures_and_events_have_an_alert_and_a_p
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_no_two_panels_lie_over_each_other(name: str) -> None:
-    taken: set[tuple[int, int]] = set()
+    occupied_cells: set[tuple[int, int]] = set()
     for panel in BOARDS[name]["panels"]:
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not taken & cells and at["x"] + at["w"] <= 24
-        taken |= cells
+        assert not occupied_cells & cells and at["x"] + at["w"] <= 24
+        occupied_cells |= cells
 
 
 def test_dashboards_have_names_of_their_own_and_so_have_their_panels() -> None:

@@ -21,7 +21,9 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
         ["check", "rules", "--lint=all", "--lint-fatal", *map(str, files)],
         ["check", "config", str(INFRA / "prometheus/prometheus.yml")],
     ):
-        told = subprocess.run(
+        completed_process = subprocess.run(
             ["promtool", *command], capture_output=True, text=True, timeout=60, check=False
         )
-        assert told.returncode == 0, told.stdout + told.stderr
+        assert completed_process.returncode == 0, (
+            completed_process.stdout + completed_process.stderr
+        )

@@ -19,8 +19,10 @@ def brute(users, items, k, excluded, metric="inner_product", allowed=None):
     if allowed is not None:
         scores[:, ~allowed] = -np.inf
     for row in range(len(users)):
-        gone = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
-        scores[row, gone[(gone >= 0) & (gone < len(items))]] = -np.inf
+        excluded_ordinals = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
+        scores[
+            row, excluded_ordinals[(excluded_ordinals >= 0) & (excluded_ordinals < len(items))]
+        ] = -np.inf
     return np.argsort(-scores, axis=1, kind="stable")[:, :k], scores
 
 
@@ -35,21 +37,24 @@ def assert_exact(
     """Same items wherever score gaps exceed the tolerance, nothing excluded, right lengths and order."""
     scorer = Scorer.of(items, metric, engine=engine)
     ordinals, scores = scorer.top(users, k, excluded, allowed=allowed, **how)
-    wanted, truth = brute(users, items, k, excluded, metric, allowed)
+    expected_ordinals, truth = brute(users, items, k, excluded, metric, allowed)
     assert ordinals.shape == scores.shape == (len(users), k)
     longest = np.linalg.norm(items.astype(np.float64), axis=1).max(initial=0)
     for row in range(len(users)):
         used = ordinals[row][ordinals[row] != NO_ITEM].astype(np.int64)
         assert len(used) == min(k, int((truth[row] > -np.inf).sum()))
         assert len(set(used.tolist())) == len(used)
-        ours, theirs = truth[row][used], truth[row][wanted[row][: len(used)]]
+        listed_true_scores, theirs = (
+            truth[row][used],
+            truth[row][expected_ordinals[row][: len(used)]],
+        )
         length = np.linalg.norm(users[row].astype(np.float64))
         reach = 1.0 if metric == "cosine" else length * longest
         # Scores that are small only by cancellation are rounded like the terms they come from.
         slack = max(TOLERANCE * np.abs(theirs).max(initial=0), TOLERANCE / 10 * reach, 1e-43)
-        assert np.isfinite(ours).all()
-        assert np.abs(ours - theirs).max(initial=0) <= slack
-        assert np.abs(scores[row][: len(used)] - ours).max(initial=0) <= slack
+        assert np.isfinite(listed_true_scores).all()
+        assert np.abs(listed_true_scores - theirs).max(initial=0) <= slack
+        assert np.abs(scores[row][: len(used)] - listed_true_scores).max(initial=0) <= slack
         pairs = list(zip((-scores[row][: len(used)]).tolist(), used.tolist(), strict=True))
         assert pairs == sorted(pairs)
     return ordinals, scores

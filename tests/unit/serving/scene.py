@@ -57,7 +57,9 @@ class FakeRedis(FakeControl):
             raise TierUnavailable("gone", reason="connection")
         return self.timer() + REDIS_AHEAD_S
 
-    async def heartbeat(self, payload: bytes, at: float, before: bytes | None = None) -> None:
+    async def heartbeat(
+        self, payload: bytes, at: float, previous_payload: bytes | None = None
+    ) -> None:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.beats.append(orjson.loads(payload))
@@ -125,5 +127,5 @@ class Scene:
 
     @property
     def held(self) -> list[str]:
-        holding = self.follower.holding
-        return [] if holding is None else list(holding.generations)
+        served = self.follower.holding
+        return [] if served is None else list(served.generations)

@@ -80,28 +80,28 @@ class FakePredictor:
         for name, value in (source.features or {}).items():
             if name != "age" or isinstance(value, str | tuple):
                 raise InvalidInput(f"feature {name!r} is not taken", field=name)
-        sent = list(dict.fromkeys(source.history or ()))
-        ordinals = self.items.ordinals_of(sent)
-        known = ordinals[ordinals >= 0]
+        distinct_items = list(dict.fromkeys(source.history or ()))
+        ordinals = self.items.ordinals_of(distinct_items)
+        known_ordinals = ordinals[ordinals >= 0]
         if source.item is not None:
-            known = np.append(known, source.item)
-        if not len(known) and not source.features:
+            known_ordinals = np.append(known_ordinals, source.item)
+        if not len(known_ordinals) and not source.features:
             return None
-        marks = {"poisoned": self.poison in (source.history or ())}
-        dropped = len(sent) - int((ordinals >= 0).sum())
-        return Prepared(table, known, marks, -1, known, dropped)
+        features = {"poisoned": self.poison in (source.history or ())}
+        unknown_id_count = len(distinct_items) - int((ordinals >= 0).sum())
+        return Prepared(table, known_ordinals, features, -1, known_ordinals, unknown_id_count)
 
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
     ) -> list[Prepared | InvalidInput | None]:
         """As the real one: an error stands where its input was."""
-        found: list[Prepared | InvalidInput | None] = []
+        prepared_inputs: list[Prepared | InvalidInput | None] = []
         for source in sources:
             try:
-                found.append(self.prepare(table, source))
+                prepared_inputs.append(self.prepare(table, source))
             except InvalidInput as error:
-                found.append(error)
-        return found
+                prepared_inputs.append(error)
+        return prepared_inputs
 
     def predict(
         self,
@@ -119,39 +119,44 @@ class FakePredictor:
             self.gate.wait(5)
         if self.fails_with is not None:
             raise self.fails_with
-        if any(each.features["poisoned"] for each in batch):
+        if any(prepared.features["poisoned"] for prepared in batch):
             raise RuntimeError("poisoned input")
-        wanted = np.array(prints, np.uint64)
+        fingerprint_array = np.array(prints, np.uint64)
         layout = self.tables[table]
         if layout.kind == "vector":
             vectors = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_numbers(layout, wanted, vectors, scored_at, flags=FLAG_LIVE)
+            rows = encode_numbers(layout, fingerprint_array, vectors, scored_at, flags=FLAG_LIVE)
         elif layout.kind == "value":
             values = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_numbers(layout, wanted, values, scored_at, flags=FLAG_LIVE)
+            rows = encode_numbers(layout, fingerprint_array, values, scored_at, flags=FLAG_LIVE)
         else:
-            barred = set(blocked.tolist())
-            lists = [self._after(each, barred) for each in batch]
+            blocked_set = set(blocked.tolist())
+            lists = [self._after(prepared, blocked_set) for prepared in batch]
             scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(
-                layout, wanted, np.array(lists, np.uint32), scores, scored_at, flags=FLAG_LIVE
+                layout,
+                fingerprint_array,
+                np.array(lists, np.uint32),
+                scores,
+                scored_at,
+                flags=FLAG_LIVE,
             )
         data, size = rows.tobytes(), layout.size_bytes
         return [data[at : at + size] for at in range(0, len(data), size)]
 
     def _after(self, prepared: Prepared, blocked: set[int]) -> list[int]:
         start = int(prepared.history[-1]) if len(prepared.history) else 0
-        barred = set(prepared.excluded.tolist()) | blocked
+        exclusions = set(prepared.excluded.tolist()) | blocked
         count = self.items.count
-        found = [(start + step) % count for step in range(1, count + 1)]
-        return [each for each in found if each not in barred][:WIDTH]
+        ordinals = [(start + step) % count for step in range(1, count + 1)]
+        return [ordinal for ordinal in ordinals if ordinal not in exclusions][:WIDTH]
 
 
 def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
-    raws = [each.encode() for each in ids]
+    raws = [id_.encode() for id_ in ids]
     hashes = hash_ids(raws, _SEEDS[name])
     order = np.argsort(hashes)
-    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[each] for each in order]
+    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[index] for index in order]
 
 
 def item_table() -> ItemTable:
@@ -203,11 +208,11 @@ class World:
         """A generation; its pages are put into the fake Redis."""
         tables = {}
         for name, layout in _LAYOUTS.items():
-            kind, _, rest = name.partition("_")
+            kind, _, table_suffix = name.partition("_")
             rows = self._rows(name, layout)
             self.remote.pages[generation, name, 0] = rows
             part = TablePart(0, 1, len(rows) // layout.size_bytes, NO_FILE, NO_FILE)
-            producer = Producer("topk" if rest == "topk" else "tower", "user_tower")
+            producer = Producer("topk" if table_suffix == "topk" else "tower", "user_tower")
             labels = ("a", "b", "c") if layout.kind == "value" else ()
             tables[name] = Table(name, kind, producer, layout, 1_000, (part,), labels)
         manifest = Manifest(
@@ -254,7 +259,7 @@ class World:
 
     def ids(self, ordinals: Sequence[int]) -> list[str]:
         """External ids."""
-        return [self.items.id_of(each) for each in ordinals]
+        return [self.items.id_of(ordinal) for ordinal in ordinals]
 
 
 def ask(*entities: RequestedEntity, **options: Any) -> Ask:

@@ -18,18 +18,18 @@ def main() -> None:
 
     outcomes: list[dict[str, Any]] = []
     environ = dict(os.environ)
-    for words in json.load(sys.stdin):
+    for arguments in json.load(sys.stdin):
         output, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             try:
-                code: Any = larder(words)
+                code: Any = larder(arguments)
             except SystemExit as stop:
                 code = stop.code
         os.environ.clear()
         os.environ.update(environ)
         outcomes.append(
             {
-                "words": words,
+                "words": arguments,
                 "code": code or 0,
                 "output": output.getvalue(),
                 "errors": errors.getvalue(),

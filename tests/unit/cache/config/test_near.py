@@ -30,7 +30,7 @@ def test_each_section_is_of_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_message"),
     [
         ("[serving.near.t]\nerror = 0\n", "[near.t]: error must be 0.0001 to 0.5, not 0"),
         ("[serving.near.t]\noverlap = 1.5\n", "overlap must be above 0, at most 1, not 1.5"),
@@ -43,11 +43,11 @@ def test_each_section_is_of_a_table(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, expected_message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, text)
 
-    assert said in str(refused.value) and "larder.toml" in str(refused.value)
+    assert expected_message in str(refused.value) and "larder.toml" in str(refused.value)
 
 
 def test_no_environment_variable_sets_it() -> None:

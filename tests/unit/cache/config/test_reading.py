@@ -15,7 +15,7 @@ def written(folder: Path, text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "variables", "said"),
+    ("text", "variables", "message_pattern"),
     [
         ("[serving]\nport = 70000", {}, r"larder.toml \[serving\]: port must be 0 to 65,535, not 70,000: Port to bind"),
         ("[serving]\nprot = 1", {}, r"larder.toml \[serving\]: unknown setting 'prot'; known are .*port"),
@@ -30,9 +30,9 @@ def written(folder: Path, text: str) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_an_error_names_file_section_key_value_and_remedy_on_one_line(
-    tmp_path: Path, text: str, variables: dict[str, str], said: str
+    tmp_path: Path, text: str, variables: dict[str, str], message_pattern: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message_pattern) as caught:
         ServingConfig.load(written(tmp_path, text) | variables)
 
     assert "\n" not in caught.value.message

@@ -19,7 +19,7 @@ def at(text: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("now", "tick"),
+    ("now_text", "tick"),
     [
         ("2026-05-02T03:00:00", "2026-05-02T03:00:00"),
         ("2026-05-02T02:59:59", "2026-05-01T03:00:00"),
@@ -27,12 +27,12 @@ def at(text: str) -> float:
         ("2026-01-01T00:00:00", "2025-12-31T03:00:00"),
     ],
 )
-def test_a_tick_counts_from_its_very_second(now: str, tick: str) -> None:
-    assert Schedule().tick_before(at(now)) == at(tick)
+def test_a_tick_counts_from_its_very_second(now_text: str, tick: str) -> None:
+    assert Schedule().tick_before(at(now_text)) == at(tick)
 
 
 @pytest.mark.parametrize(
-    ("zone", "cron", "now", "tick"),
+    ("zone", "cron", "now_text", "tick"),
     [
         # 02:30 is skipped on 2026-03-29 in Berlin and on 2026-03-08 in New York: due an hour later.
         ("Europe/Berlin", "30 2 * * *", "2026-03-29T12:00+02:00", "2026-03-29T03:30+02:00"),
@@ -49,9 +49,9 @@ def test_a_tick_counts_from_its_very_second(now: str, tick: str) -> None:
     ],
 )
 def test_a_change_of_clocks_neither_loses_nor_doubles_a_night(
-    zone: str, cron: str, now: str, tick: str
+    zone: str, cron: str, now_text: str, tick: str
 ) -> None:
-    assert Schedule(cron, zone).tick_before(at(now)) == at(tick)
+    assert Schedule(cron, zone).tick_before(at(now_text)) == at(tick)
 
 
 def test_a_generation_is_missing_once_the_grace_has_passed_and_not_before() -> None:
@@ -75,19 +75,19 @@ def test_what_was_rolled_back_to_is_too_old_to_stand_for_the_last_night() -> Non
 
 def test_clocks_a_few_minutes_apart_change_nothing_and_a_wrong_one_is_no_proof() -> None:
     nights, tick = Schedule(), at("2026-05-02T03:00")
-    now = tick + 4 * HOUR_S
+    now_s = tick + 4 * HOUR_S
 
-    assert not nights.is_missing(now, tick - CLOCKS_APART_S)
-    assert nights.is_missing(now, tick - CLOCKS_APART_S - 1)
-    assert not nights.is_missing(now, now + CLOCKS_APART_S)
-    assert nights.is_missing(now, now + CLOCKS_APART_S + 1)
+    assert not nights.is_missing(now_s, tick - CLOCKS_APART_S)
+    assert nights.is_missing(now_s, tick - CLOCKS_APART_S - 1)
+    assert not nights.is_missing(now_s, now_s + CLOCKS_APART_S)
+    assert nights.is_missing(now_s, now_s + CLOCKS_APART_S + 1)
 
 
 def test_between_close_ticks_the_clocks_may_differ_by_half_their_distance_only() -> None:
-    nights, now = Schedule("*/4 * * * *", grace_s=0), at("2026-05-02T03:04:30")
+    nights, now_s = Schedule("*/4 * * * *", grace_s=0), at("2026-05-02T03:04:30")
 
-    assert not nights.is_missing(now, at("2026-05-02T03:02"))
-    assert nights.is_missing(now, at("2026-05-02T03:01:59"))
+    assert not nights.is_missing(now_s, at("2026-05-02T03:02"))
+    assert nights.is_missing(now_s, at("2026-05-02T03:01:59"))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     weekdays = Schedule("0 3 * * 1-5", grace_s=HOUR_S)
     friday = at("2026-05-01T03:10")
 
-    def missed(now: str) -> int:
-        return weekdays.missed(at(now), friday)
+    def missed(now_text: str) -> int:
+        return weekdays.missed(at(now_text), friday)
 
     assert missed("2026-05-01T12:00") == missed("2026-05-04T03:59") == 0  # a weekend is no night
     assert missed("2026-05-04T04:00") == missed("2026-05-05T03:59") == 1
@@ -146,18 +146,18 @@ def test_whoever_asks_again_in_the_same_second_computes_nothing(
     computed: list[object] = []
     get_prev = croniter.get_prev
 
-    def counted(*arguments: Any, **more: Any) -> Any:
+    def record_call(*arguments: Any, **more: Any) -> Any:
         computed.append(arguments)
         return get_prev(*arguments, **more)
 
     schedule = Schedule("17 4 * * *", "Europe/Berlin", 600.0)
-    monkeypatch.setattr(croniter, "get_prev", counted)
-    now = 1_790_000_000.0
-    first = [schedule.missed(now, now - 86_400), schedule.due(now)]
-    once = len(computed)
+    monkeypatch.setattr(croniter, "get_prev", record_call)
+    now_s = 1_790_000_000.0
+    first = [schedule.missed(now_s, now_s - 86_400), schedule.due(now_s)]
+    first_call_count = len(computed)
 
     for part in range(1, 1_000):
-        later = now + part / 1_000
-        assert [schedule.missed(later, now - 86_400), schedule.due(later)] == first
+        later = now_s + part / 1_000
+        assert [schedule.missed(later, now_s - 86_400), schedule.due(later)] == first
 
-    assert 0 < once == len(computed)
+    assert 0 < first_call_count == len(computed)

@@ -25,9 +25,9 @@ def test_a_user_and_an_item_of_one_id_are_two_sources() -> None:
 
 
 def test_an_interaction_is_its_users() -> None:
-    both = packed(KEYS, Event("e", 0, b"7", b"8"))
+    packed_event = packed(KEYS, Event("e", 0, b"7", b"8"))
 
-    assert both[:2] == keys("user", "7", "e")
+    assert packed_event[:2] == keys("user", "7", "e")
 
 
 def test_what_stands_between_two_ids_is_in_neither() -> None:

@@ -24,14 +24,16 @@ def published(draw: st.DrawFn) -> list[Row]:
     return list(zip(items, times, strict=True))
 
 
-def by_hand(had: Sequence[Row], events: Sequence[Row]) -> list[int]:
-    rows = sorted([*had, *(each for each in events if each[0] >= 0)], key=lambda row: row[1])
-    found: list[int] = []
+def by_hand(published_rows: Sequence[Row], events: Sequence[Row]) -> list[int]:
+    rows = sorted(
+        [*published_rows, *(row for row in events if row[0] >= 0)], key=lambda row: row[1]
+    )
+    history: list[int] = []
     for item, _ in rows:
-        if item in found:
-            found.remove(item)
-        found.append(item)
-    return found
+        if item in history:
+            history.remove(item)
+        history.append(item)
+    return history
 
 
 def rows_of(rows: Sequence[Row]) -> TimedItems:
@@ -42,17 +44,23 @@ def rows_of(rows: Sequence[Row]) -> TimedItems:
 def test_each_history_is_what_it_is_alone(
     users: list[tuple[list[Row], list[Row]]], limit: int
 ) -> None:
-    found = merge([rows_of(had) for had, _ in users], [rows_of(new) for _, new in users], limit)
+    merged_histories = merge(
+        [rows_of(published_rows) for published_rows, _ in users],
+        [rows_of(new) for _, new in users],
+        limit,
+    )
 
-    assert [each.had.tolist() for each in found] == [by_hand(*user) for user in users]
-    for each in found:
-        assert each.newest.tolist() == each.had[-limit:].tolist()
+    assert [merged_history.had.tolist() for merged_history in merged_histories] == [
+        by_hand(*user) for user in users
+    ]
+    for merged_history in merged_histories:
+        assert merged_history.newest.tolist() == merged_history.had[-limit:].tolist()
 
 
 def test_of_one_time_what_came_later_stands_later() -> None:
-    had, events = rows_of([(1, 5), (2, 5)]), rows_of([(3, 5), (1, 5), (9, 4)])
+    published_history, events = rows_of([(1, 5), (2, 5)]), rows_of([(3, 5), (1, 5), (9, 4)])
 
-    (found,) = merge([had], [events], 2)
+    (merged_history,) = merge([published_history], [events], 2)
 
-    assert found.had.tolist() == [9, 2, 3, 1]
-    assert found.newest.tolist() == [3, 1]
+    assert merged_history.had.tolist() == [9, 2, 3, 1]
+    assert merged_history.newest.tolist() == [3, 1]

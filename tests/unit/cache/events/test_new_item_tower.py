@@ -31,13 +31,17 @@ INDEX = InputSpec("item_index", "item_index", "int64")
 
 def manifest(*inputs: InputSpec, **facts: Any) -> Any:
     """A manifest, as far as it tells of items."""
-    spec = {"inputs": [asdict(each) for each in inputs], "output": "vector", "output_dims": DIMS}
+    spec = {
+        "inputs": [asdict(input_spec) for input_spec in inputs],
+        "output": "vector",
+        "output_dims": DIMS,
+    }
     models = {"item_tower": SimpleNamespace(spec=spec)} if inputs else {}
     return SimpleNamespace(facts=facts, models=models, items=SimpleNamespace(dims=4))
 
 
-def brings(**told: Any) -> Event:
-    return Event("e", 0, item=b"new", **told)
+def brings(**event_fields: Any) -> Event:
+    return Event("e", 0, item=b"new", **event_fields)
 
 
 LONG = {"looks": (0.5,) * DIMS}
@@ -91,45 +95,58 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: Any) -> None:
     rng, runs = np.random.default_rng(1), []
-    turn = rng.standard_normal((DIMS, DIMS)).astype(np.float32)
+    projection = rng.standard_normal((DIMS, DIMS)).astype(np.float32)
 
     def run(inputs: Any) -> Any:
         runs.append(len(inputs["looks"]))
         with np.errstate(over="ignore", invalid="ignore"):
-            return inputs["looks"] @ turn
+            return inputs["looks"] @ projection
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    told = NewItemTower(NewItemInputs((LOOKS,)), tower)
-    looks = rng.standard_normal((300, DIMS)).astype(np.float32)
+    new_item_tower = NewItemTower(NewItemInputs((LOOKS,)), tower)
+    look_features = rng.standard_normal((300, DIMS)).astype(np.float32)
     values: dict[bytes, dict[str, Any]] = {
-        b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(looks)
+        b"new-%d" % at: {"looks": row.tolist()} for at, row in enumerate(look_features)
     }
-    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
-    known = NewItem(table.raw_id(0), 400)
+    new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    table_item = NewItem(table.raw_id(0), 400)
     odd = [NewItem(b"none", 401), NewItem(b"null", 402), NewItem(b"huge", 403)]
-    others: dict[bytes, dict[str, Any]] = {
+    extra_values: dict[bytes, dict[str, Any]] = {
         b"null": {"looks": None},
         b"huge": {"looks": [3e38] * DIMS},
-        known.raw: values[b"new-1"],
+        table_item.raw: values[b"new-1"],
     }
 
-    found = told.items(table, [*sent, known, *odd], {**values, **others})
+    embedded_items = new_item_tower.items(
+        table, [*new_items, table_item, *odd], {**values, **extra_values}
+    )
 
-    assert found.first == table.count and [each.raw for each in found.items] == list(values)
-    np.testing.assert_allclose(found.vectors, looks @ turn, rtol=1e-5, atol=1e-5)
+    assert embedded_items.first == table.count and [
+        item.raw for item in embedded_items.items
+    ] == list(values)
+    np.testing.assert_allclose(
+        embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5
+    )
     assert sum(runs) == 301
     # What is known already is not computed again, what changed is.
     runs.clear()
-    changed = values | {b"new-7": {"looks": looks[9].tolist()}, b"new-8": {"looks": [1.0] * DIMS}}
-    again = told.items(table, sent[5:], changed, found)
-    assert runs == [1] and again.digest != found.digest
-    np.testing.assert_array_equal(again.vectors[2], found.vectors[9])
-    np.testing.assert_array_equal(again.vectors[5:], found.vectors[10:])
-    assert again.ids_of(table, np.array([table.count, 0, table.count + 2], np.uint32)) == [
+    changed_values = values | {
+        b"new-7": {"looks": look_features[9].tolist()},
+        b"new-8": {"looks": [1.0] * DIMS},
+    }
+    updated_items = new_item_tower.items(table, new_items[5:], changed_values, embedded_items)
+    assert runs == [1] and updated_items.digest != embedded_items.digest
+    np.testing.assert_array_equal(updated_items.vectors[2], embedded_items.vectors[9])
+    np.testing.assert_array_equal(updated_items.vectors[5:], embedded_items.vectors[10:])
+    assert updated_items.ids_of(table, np.array([table.count, 0, table.count + 2], np.uint32)) == [
         "new-5", table.id_of(0), "new-7",
     ]  # fmt: skip
     raws = [b"new-6", table.raw_id(3), b"nobody"]
-    assert again.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
+    assert updated_items.numbers_of(raws, table.ordinals_of(raws)).tolist() == [
+        table.count + 1,
+        3,
+        -1,
+    ]
 
 
 def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -> None:
@@ -141,23 +158,29 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
 
     category = InputSpec("category", "feature", "int32", column="category")
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    told = NewItemTower(NewItemInputs((category,)), tower)
+    new_item_tower = NewItemTower(NewItemInputs((category,)), tower)
     values = {b"new-%d" % at: {"category": 99_999 if at == 5 else at % DIMS} for at in range(40)}
-    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
 
-    found = told.items(table, sent, values)
+    embedded_items = new_item_tower.items(table, new_items, values)
 
-    assert [each.raw for each in found.items] == [each for each in values if each != b"new-5"]
+    assert [item.raw for item in embedded_items.items] == [
+        item for item in values if item != b"new-5"
+    ]
     # What it raised on is not tried again at once, alone or with others.
     runs.clear()
     values[b"late"] = {"category": 3}
-    again = told.items(table, [*sent, NewItem(b"late", 99)], values, found)
-    assert len(again) == 40 and runs == []
-    nobody = told.items(table, sent[5:6], values, told.items(table, sent[5:6], values))
-    assert not nobody and len(nobody.failed) == 1
+    updated_items = new_item_tower.items(
+        table, [*new_items, NewItem(b"late", 99)], values, embedded_items
+    )
+    assert len(updated_items) == 40 and runs == []
+    failed_items = new_item_tower.items(
+        table, new_items[5:6], values, new_item_tower.items(table, new_items[5:6], values)
+    )
+    assert not failed_items and len(failed_items.failed) == 1
     # Set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
-    assert b"new-5" in told.items(table, sent, values, again).numbers
+    assert b"new-5" in new_item_tower.items(table, new_items, values, updated_items).numbers
 
 
 def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(
@@ -174,17 +197,17 @@ def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_lif
 
     category = InputSpec("category", "feature", "int32", column="category")
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    told = NewItemTower(NewItemInputs((category,)), tower)
+    new_item_tower = NewItemTower(NewItemInputs((category,)), tower)
     values = {b"new-%d" % at: {"category": at} for at in range(4)}
-    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
 
-    first = told.items(table, sent, values, now=50.0)
+    first = new_item_tower.items(table, new_items, values, now_s=50.0)
     is_full = False
-    early = told.items(table, sent, values, first, now=50.9)
-    later = told.items(table, sent, values, early, now=51.0)
+    early = new_item_tower.items(table, new_items, values, first, now_s=50.9)
+    later = new_item_tower.items(table, new_items, values, early, now_s=51.0)
 
     assert not first and not early and first.retry_at == early.retry_at == 51.0
-    assert [each.raw for each in later.items] == list(values) and not later.failed
+    assert [item.raw for item in later.items] == list(values) and not later.failed
     assert later.retry_at == math.inf and not later.refused
     assert calls[-1] == 4  # together again
 
@@ -200,53 +223,67 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
 
     category = InputSpec("category", "feature", "int32", column="category")
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
-    told = NewItemTower(NewItemInputs((category,)), tower)
+    new_item_tower = NewItemTower(NewItemInputs((category,)), tower)
     values: dict[bytes, dict[str, Any]] = {b"bad": {"category": 99_999}, b"fine": {"category": 3}}
-    sent = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
-    now, found, tried = 0.0, told.items(table, sent, values, now=0.0), []
+    new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
+    now_s, embedded_items, tried = (
+        0.0,
+        new_item_tower.items(table, new_items, values, now_s=0.0),
+        [],
+    )
     calls.clear()
-    while found.failed:
-        tried.append(found.retry_at - now)
-        now = found.retry_at
-        found = told.items(table, sent, values, found, now=now)
-        assert [each.raw for each in found.items] == [b"fine"]
+    while embedded_items.failed:
+        tried.append(embedded_items.retry_at - now_s)
+        now_s = embedded_items.retry_at
+        embedded_items = new_item_tower.items(table, new_items, values, embedded_items, now_s=now_s)
+        assert [item.raw for item in embedded_items.items] == [b"fine"]
 
     assert tuple(tried) == RETRIES_S and calls == [1] * len(RETRIES_S)
-    assert len(found.refused) == 1 and found.retry_at == math.inf
-    assert told.items(table, sent, values, found, now=1e9).refused == found.refused
+    assert len(embedded_items.refused) == 1 and embedded_items.retry_at == math.inf
+    assert (
+        new_item_tower.items(table, new_items, values, embedded_items, now_s=1e9).refused
+        == embedded_items.refused
+    )
     assert calls == [1] * len(RETRIES_S)
     # Another value of it is another input.
-    assert told.items(table, sent, {**values, b"bad": {"category": 2}}, found, now=now).numbers.keys() == {
-        b"bad", b"fine",
-    }  # fmt: skip
+    changed_values = {**values, b"bad": {"category": 2}}
+    taken_items = new_item_tower.items(
+        table, new_items, changed_values, embedded_items, now_s=now_s
+    )
+    assert taken_items.numbers.keys() == {b"bad", b"fine"}
     # Gone before it could be tried again, it is not held on to.
-    assert not told.items(table, sent[1:], values, told.items(table, sent, values)).failed
+    assert not new_item_tower.items(
+        table, new_items[1:], values, new_item_tower.items(table, new_items, values)
+    ).failed
 
 
 def test_vectors_that_are_sent_are_taken_where_items_are_a_table_of_them(table: Any) -> None:
-    told = NewItemTower(NewItemInputs(dims=2))
-    rows = [np.array(each, np.float32) for each in ([1, 2], [3], [4, 5])]
-    sent = [NewItem(b"new-%d" % at, at + 1, row) for at, row in enumerate(rows)]
+    new_item_tower = NewItemTower(NewItemInputs(dims=2))
+    rows = [np.array(components, np.float32) for components in ([1, 2], [3], [4, 5])]
+    new_items = [NewItem(b"new-%d" % at, at + 1, row) for at, row in enumerate(rows)]
 
-    found = told.items(table, [*sent, NewItem(b"bare", 9)], {})
+    embedded_items = new_item_tower.items(table, [*new_items, NewItem(b"bare", 9)], {})
 
-    assert [each.raw for each in found.items] == [b"new-0", b"new-2"]
-    assert found.vectors.tolist() == [[1, 2], [4, 5]] and not found.vectors.flags.writeable
-    assert not NewItemTower(NewItemInputs()).items(table, sent, {})
+    assert [item.raw for item in embedded_items.items] == [b"new-0", b"new-2"]
+    assert (
+        embedded_items.vectors.tolist() == [[1, 2], [4, 5]]
+        and not embedded_items.vectors.flags.writeable
+    )
+    assert not NewItemTower(NewItemInputs()).items(table, new_items, {})
 
 
 def test_vectors_are_bounded_by_those_of_the_generation_where_these_go_beyond(
     table: Any, tmp_path: Path
 ) -> None:
-    sent = [
+    new_items = [
         NewItem(b"new-%d" % at, at + 1, np.full(4, size, np.float32))
         for at, size in enumerate([OUTPUT_MAX, -65_505, 1e30])
     ]
     of = manifest(INDEX, **{ITEM_VECTORS: True})
     for size, fit in ((1.0, 1), (1e5, 2)):
-        own: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
-        told = NewItemTower.open(of, tmp_path, own, threads=1, cores=())
-        assert len(told.items(table, sent, {})) == fit
-        told.inputs.check(brings(vector=(max(OUTPUT_MAX, size),) * 4))
+        generation_items: Any = SimpleNamespace(vectors=np.full((3, 4), size, np.float32))
+        new_item_tower = NewItemTower.open(of, tmp_path, generation_items, threads=1, cores=())
+        assert len(new_item_tower.items(table, new_items, {})) == fit
+        new_item_tower.inputs.check(brings(vector=(max(OUTPUT_MAX, size),) * 4))
         with pytest.raises(UnfitNewItem):
-            told.inputs.check(brings(vector=(max(OUTPUT_MAX, size) * 1.01,) * 4))
+            new_item_tower.inputs.check(brings(vector=(max(OUTPUT_MAX, size) * 1.01,) * 4))

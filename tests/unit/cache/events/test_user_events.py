@@ -49,39 +49,39 @@ def test_newer_events_are_those_behind_a_position_in_its_order(
 def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
     rows: list[tuple[str, str, int]], until: int
 ) -> None:
-    users, whole = filled(rows), filled(rows)
-    before = dict(users.packed)
+    users, complete_events = filled(rows), filled(rows)
+    packed_before = dict(users.packed)
 
     users.drop_until(until, [b"u"])
     users.drop_until(until, [b"v", b"nobody"])
 
     for user in (b"u", b"v"):
-        assert users.newer(user, 0) == whole.newer(user, until)
-    assert users.newer(b"w", 0) == whole.newer(b"w", 0)
-    assert users.size_bytes == size_of(users) and users.last == whole.last
+        assert users.newer(user, 0) == complete_events.newer(user, until)
+    assert users.newer(b"w", 0) == complete_events.newer(b"w", 0)
+    assert users.size_bytes == size_of(users) and users.last == complete_events.last
     for user, packed in users.packed.items():
-        assert (packed is before[user]) == (packed == before[user])
+        assert (packed is packed_before[user]) == (packed == packed_before[user])
 
 
 def test_each_event_gives_its_user_another_object_and_nobody_else() -> None:
     users = filled([("u", "a", 1), ("v", "b", 2)])
-    mine, other = users.packed[b"u"], users.packed[b"v"]
+    mine, packed_of_v = users.packed[b"u"], users.packed[b"v"]
     assert not users.add(Position(0, 2), Event("again", 3, b"u", b"c"))  # not behind the last one
     assert users.packed[b"u"] is mine
 
     users.add(Position(0, 3), Event("new", 3, b"u", b"c"))
 
-    assert users.packed[b"u"] is not mine and users.packed[b"v"] is other
+    assert users.packed[b"u"] is not mine and users.packed[b"v"] is packed_of_v
 
 
 @given(DRAWN, DRAWN)
 def test_becoming_another_one_keeps_the_dictionary(
     rows: list[tuple[str, str, int]], others: list[tuple[str, str, int]]
 ) -> None:
-    users, other = filled(rows), filled(others)
-    packed, expected = users.packed, dict(other.packed)
+    users, replacement = filled(rows), filled(others)
+    packed, expected = users.packed, dict(replacement.packed)
 
-    users.become(other)
+    users.become(replacement)
 
     assert users.packed is packed and packed == expected
     assert (users.size_bytes, users.last) == (size_of(users), len(others))
@@ -91,33 +91,36 @@ def test_becoming_another_one_keeps_the_dictionary(
 def test_earlier_events_put_in_front_are_as_if_they_had_come_first(
     rows: list[tuple[str, str, int]], until: int
 ) -> None:
-    whole, earlier, later = filled(rows), filled(rows[:until]), filled(rows)
+    complete_events, earlier, later = filled(rows), filled(rows[:until]), filled(rows)
     later.drop_until(until)
-    before = dict(later.packed)
+    packed_before = dict(later.packed)
 
     later.put_before(earlier, list(earlier.packed))
 
-    assert later.packed == whole.packed and later.size_bytes == whole.size_bytes
-    untouched = before.keys() - earlier.packed.keys()
-    assert all(later.packed[user] is before[user] for user in untouched)
+    assert later.packed == complete_events.packed and later.size_bytes == complete_events.size_bytes
+    untouched = packed_before.keys() - earlier.packed.keys()
+    assert all(later.packed[user] is packed_before[user] for user in untouched)
 
 
 def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> None:
     rows = [("u", "a", 1), ("v", "b", 2)]
-    users, again = filled(rows), filled([*rows, ("v", "c", 3)])
+    users, replacement = filled(rows), filled([*rows, ("v", "c", 3)])
     probed, packed = users.packed, users.packed[b"u"]
 
-    users.become(again)
+    users.become(replacement)
 
     assert users.packed is probed and users.packed[b"u"] is packed
-    assert [each.item for each in users.newer(b"v", 0)] == [b"b", b"c"]
+    assert [user_event.item for user_event in users.newer(b"v", 0)] == [b"b", b"c"]
     assert users.size_bytes == size_of(users)
 
 
 def test_becoming_another_one_is_done_in_turns() -> None:
-    users, other = filled([("gone", "a", 1)]), filled([(f"u{at}", "a", at) for at in range(2_000)])
+    users, replacement = (
+        filled([("gone", "a", 1)]),
+        filled([(f"u{at}", "a", at) for at in range(2_000)]),
+    )
 
-    turns = sum(1 for _ in users.become_in_turns(other))
+    yield_count = sum(1 for _ in users.become_in_turns(replacement))
 
-    assert turns >= 2_000 // 256
-    assert users.packed == other.packed and users.size_bytes == size_of(users)
+    assert yield_count >= 2_000 // 256
+    assert users.packed == replacement.packed and users.size_bytes == size_of(users)

@@ -23,7 +23,7 @@ KINDS = {"brand": "text", "tags": "texts", "price": "number", "stock": "flag", "
 
 
 def names_of(texts: set[str]) -> tuple[Names, dict[str, int]]:
-    raws = sorted(each.encode() for each in texts)
+    raws = sorted(text.encode() for text in texts)
     offsets = np.cumsum([0, *map(len, raws)], dtype=np.uint64)
     names = Names(np.frombuffer(b"".join(raws), np.uint8), offsets)
     return names, {raw.decode(): code for code, raw in enumerate(raws)}
@@ -31,14 +31,14 @@ def names_of(texts: set[str]) -> tuple[Names, dict[str, int]]:
 
 def attributes_of(items: list[Item]) -> ItemAttributes:
     """The columns of these items."""
-    brands, brand_codes = names_of({each["brand"] for each in items if "brand" in each})
-    tags, tag_codes = names_of({tag for each in items for tag in each.get("tags", ())})
-    lists = [each.get("tags", ()) for each in items]
+    brands, brand_codes = names_of({item["brand"] for item in items if "brand" in item})
+    tags, tag_codes = names_of({tag for item in items for tag in item.get("tags", ())})
+    lists = [item.get("tags", ()) for item in items]
     columns = {
         "brand": AttributeColumn(
             "text",
             np.array(
-                [brand_codes.get(each.get("brand", "?"), NO_CODE) for each in items], np.uint32
+                [brand_codes.get(item.get("brand", "?"), NO_CODE) for item in items], np.uint32
             ),
             None,
             brands,
@@ -46,17 +46,19 @@ def attributes_of(items: list[Item]) -> ItemAttributes:
         "tags": AttributeColumn(
             "texts",
             np.array([tag_codes[tag] for tags_ in lists for tag in tags_], np.uint32),
-            np.concatenate([[0], np.cumsum([len(each) for each in lists])]).astype(np.uint64),
+            np.concatenate([[0], np.cumsum([len(item_tags) for item_tags in lists])]).astype(
+                np.uint64
+            ),
             tags,
         ),
         "price": AttributeColumn(
-            "number", np.array([each.get("price", np.nan) for each in items], float)
+            "number", np.array([item.get("price", np.nan) for item in items], float)
         ),
         "stock": AttributeColumn(
-            "flag", np.array([each.get("stock", NO_FLAG) for each in items], np.uint8)
+            "flag", np.array([item.get("stock", NO_FLAG) for item in items], np.uint8)
         ),
         "since": AttributeColumn(
-            "time", np.array([each.get("since", NO_TIME) for each in items], np.int64)
+            "time", np.array([item.get("since", NO_TIME) for item in items], np.int64)
         ),
     }
     return ItemAttributes(len(items), columns)
@@ -65,35 +67,35 @@ def attributes_of(items: list[Item]) -> ItemAttributes:
 def passes(expression: Expression, item: Item) -> bool:
     """By Python, one item at a time."""
     if isinstance(expression, Combining):
-        found = [passes(each, item) for each in expression.parts]
+        part_results = [passes(part, item) for part in expression.parts]
         match expression.operator:
             case "and":
-                return all(found)
+                return all(part_results)
             case "or":
-                return any(found)
-        return not found[0]
+                return any(part_results)
+        return not part_results[0]
     return _compared(expression, item)
 
 
-def _compared(each: Comparing, item: Item) -> bool:
-    value = item.get(each.attribute)
-    if each.operator == "exists":
+def _compared(comparison: Comparing, item: Item) -> bool:
+    value = item.get(comparison.attribute)
+    if comparison.operator == "exists":
         return value is not None and value != ()
     if value is None:
         return False
-    wanted = [_as(each.attribute, one) for one in each.values]
-    match each.operator:
+    operands = [_as(comparison.attribute, operand) for operand in comparison.values]
+    match comparison.operator:
         case "contains":
-            return wanted[0] in value
+            return operands[0] in value
         case "==" | "in":
-            return value in wanted
+            return value in operands
         case "<":
-            return bool(value < wanted[0])
+            return bool(value < operands[0])
         case "<=":
-            return bool(value <= wanted[0])
+            return bool(value <= operands[0])
         case ">":
-            return bool(value > wanted[0])
-    return bool(value >= wanted[0])
+            return bool(value > operands[0])
+    return bool(value >= operands[0])
 
 
 def _as(attribute: str, value: Any) -> Any:

@@ -24,18 +24,18 @@ def test_the_best_of_some_are_those_of_the_ranking(
     vector = rng.standard_normal(dims).astype(np.float32) * np.float32(seed % 5 != 0)
     ordinals = np.flatnonzero(rng.random(count) < share)
 
-    found, scores = BestOf(vectors).of(vector, ordinals, k, metric)
+    best_items, scores = BestOf(vectors).of(vector, ordinals, k, metric)
 
-    items, wanted = rank(vector[None], vectors, ordinals[None], None, k, metric=metric)
+    items, expected_scores = rank(vector[None], vectors, ordinals[None], None, k, metric=metric)
     size = min(k, len(ordinals))
-    np.testing.assert_array_equal(found, items[0, :size])
-    np.testing.assert_array_equal(scores.view(np.uint32), wanted[0, :size].view(np.uint32))
+    np.testing.assert_array_equal(best_items, items[0, :size])
+    np.testing.assert_array_equal(scores.view(np.uint32), expected_scores[0, :size].view(np.uint32))
 
 
 def test_numbers_beyond_all_bounds_are_ranked_as_they_are() -> None:
     vectors = np.full((2_000, 4), 3e38, np.float32)
 
     with np.errstate(over="ignore"):
-        found, _ = BestOf(vectors).of(np.full(4, 3e38, np.float32), np.arange(2_000), 5)
+        best_items, _ = BestOf(vectors).of(np.full(4, 3e38, np.float32), np.arange(2_000), 5)
 
-    np.testing.assert_array_equal(found, np.arange(5))
+    np.testing.assert_array_equal(best_items, np.arange(5))

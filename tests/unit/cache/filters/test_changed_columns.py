@@ -27,37 +27,39 @@ NEW: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[list[Any], list[list[ItemValue]]]:
     items = draw(st.lists(ITEM, min_size=1, max_size=12))
-    one = st.sampled_from(sorted(KINDS)).flatmap(
+    item_value_strategy = st.sampled_from(sorted(KINDS)).flatmap(
         lambda name: st.builds(
             ItemValue, st.integers(0, len(items) - 1), st.just(name), st.none() | NEW[name]
         )
     )
-    return items, draw(st.lists(st.lists(one, max_size=8), min_size=1, max_size=3))
+    return items, draw(st.lists(st.lists(item_value_strategy, max_size=8), min_size=1, max_size=3))
 
 
 def table_with(items: list[Any], values: list[ItemValue]) -> list[Any]:
     """The items as a table would have them."""
-    found = [dict(each) for each in items]
+    changed_items = [dict(item) for item in items]
     for ordinal, name, value in values:
         if value is None or (name == "tags" and not value):
-            found[ordinal].pop(name, None)
+            changed_items[ordinal].pop(name, None)
         elif name == "since":
             seconds = {0: 0, MOMENT: MOMENT}.get(value, MOMENT + 0.5)
-            found[ordinal][name] = round(seconds * 1_000_000)
+            changed_items[ordinal][name] = round(seconds * 1_000_000)
         else:
-            found[ordinal][name] = tuple(value) if isinstance(value, list) else value
-    return found
+            changed_items[ordinal][name] = tuple(value) if isinstance(value, list) else value
+    return changed_items
 
 
 def arrays(attributes: ItemAttributes) -> dict[str, list[Any]]:
     """Bytes of each column's arrays."""
-    found: dict[str, list[Any]] = {}
-    for name, each in attributes.columns.items():
-        parts = [each.values, each.offsets]
-        if each.names is not None:
-            parts += [each.names.data, each.names.offsets]
-        found[name] = [None if part is None else (part.dtype, part.tobytes()) for part in parts]
-    return found
+    arrays_by_column: dict[str, list[Any]] = {}
+    for name, column in attributes.columns.items():
+        parts = [column.values, column.offsets]
+        if column.names is not None:
+            parts += [column.names.data, column.names.offsets]
+        arrays_by_column[name] = [
+            None if part is None else (part.dtype, part.tobytes()) for part in parts
+        ]
+    return arrays_by_column
 
 
 @given(changes(), EXPRESSIONS)
@@ -66,27 +68,35 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
     filtering = Filtering(attributes_of(items), np.zeros((len(items), 2), np.float32))
     filter_ = read_filter(expression)
     for batch in batches:
-        before, filtering = filtering, filtering.changed_by(batch)[0]
-        before.passing(filter_)  # what it keeps of it must not be taken over where it differs
+        previous_filtering, filtering = filtering, filtering.changed_by(batch)[0]
+        previous_filtering.passing(
+            filter_
+        )  # what it keeps of it must not be taken over where it differs
         items = table_with(items, batch)
 
-        wanted = attributes_of(items)
-        assert arrays(filtering.attributes) == arrays(wanted)
-        mask = [passes(filter_.root, each) for each in items]
+        expected_attributes = attributes_of(items)
+        assert arrays(filtering.attributes) == arrays(expected_attributes)
+        mask = [passes(filter_.root, item) for item in items]
         np.testing.assert_array_equal(filtering.passing(filter_).ordinals(), np.flatnonzero(mask))
 
 
 @given(changes())
 def test_it_says_which_attributes_differ_and_copies_no_other(drawn: Any) -> None:
     items, (batch, *_) = drawn
-    before = attributes_of(items)
+    original_attributes = attributes_of(items)
 
-    found = with_values(before, batch)
+    changed_columns = with_values(original_attributes, batch)
 
-    same = {name for name in KINDS if found.attributes.columns[name] is before.columns[name]}
-    assert set(found.changed) == set(KINDS) - same
-    now = arrays(attributes_of(table_with(items, batch)))
-    assert set(found.changed) == {name for name in KINDS if now[name] != arrays(before)[name]}
+    unchanged_names = {
+        name
+        for name in KINDS
+        if changed_columns.attributes.columns[name] is original_attributes.columns[name]
+    }
+    assert set(changed_columns.changed) == set(KINDS) - unchanged_names
+    expected_arrays = arrays(attributes_of(table_with(items, batch)))
+    assert set(changed_columns.changed) == {
+        name for name in KINDS if expected_arrays[name] != arrays(original_attributes)[name]
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,36 +116,49 @@ def test_a_value_of_another_kind_is_refused_with_a_reason_and_the_item_lacks(
     full = {"brand": "a", "tags": ("a",), "price": 1, "stock": True, "since": 0}
     filtering = Filtering(attributes_of([full, full]), np.zeros((2, 2), np.float32))
 
-    filtering, found = filtering.changed_by([ItemValue(1, name, value), ItemValue(0, name, None)])
+    filtering, changed_columns = filtering.changed_by(
+        [ItemValue(1, name, value), ItemValue(0, name, None)]
+    )
 
-    ((why, ordinals),) = found.unfit[name].items()
-    assert why.startswith(reason) and ordinals == (1,)
+    ((actual_reason, ordinals),) = changed_columns.unfit[name].items()
+    assert actual_reason.startswith(reason) and ordinals == (1,)
     assert filtering.passing(read_filter({"exists": name})).count == 0
-    assert filtering.changed == {name} and found.unknown == 0
+    assert filtering.changed == {name} and changed_columns.unknown == 0
 
 
 def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
     filtering = Filtering(attributes_of([{"price": 1}]), np.zeros((1, 2), np.float32))
 
-    same, found = filtering.changed_by([ItemValue(0, "colour", "red"), ItemValue(0, "price", 1)])
+    unchanged_filtering, changed_columns = filtering.changed_by(
+        [ItemValue(0, "colour", "red"), ItemValue(0, "price", 1)]
+    )
 
-    assert same is filtering and found.unknown == 1 and not found.unfit
+    assert (
+        unchanged_filtering is filtering
+        and changed_columns.unknown == 1
+        and not changed_columns.unfit
+    )
 
 
 def test_what_is_known_of_other_attributes_is_kept() -> None:
-    items: list[Any] = [{"price": each, "stock": True} for each in range(50)]
+    items: list[Any] = [{"price": price, "stock": True} for price in range(50)]
     filtering = Filtering(attributes_of(items), np.zeros((50, 2), np.float32))
     cheap, stocked = read_filter({"<": ["price", 10]}), read_filter({"==": ["stock", True]})
-    both = read_filter({"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]})
-    before = filtering.passing(cheap)
-    for each in (stocked, both):
-        filtering.passing(each)
+    cheap_and_stocked = read_filter(
+        {"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]}
+    )
+    cheap_mask = filtering.passing(cheap)
+    for filter_ in (stocked, cheap_and_stocked):
+        filtering.passing(filter_)
 
-    changed, _ = filtering.changed_by([ItemValue(0, "stock", False)])
+    changed_filtering, _ = filtering.changed_by([ItemValue(0, "stock", False)])
 
-    assert changed.kept(cheap) is before
-    assert changed.kept(stocked) is None and changed.kept(both) is None
-    assert changed.passing(stocked).count == 49 and filtering.passing(stocked).count == 50
+    assert changed_filtering.kept(cheap) is cheap_mask
+    assert (
+        changed_filtering.kept(stocked) is None
+        and changed_filtering.kept(cheap_and_stocked) is None
+    )
+    assert changed_filtering.passing(stocked).count == 49 and filtering.passing(stocked).count == 50
 
 
 def test_declared_filters_differ_by_what_they_compare() -> None:
@@ -147,10 +170,14 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
     filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), declared=declared)
     assert not filtering.differs("cheap")
 
-    changed, _ = filtering.changed_by([ItemValue(0, "price", 20)])
+    changed_filtering, _ = filtering.changed_by([ItemValue(0, "price", 20)])
 
-    assert changed.differs("cheap") and not changed.differs("stocked") and not changed.differs("no")
-    assert changed.passing("cheap").count == 0
+    assert (
+        changed_filtering.differs("cheap")
+        and not changed_filtering.differs("stocked")
+        and not changed_filtering.differs("no")
+    )
+    assert changed_filtering.passing("cheap").count == 0
 
 
 @given(st.lists(ITEM, min_size=1, max_size=12), st.sampled_from([*TEXTS, "nobody"]))
@@ -160,5 +187,5 @@ def test_who_has_a_text_is_told_of_a_list(items: list[Any], text: str) -> None:
     brands = attributes.columns["brand"].have(text, ordinals)
     tags = attributes.columns["tags"].have(text, ordinals)
 
-    assert brands.tolist() == [each.get("brand") == text for each in reversed(items)]
-    assert tags.tolist() == [text in each.get("tags", ()) for each in reversed(items)]
+    assert brands.tolist() == [item.get("brand") == text for item in reversed(items)]
+    assert tags.tolist() == [text in item.get("tags", ()) for item in reversed(items)]

@@ -16,10 +16,10 @@ from cache.filters.expression import (
 
 
 def nested(depth: int) -> Any:
-    found: Any = {"exists": "a"}
+    filter_json: Any = {"exists": "a"}
     for _ in range(depth):
-        found = {"not": found}
-    return found
+        filter_json = {"not": filter_json}
+    return filter_json
 
 
 BAD: list[tuple[Any, str, str]] = [
@@ -67,12 +67,14 @@ BAD: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "place", "reason"), BAD)
-def test_a_bad_filter_is_refused_with_place_and_reason(value: Any, place: str, reason: str) -> None:
+@pytest.mark.parametrize(("value", "field_path", "reason"), BAD)
+def test_a_bad_filter_is_refused_with_place_and_reason(
+    value: Any, field_path: str, reason: str
+) -> None:
     with pytest.raises(InvalidFilter) as refused:
         read_filter(value)
 
-    assert refused.value.details.get("field", "") == place
+    assert refused.value.details.get("field", "") == field_path
     assert reason in refused.value.message and "\n" not in refused.value.message
 
 
@@ -81,16 +83,16 @@ def test_there_are_forty_bad_ones() -> None:
 
 
 def test_a_filter_is_read_as_it_was_meant() -> None:
-    found = read_filter({"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]})
+    filter_ = read_filter({"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]})
 
-    assert found.root == Combining(
+    assert filter_.root == Combining(
         "and",
         (
             Comparing("<", "price", (20,), "and[0].<"),
             Combining("not", (Comparing("in", "brand", ("x", "y"), "and[1].not.in"),)),
         ),
     )
-    assert found.key == read_filter(
+    assert filter_.key == read_filter(
         {"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]}
     ).key  # fmt: skip
 

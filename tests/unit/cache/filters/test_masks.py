@@ -41,20 +41,22 @@ OPERATORS = {
 def comparisons(draw: st.DrawFn) -> Any:
     name = draw(st.sampled_from(sorted(KINDS)))
     kind = KINDS[name]
-    way = draw(st.sampled_from([*OPERATORS[kind], "exists", *(["in"] if kind != "texts" else [])]))
-    if way == "exists":
+    operator = draw(
+        st.sampled_from([*OPERATORS[kind], "exists", *(["in"] if kind != "texts" else [])])
+    )
+    if operator == "exists":
         return {"exists": name}
-    if way == "in":
+    if operator == "in":
         return {"in": [name, draw(st.lists(VALUES[kind], min_size=1, max_size=3))]}
-    return {way: [name, draw(VALUES[kind])]}
+    return {operator: [name, draw(VALUES[kind])]}
 
 
 EXPRESSIONS = st.recursive(
     comparisons(),
     lambda part: st.one_of(
-        part.map(lambda each: {"not": each}),
-        st.lists(part, min_size=1, max_size=3).map(lambda each: {"and": each}),
-        st.lists(part, min_size=1, max_size=3).map(lambda each: {"or": each}),
+        part.map(lambda operand: {"not": operand}),
+        st.lists(part, min_size=1, max_size=3).map(lambda operands: {"and": operands}),
+        st.lists(part, min_size=1, max_size=3).map(lambda operands: {"or": operands}),
     ),
     max_leaves=6,
 )
@@ -63,13 +65,13 @@ EXPRESSIONS = st.recursive(
 @given(st.lists(ITEM, min_size=1, max_size=20), EXPRESSIONS)
 def test_what_passes_is_what_passes_one_by_one(items: list[Any], expression: Any) -> None:
     root = read_filter(expression).root
-    wanted = np.array([passes(root, each) for each in items])
+    expected_mask = np.array([passes(root, item) for item in items])
 
-    found = Passing.of(mask_of(root, attributes_of(items)))
+    filter_mask = Passing.of(mask_of(root, attributes_of(items)))
 
-    assert found.count == wanted.sum()
-    np.testing.assert_array_equal(found.among(np.arange(len(items))), wanted)
-    np.testing.assert_array_equal(found.ordinals(), np.flatnonzero(wanted))
+    assert filter_mask.count == expected_mask.sum()
+    np.testing.assert_array_equal(filter_mask.among(np.arange(len(items))), expected_mask)
+    np.testing.assert_array_equal(filter_mask.ordinals(), np.flatnonzero(expected_mask))
 
 
 @pytest.mark.parametrize(
@@ -109,14 +111,14 @@ def test_an_attribute_that_items_lack_is_refused_with_those_they_have() -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
-    masks = Masks(attributes_of([{"price": each} for each in range(8_000)]), bytes_max=10 * 2_024)
-    filters = [read_filter({"<": ["price", each]}) for each in range(50)]
+    masks = Masks(attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024)
+    filters = [read_filter({"<": ["price", price]}) for price in range(50)]
 
-    for each in filters:
-        assert masks.of(each).count == int(each.root.values[0])  # type: ignore[union-attr]
+    for filter_ in filters:
+        assert masks.of(filter_).count == int(filter_.root.values[0])  # type: ignore[union-attr]
 
-    kept = [masks.kept(each) is not None for each in filters]
-    assert sum(kept) == 10 and all(kept[-10:])
+    is_cached = [masks.kept(filter_) is not None for filter_ in filters]
+    assert sum(is_cached) == 10 and all(is_cached[-10:])
     assert masks.of(filters[-1]) is masks.kept(filters[-1])
 
 
@@ -128,19 +130,19 @@ def test_what_is_larger_than_all_that_may_be_kept_is_computed_each_time() -> Non
 
 
 def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:
-    few, many = (
+    small_attributes, large_attributes = (
         attributes_of([{"price": 1, "tags": ("a", "b")} for _ in range(count)])
         for count in (10, 1_000)
     )
 
-    def cost(expression: Any, attributes: Any = many) -> int:
+    def cost(expression: Any, attributes: Any = large_attributes) -> int:
         return cost_of(read_filter(expression).root, attributes)
 
-    plain, heavy = {"<": ["price", 2]}, {"in": ["price", list(range(31))]}
-    assert cost(plain, few) == 10 and cost(plain) == 1_000
-    assert cost(heavy) == 31 * cost(plain)
-    assert cost({"or": [plain] * 31}) > 31 * cost(plain)
-    assert cost({"contains": ["tags", "a"]}) > 10 * cost(plain), (
+    cheap_expression, heavy = {"<": ["price", 2]}, {"in": ["price", list(range(31))]}
+    assert cost(cheap_expression, small_attributes) == 10 and cost(cheap_expression) == 1_000
+    assert cost(heavy) == 31 * cost(cheap_expression)
+    assert cost({"or": [cheap_expression] * 31}) > 31 * cost(cheap_expression)
+    assert cost({"contains": ["tags", "a"]}) > 10 * cost(cheap_expression), (
         "each of an item's texts is looked at"
     )
     assert cost({"<": ["unknown", 2]}) == 0

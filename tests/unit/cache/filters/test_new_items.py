@@ -51,10 +51,10 @@ def attributes_of(rows: list[dict[str, Any]]) -> ItemAttributes:
 
 
 def test_an_item_without_values_lacks_every_attribute() -> None:
-    found = attributes_of([{}, {"brand": "x", "other": 1}])
-    assert found.count == 2 and found.kinds == dict(sorted(KINDS.items()))
-    assert found.columns["brand"].values.tolist() == [int(NO_CODE), 0]
-    assert np.isnan(found.columns["price"].values).all()
+    attributes = attributes_of([{}, {"brand": "x", "other": 1}])
+    assert attributes.count == 2 and attributes.kinds == dict(sorted(KINDS.items()))
+    assert attributes.columns["brand"].values.tolist() == [int(NO_CODE), 0]
+    assert np.isnan(attributes.columns["price"].values).all()
 
 
 @given(
@@ -67,23 +67,31 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     rng, filter_ = np.random.default_rng(seed), read_filter(expression)
     count = len(own) + len(new)
     vectors = rng.integers(-1, 2, size=(count, 3)).astype(np.float32)
-    gone = np.unique(rng.integers(0, count, size=2))
+    exclusions = np.unique(rng.integers(0, count, size=2))
     vector = rng.integers(-1, 2, size=3).astype(np.float32)
     every = Filtering(attributes_of(own + new), vectors)
 
-    found = Filtering(attributes_of(own), vectors[: len(own)]).with_new(new, vectors[len(own) :])
+    filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new(
+        new, vectors[len(own) :]
+    )
 
-    passing, wanted = found.passing(filter_), every.passing(filter_)
-    assert passing.count == wanted.count
-    assert passing.ordinals().tolist() == wanted.ordinals().tolist()
+    filter_mask, expected_mask = filtering.passing(filter_), every.passing(filter_)
+    assert filter_mask.count == expected_mask.count
+    assert filter_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
     numbers = np.arange(count)
-    assert passing.among(numbers).tolist() == wanted.among(numbers).tolist()
-    again = found.kept(filter_)
-    assert again is not None and again.ordinals().tolist() == wanted.ordinals().tolist()
-    best = found.best(vector, passing, gone, k, "inner_product")
-    exact = every.best(vector, wanted, gone, k, "inner_product")
-    assert best[0].tolist() == exact[0].tolist() and best[1].tolist() == exact[1].tolist()
+    assert filter_mask.among(numbers).tolist() == expected_mask.among(numbers).tolist()
+    cached_mask = filtering.kept(filter_)
     assert (
-        found.with_new([], vectors[:0]).passing(filter_).count
+        cached_mask is not None
+        and cached_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
+    )
+    ranked_items = filtering.best(vector, filter_mask, exclusions, k, "inner_product")
+    exact = every.best(vector, expected_mask, exclusions, k, "inner_product")
+    assert (
+        ranked_items[0].tolist() == exact[0].tolist()
+        and ranked_items[1].tolist() == exact[1].tolist()
+    )
+    assert (
+        filtering.with_new([], vectors[:0]).passing(filter_).count
         == Filtering(attributes_of(own), vectors).passing(filter_).count
     )

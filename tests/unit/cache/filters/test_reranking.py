@@ -24,9 +24,11 @@ SCORES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])
 ATTRIBUTES = ["brand", "tags", "price", "stock", "since"]
 
 
-def reranker_of(items: list[Item], sent: Any, vectors: Any = None) -> Reranker:
-    reranking, attributes = read_reranking(sent, 4.0), attributes_of(items)
-    boosted = tuple(Passing.of(mask_of(each.filter.root, attributes)) for each in reranking.boosts)
+def reranker_of(items: list[Item], reranking_json: Any, vectors: Any = None) -> Reranker:
+    reranking, attributes = read_reranking(reranking_json, 4.0), attributes_of(items)
+    boosted = tuple(
+        Passing.of(mask_of(boost.filter.root, attributes)) for boost in reranking.boosts
+    )
     drawn = np.random.default_rng(5).standard_normal((len(items), 4)).astype(np.float32)
     return Reranker(reranking, boosted, attributes, drawn if vectors is None else vectors)
 
@@ -40,46 +42,48 @@ def ordered(scores: list[float]) -> tuple[Any, Any]:
 def boosted_by_hand(
     items: list[Item], ordinals: Any, scores: Any, boosts: list[Any]
 ) -> list[float]:
-    found = []
+    boosted_scores = []
     for ordinal, score in zip(ordinals.tolist(), scores.tolist(), strict=True):
-        for each in boosts:
-            if passes(read_filter(each["filter"]).root, items[ordinal]):
-                score = score * each["factor"] if score >= 0 else score / each["factor"]
-        found.append(score)
-    return found
+        for boost in boosts:
+            if passes(read_filter(boost["filter"]).root, items[ordinal]):
+                score = score * boost["factor"] if score >= 0 else score / boost["factor"]
+        boosted_scores.append(score)
+    return boosted_scores
 
 
 @given(st.lists(st.tuples(ITEM, SCORES), min_size=1, max_size=12), st.lists(BOOST, min_size=1, max_size=3),
        st.integers(1, 14))  # fmt: skip
 def test_boosts_move_what_passes(drawn: Any, boosts: list[Any], k: int) -> None:
-    items = [each for each, _ in drawn]
+    items = [item for item, _ in drawn]
     ordinals, scores = ordered([score for _, score in drawn])
 
-    places = reranker_of(items, {"boost": boosts}).places(ordinals, scores, k)
+    positions = reranker_of(items, {"boost": boosts}).places(ordinals, scores, k)
 
     by_hand = boosted_by_hand(items, ordinals, scores, boosts)
-    wanted = sorted(range(len(items)), key=lambda place: -by_hand[place])[:k]
-    assert places.tolist() == wanted
+    expected_positions = sorted(range(len(items)), key=lambda position: -by_hand[position])[:k]
+    assert positions.tolist() == expected_positions
 
 
 @given(st.lists(st.tuples(ITEM, SCORES), min_size=1, max_size=12), st.sampled_from(ATTRIBUTES),
        st.integers(1, 3), st.integers(1, 14))  # fmt: skip
 def test_at_most_so_many_have_one_value(drawn: Any, attribute: str, most: int, k: int) -> None:
-    items = [each for each, _ in drawn]
+    items = [item for item, _ in drawn]
     ordinals, scores = ordered([score for _, score in drawn])
-    sent = {"diversify": {"attribute": attribute, "most": most}}
+    reranking_json = {"diversify": {"attribute": attribute, "most": most}}
 
-    places = reranker_of(items, sent).places(ordinals, scores, k).tolist()
+    positions = reranker_of(items, reranking_json).places(ordinals, scores, k).tolist()
 
     counts: Counter[Any] = Counter()
-    wanted: list[int] = []
-    for place, ordinal in enumerate(ordinals.tolist()):
+    expected_positions: list[int] = []
+    for position, ordinal in enumerate(ordinals.tolist()):
         value = items[ordinal].get(attribute, ())
         values = set(value) if isinstance(value, tuple) else {value}
-        if len(wanted) < k and all(counts[each] < most for each in values):
+        if len(expected_positions) < k and all(
+            counts[attribute_value] < most for attribute_value in values
+        ):
             counts.update(values)
-            wanted.append(place)
-    assert places == wanted
+            expected_positions.append(position)
+    assert positions == expected_positions
 
 
 @given(st.lists(SCORES, min_size=1, max_size=12), st.sampled_from([0.1, 0.5, 0.9, 1.0]), st.integers(1, 14),
@@ -92,26 +96,35 @@ def test_likeness_costs_what_the_weight_leaves(
     vectors[0] = 0
     items: list[Item] = [{}] * len(drawn)
 
-    sent = {"diversify": {"mmr": mmr}}
-    places = reranker_of(items, sent, vectors).places(ordinals, scores, k).tolist()
+    reranking_json = {"diversify": {"mmr": mmr}}
+    positions = reranker_of(items, reranking_json, vectors).places(ordinals, scores, k).tolist()
 
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.where(lengths > 0, vectors / np.where(lengths > 0, lengths, 1), 0)[ordinals]
     span = max(drawn) - min(drawn)
-    relevance = [(each - min(drawn)) / span if span else 1.0 for each in scores.tolist()]
-    chosen: list[int] = []
-    while len(chosen) < min(k, len(drawn)):
+    relevance = [(score - min(drawn)) / span if span else 1.0 for score in scores.tolist()]
+    chosen_positions: list[int] = []
+    while len(chosen_positions) < min(k, len(drawn)):
         values = {
-            place: mmr * relevance[place]
-            - (1 - mmr) * max([0.0, *(float(units[place] @ units[each]) for each in chosen)])
-            for place in range(len(drawn))
-            if place not in chosen
+            position: mmr * relevance[position]
+            - (1 - mmr)
+            * max(
+                [
+                    0.0,
+                    *(
+                        float(units[position] @ units[chosen_position])
+                        for chosen_position in chosen_positions
+                    ),
+                ]
+            )
+            for position in range(len(drawn))
+            if position not in chosen_positions
         }
-        best = max(values.values())
-        picked = places[len(chosen)]
-        assert values[picked] == pytest.approx(best, abs=1e-6)
-        chosen.append(picked)
-    assert len(places) == len(chosen)
+        highest_value = max(values.values())
+        picked = positions[len(chosen_positions)]
+        assert values[picked] == pytest.approx(highest_value, abs=1e-6)
+        chosen_positions.append(picked)
+    assert len(positions) == len(chosen_positions)
 
 
 WRONG: list[tuple[Any, str | None]] = [
@@ -142,11 +155,11 @@ WRONG: list[tuple[Any, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sent", "place"), WRONG)
-def test_a_wrong_one_is_refused_with_its_place(sent: Any, place: str | None) -> None:
+@pytest.mark.parametrize(("reranking_json", "field_path"), WRONG)
+def test_a_wrong_one_is_refused_with_its_place(reranking_json: Any, field_path: str | None) -> None:
     with pytest.raises(InvalidInput) as refused:
-        read_reranking(sent, 4.0)
-    assert refused.value.details.get("field") == place
+        read_reranking(reranking_json, 4.0)
+    assert refused.value.details.get("field") == field_path
 
 
 def test_an_attribute_that_items_lack_is_refused_with_those_there_are() -> None:

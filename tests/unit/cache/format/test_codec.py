@@ -42,9 +42,13 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
 
     records = encode_topk(layout, MARKS, items, scores, 1_700_000_000)
 
-    for row, mark in enumerate(MARKS.tolist()):
+    for row, fingerprint in enumerate(MARKS.tolist()):
         record = decode(layout, records[row].tobytes())
-        assert (record.fingerprint, record.scored_at, record.live) == (mark, 1_700_000_000, False)
+        assert (record.fingerprint, record.scored_at, record.live) == (
+            fingerprint,
+            1_700_000_000,
+            False,
+        )
         assert record.items is not None and record.items.tolist() == items[row].tolist()
         relative, absolute = (2**-11, 2**-39) if precision == "f2" else (0, 0)
         largest = float(np.abs(scores[row]).max())
@@ -90,11 +94,13 @@ def test_unused_slots_never_come_back():
     assert len(record.numbers) == 1
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("non_finite", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("precision", ["f2", "f4"])
-def test_a_non_finite_number_is_refused_never_clipped(bad, precision):
+def test_a_non_finite_number_is_refused_never_clipped(non_finite, precision):
     with pytest.raises(UnfitValue) as caught:
-        encode_numbers(Layout("value", 2, precision), MARKS[:1], np.array([[1.0, bad]], "f4"), 0)
+        encode_numbers(
+            Layout("value", 2, precision), MARKS[:1], np.array([[1.0, non_finite]], "f4"), 0
+        )
     assert caught.value.details["rule"] == "non_finite"
 
 
@@ -111,8 +117,8 @@ def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
     records = encode_numbers(layout, MARKS, vectors, 0)
     for row in range(2):
         step = np.abs(vectors[row]).max() / 127
-        found = decode(layout, records[row].tobytes()).numbers
-        assert np.abs(found - vectors[row]).max() <= step * 0.5001
+        decoded_vector = decode(layout, records[row].tobytes()).numbers
+        assert np.abs(decoded_vector - vectors[row]).max() <= step * 0.5001
 
 
 def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
@@ -238,7 +244,7 @@ def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogu
     items = np.array([[4, 9]], np.uint32)
     raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
 
-    found = decode(layout, raw, 10).items
-    assert found is not None and found.tolist() == [4, 9]
+    decoded_items = decode(layout, raw, 10).items
+    assert decoded_items is not None and decoded_items.tolist() == [4, 9]
     with pytest.raises(CorruptArtefact, match="item 9 of 9"):
         decode(layout, raw, 9)

@@ -23,29 +23,36 @@ def directory(values: list[int], shards: int) -> Directory:
 
 @given(hashes, hashes, st.integers(1, 5))
 def test_every_hash_is_found_at_its_rank_and_no_other_is(present, absent, shards):
-    found = directory(present, shards)
+    hash_directory = directory(present, shards)
     ranks = {value: rank for rank, value in enumerate(sorted(present))}
-    wanted = present + absent
+    queried_hashes = present + absent
 
-    one_by_one = [found.find(value) for value in wanted]
+    one_by_one = [hash_directory.find(value) for value in queried_hashes]
 
-    assert one_by_one == [ranks.get(value, -1) for value in wanted]
-    assert found.find_many(np.array(wanted, np.uint64)).tolist() == one_by_one
-    assert found.count == len(present)
+    assert one_by_one == [ranks.get(value, -1) for value in queried_hashes]
+    assert hash_directory.find_many(np.array(queried_hashes, np.uint64)).tolist() == one_by_one
+    assert hash_directory.count == len(present)
 
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1])
 def test_neighbours_that_float64_cannot_tell_apart_are_told_apart(value):
     """FACTS: numpy compares uint64 with a Python int in float64."""
-    neighbours = [each for each in (value - 1, value + 1) if each < 2**64]
-    found = directory(neighbours, 2)
-    assert found.find(value) == -1
-    assert [found.find(each) for each in neighbours] == list(range(len(neighbours)))
+    neighbours = [neighbour for neighbour in (value - 1, value + 1) if neighbour < 2**64]
+    hash_directory = directory(neighbours, 2)
+    assert hash_directory.find(value) == -1
+    assert [hash_directory.find(neighbour) for neighbour in neighbours] == list(
+        range(len(neighbours))
+    )
 
 
 def test_positions_are_placed_in_their_part_across_empty_shards():
-    found = directory([1, 2, 2**63, 2**64 - 1], 4)
-    assert [found.place(position) for position in range(4)] == [(0, 0), (0, 1), (2, 0), (3, 0)]
+    hash_directory = directory([1, 2, 2**63, 2**64 - 1], 4)
+    assert [hash_directory.place(position) for position in range(4)] == [
+        (0, 0),
+        (0, 1),
+        (2, 0),
+        (3, 0),
+    ]
 
 
 def test_hashes_of_another_dtype_are_a_mistake():

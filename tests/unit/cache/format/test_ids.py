@@ -69,12 +69,12 @@ def typed(value: FeatureValue) -> object:
     if isinstance(value, tuple):
         if value and isinstance(value[0], str):
             return ("texts", value)
-        return ("vector", tuple((float(each) + 0.0).hex() for each in value))
+        return ("vector", tuple((float(component) + 0.0).hex() for component in value))
     return (type(value).__name__, value)
 
 
-def meaning(each: Any) -> object:
-    model, history, features = each
+def meaning(model_input: Any) -> object:
+    model, history, features = model_input
     named = None if features is None else {name: typed(value) for name, value in features.items()}
     return (model, history, named)
 
@@ -82,8 +82,8 @@ def meaning(each: Any) -> object:
 @given(inputs, inputs)
 def test_c3_different_inputs_have_different_digests_and_equal_ones_the_same(one, other):
     """PITFALLS C3 and C5: model, dtype and shape are part of the identity."""
-    same = meaning(one) == meaning(other)
-    assert (input_digest(*one) == input_digest(*other)) == same
+    is_equal = meaning(one) == meaning(other)
+    assert (input_digest(*one) == input_digest(*other)) == is_equal
 
 
 def test_c5_numbers_that_compare_equal_are_still_different_inputs_but_zeros_fold():
@@ -110,6 +110,6 @@ def test_an_empty_history_is_not_a_missing_one_and_order_matters():
 )
 def test_a_vector_is_digested_number_by_number(value: list[float]) -> None:
     """Stored overlays carry these digests: at once or one by one, the bytes are the same."""
-    packed = b"".join(struct.pack("<d", float(each) + 0.0) for each in value)
+    packed = b"".join(struct.pack("<d", float(number) + 0.0) for number in value)
 
     assert _encode_feature("x", tuple(value)) == b"v" + struct.pack("<I", len(packed)) + packed

@@ -12,20 +12,22 @@ def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]])
 
 
 def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
-    found = Texts(50, names)
+    texts = Texts(50, names)
 
     for row in ([3, 4, 3], [4, 9, 0], [49, 3, 9]):
         ordinals = np.array([row], np.uint32)
-        expected = [b'"item \\"%d\\""' % each for each in row]
-        assert found.rows(ordinals) == [expected]
-        assert found.lines(ordinals) == [b",".join(expected)]
+        expected = [b'"item \\"%d\\""' % ordinal for ordinal in row]
+        assert texts.rows(ordinals) == [expected]
+        assert texts.lines(ordinals) == [b",".join(expected)]
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_json, "TEXTS_MAX", 10)
-    found = Texts(100, names)
+    texts = Texts(100, names)
 
     for first in range(0, 100, 5):
-        found.rows(np.arange(first, first + 5, dtype=np.uint32)[None])
-        held = 0 if found._known is None else sum(each is not None for each in found._known)
-        assert held <= 10
+        texts.rows(np.arange(first, first + 5, dtype=np.uint32)[None])
+        kept_count = (
+            0 if texts._known is None else sum(item_text is not None for item_text in texts._known)
+        )
+        assert kept_count <= 10

@@ -21,8 +21,10 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
     names: list[str], k: int, data: st.DataObject
 ) -> None:
     """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
-    longest = max(len(each.encode()) for each in names)
-    found = Texts(len(names), lambda ordinals: [names[each] for each in ordinals], longest=longest)
+    longest = max(len(name.encode()) for name in names)
+    texts = Texts(
+        len(names), lambda ordinals: [names[ordinal] for ordinal in ordinals], longest=longest
+    )
 
     for _ in range(3):
         rows = data.draw(
@@ -32,8 +34,8 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
                 max_size=5,
             )
         )
-        expected = [b",".join(orjson.dumps(names[each]) for each in row) for row in rows]
-        assert found.lines(np.array(rows, np.uint32)) == expected
+        expected = [b",".join(orjson.dumps(names[ordinal]) for ordinal in row) for row in rows]
+        assert texts.lines(np.array(rows, np.uint32)) == expected
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,15 +43,15 @@ def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> N
     read: list[int] = []
 
     def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:
-        read.extend(int(each) for each in ordinals)
-        return [f"i-{each}" for each in ordinals]
+        read.extend(int(ordinal) for ordinal in ordinals)
+        return [f"i-{ordinal}" for ordinal in ordinals]
 
-    found = Lines(100, 4, names)
+    lines = Lines(100, 4, names)
     for first in range(0, 95, 5):
         row = np.arange(first, first + 5, dtype=np.uint32)
         for _ in range(2):  # the second time from what is kept
-            assert found.of(row[None]) == [b",".join(b'"i-%d"' % each for each in row)]
-        assert np.count_nonzero(found._kept._slots) <= 10
+            assert lines.of(row[None]) == [b",".join(b'"i-%d"' % ordinal for ordinal in row)]
+        assert np.count_nonzero(lines._kept._slots) <= 10
 
-    assert read == list(range(95)) and len(found._kept._texts) == 11
-    assert found.of(np.arange(20, dtype=np.uint32)[None]) is None, "more at once than has room"
+    assert read == list(range(95)) and len(lines._kept._texts) == 11
+    assert lines.of(np.arange(20, dtype=np.uint32)[None]) is None, "more at once than has room"

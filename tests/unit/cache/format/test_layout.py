@@ -39,16 +39,19 @@ LAYOUTS = [
 BY_NUMBER = re.compile(r"\b(record|answer)\w*\[(\d\d|:\d|\d+:)|\bFLAGS_AT\b *=|>> 4\b|FORMAT << 4")
 
 
-@pytest.mark.parametrize("each", LAYOUTS)
-def test_the_dtype_has_the_fields_where_the_description_has_them(each: Layout) -> None:
-    fields: Any = each.dtype.fields
+@pytest.mark.parametrize("record_layout", LAYOUTS)
+def test_the_dtype_has_the_fields_where_the_description_has_them(record_layout: Layout) -> None:
+    fields: Any = record_layout.dtype.fields
 
     assert {field.name: fields[field.name] for field in HEADER} == {
         field.name: (np.dtype(field.dtype), field.offset) for field in HEADER
     }
     payload = [at for name, (_, at) in fields.items() if name not in OFFSETS]
     assert min(payload) == OFFSETS["payload"] == HEADER_BYTES
-    assert each.dtype.itemsize == each.size_bytes and not each.dtype.isalignedstruct
+    assert (
+        record_layout.dtype.itemsize == record_layout.size_bytes
+        and not record_layout.dtype.isalignedstruct
+    )
 
 
 def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
@@ -60,28 +63,30 @@ def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
 
 
 def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
-    each, prints = Layout("value", 2, "f4"), np.array([3, 2**63], np.uint64)
+    record_layout, prints = Layout("value", 2, "f4"), np.array([3, 2**63], np.uint64)
     numbers = np.ones((2, 2), np.float32)
-    live = encode_numbers(each, prints, numbers, 1, flags=FLAG_LIVE)
+    live = encode_numbers(record_layout, prints, numbers, 1, flags=FLAG_LIVE)
     records = np.concatenate(
-        [encode_numbers(each, prints, numbers, 1), live, absent(each, prints, 1)]
+        [encode_numbers(record_layout, prints, numbers, 1), live, absent(record_layout, prints, 1)]
     )
     prints = np.tile(prints, 3)
     for fingerprints in (prints, prints + np.uint64(1)):
-        told = [
-            is_answer_of(record.tobytes(), int(own))
-            for record, own in zip(records, fingerprints, strict=True)
+        answer_flags = [
+            is_answer_of(record.tobytes(), int(fingerprint))
+            for record, fingerprint in zip(records, fingerprints, strict=True)
         ]
-        assert told == are_answers_of(records, fingerprints).tolist()
+        assert answer_flags == are_answers_of(records, fingerprints).tolist()
     assert are_answers_of(records, prints).tolist() == [True] * 4 + [False] * 2
-    assert [peek_fingerprint(each.tobytes()) for each in records] == prints.tolist()
-    assert [peek_format(each.tobytes()) for each in records] == [RECORD_FORMAT] * 4 + [15] * 2
-    assert [is_live(each.tobytes()) for each in records] == [False] * 2 + [True] * 2 + [False] * 2
+    assert [peek_fingerprint(record.tobytes()) for record in records] == prints.tolist()
+    assert [peek_format(record.tobytes()) for record in records] == [RECORD_FORMAT] * 4 + [15] * 2
+    assert [is_live(record.tobytes()) for record in records] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
 
 
 def test_nobody_else_knows_a_place_in_a_record_by_number() -> None:
     """Offsets stood in five files; now `layout` has them, and the C sources a copy that is compared."""
-    found = [
+    offences = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for top in ("cache", "serving", "precompute")
         for file in (ROOT / top).rglob("*.py")
@@ -90,7 +95,7 @@ def test_nobody_else_knows_a_place_in_a_record_by_number() -> None:
         if BY_NUMBER.search(line)
     ]
 
-    assert found == []
+    assert offences == []
 
 
 PROGRAM = """
@@ -115,7 +120,7 @@ print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed_format", "expected"),
     [
         ("NONE", [1, 1, "larder:1:{shop}:live"]),
         ("record", [2, 1, "larder:1:{shop}:live"]),
@@ -123,13 +128,13 @@ print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"]
         ("Redis keys", [1, 1, "larder:2:{shop}:live"]),
     ],
 )
-def test_each_version_changes_alone(changed: str, expected: list[object]) -> None:
+def test_each_version_changes_alone(changed_format: str, expected: list[object]) -> None:
     """It was one number: a new format of records would have moved the pointer, and old replicas seen it vanish."""
-    said = subprocess.run(
-        [sys.executable, "-c", PROGRAM, changed],
+    output = subprocess.run(
+        [sys.executable, "-c", PROGRAM, changed_format],
         cwd=ROOT,
         check=True,
         capture_output=True,
     ).stdout
 
-    assert json.loads(said) == expected
+    assert json.loads(output) == expected

@@ -35,14 +35,14 @@ def whole() -> Manifest:
     return replace(manifest, models={"tower": model}, indexes={"items": index}, facts=facts)
 
 
-def files(told: Any) -> Iterator[dict[str, Any]]:
+def files(json_node: Any) -> Iterator[dict[str, Any]]:
     """Every description of a file in a manifest's JSON."""
-    if isinstance(told, dict):
-        if "sha256" in told:
-            yield told
-        told = list(told.values())
-    for each in told if isinstance(told, list) else ():
-        yield from files(each)
+    if isinstance(json_node, dict):
+        if "sha256" in json_node:
+            yield json_node
+        json_node = list(json_node.values())
+    for child in json_node if isinstance(json_node, list) else ():
+        yield from files(child)
 
 
 @pytest.mark.parametrize("path", ESCAPES, ids=repr)
@@ -50,17 +50,19 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
     sound = whole().to_bytes()
     described = list(files(orjson.loads(sound)))
     is_text = isinstance(path, str)
-    said = "no path below a generation" if is_text else r"path\n  Input should be a valid string"
+    message_pattern = (
+        "no path below a generation" if is_text else r"path\n  Input should be a valid string"
+    )
     assert Manifest.from_bytes(sound).to_bytes() == sound and len(described) > 10
 
     for at in range(len(described)):
-        told = orjson.loads(sound)
-        spoilt = list(files(told))[at]
-        is_fact = spoilt is told["facts"].get(FACT)
+        manifest_json = orjson.loads(sound)
+        spoilt = list(files(manifest_json))[at]
+        is_fact = spoilt is manifest_json["facts"].get(FACT)
         spoilt["path"] = path
         if not is_fact:
-            with pytest.raises(CorruptArtefact, match=said):
-                Manifest.from_bytes(orjson.dumps(told))
+            with pytest.raises(CorruptArtefact, match=message_pattern):
+                Manifest.from_bytes(orjson.dumps(manifest_json))
 
     store = ArtefactStore("memory://elsewhere", tmp_path)
     facts = {FACT: {**asdict(FILE), "path": path}}
@@ -73,17 +75,17 @@ def test_a_manifest_has_all_its_fields_each_of_its_type_and_no_others() -> None:
     table = next(iter(sound["tables"]))
 
     def spoilt(change: Callable[[Any], object]) -> bytes:
-        told = copy.deepcopy(sound)
-        change(told)
-        return orjson.dumps(told)
+        manifest_json = copy.deepcopy(sound)
+        change(manifest_json)
+        return orjson.dumps(manifest_json)
 
     for change in (
-        lambda told: told.pop("gates"),
-        lambda told: told["tables"][table].pop("labels"),
-        lambda told: told["tables"][table]["parts"][0].update(count="5"),
-        lambda told: told.update(data_until=1.0),
-        lambda told: told["tables"][table].update(kind="topk"),
-        lambda told: told.update(unknown=1),
+        lambda manifest_json: manifest_json.pop("gates"),
+        lambda manifest_json: manifest_json["tables"][table].pop("labels"),
+        lambda manifest_json: manifest_json["tables"][table]["parts"][0].update(count="5"),
+        lambda manifest_json: manifest_json.update(data_until=1.0),
+        lambda manifest_json: manifest_json["tables"][table].update(kind="topk"),
+        lambda manifest_json: manifest_json.update(unknown=1),
     ):
         with pytest.raises(CorruptArtefact, match="not a manifest"):
             Manifest.from_bytes(spoilt(change))
@@ -98,19 +100,19 @@ def test_a_manifest_tells_filters_only_where_there_are_any() -> None:
 
 def test_who_only_names_a_manifest_does_not_wait_for_its_reader() -> None:
     program = "import sys, cache.format.manifest; print('pydantic' in sys.modules)"
-    found = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
 
-    assert found.stdout == "False\n"
+    assert completed_process.stdout == "False\n"
 
 
 def test_a_manifest_under_the_name_of_another_generation_is_refused(tmp_path: Path) -> None:
     store, manifest = ArtefactStore(str(tmp_path)), whole()
-    other = "20260101T000000Z-bbbbbbbbbbbb"
-    for name in (manifest.generation, other):
+    other_generation_id = "20260101T000000Z-bbbbbbbbbbbb"
+    for name in (manifest.generation, other_generation_id):
         store.write(generation_path(name, "manifest.json"), manifest.to_bytes())
 
     assert read_manifest(store, manifest.generation) == manifest
     with pytest.raises(CorruptArtefact, match="calls itself"):
-        read_manifest(store, other)
+        read_manifest(store, other_generation_id)

@@ -11,7 +11,7 @@ USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
 
 def told(**changes: Any) -> dict[str, Any]:
     night = {"users": USERS, "spared_s": 4.5}
-    found = {
+    fact = {
         "base": "g",
         "why": "",
         "read_because": "",
@@ -19,7 +19,7 @@ def told(**changes: Any) -> dict[str, Any]:
         **night,
         "nights": [night],
     }
-    return {FACT: found | changes}
+    return {FACT: fact | changes}
 
 
 def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
@@ -27,9 +27,9 @@ def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
     reuse = Reuse.of(told(nights=[first, {"users": USERS, "spared_s": 4.5}]))
 
     assert reuse is not None and reuse.night.share == 0.9
-    found = reuse.to_json()
-    assert (found["share"], found["spared_s"], found["base"]) == (0.9, 4.5, "g")
-    assert found["lately"] == {
+    reuse_json = reuse.to_json()
+    assert (reuse_json["share"], reuse_json["spared_s"], reuse_json["base"]) == (0.9, 4.5, "g")
+    assert reuse_json["lately"] == {
         "nights": 2, "users": USERS | {"computed": 100}, "share": 0.45, "spared_s": 2.25,
     }  # fmt: skip
 
@@ -39,8 +39,8 @@ def test_both_reasons_are_told_as_the_night_wrote_them() -> None:
 
     assert reuse is not None
     assert (reuse.why, reuse.read_because, reuse.base) == ("another bundle", "files vanished", None)
-    found = reuse.to_json()
-    assert (found["why"], found["read_because"]) == ("another bundle", "files vanished")
+    reuse_json = reuse.to_json()
+    assert (reuse_json["why"], reuse_json["read_because"]) == ("another bundle", "files vanished")
 
 
 def test_of_more_nights_than_are_told_the_last_ones_count() -> None:

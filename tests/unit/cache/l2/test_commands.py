@@ -20,10 +20,10 @@ def parsed(packed: bytes) -> list[list[bytes]]:
     """What a server makes of the bytes."""
     reader = hiredis.Reader()
     reader.feed(packed)
-    found = []
+    parsed_commands = []
     while (command := reader.gets()) is not False:
-        found.append(command)
-    return found
+        parsed_commands.append(command)
+    return parsed_commands
 
 
 def test_commands_are_the_bytes_that_redis_expects() -> None:
@@ -63,9 +63,9 @@ def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_
 ) -> None:
     packed, count = Packer(KEYS).pack(asked)
 
-    sent = parsed(packed)
-    assert len(sent) == count
-    for command in sent:
+    parsed_commands = parsed(packed)
+    assert len(parsed_commands) == count
+    for command in parsed_commands:
         assert command[0] in (b"GETRANGE", b"PTTL", b"GET", b"SET", b"EVAL")
         if command[0] == b"SET":
             assert command[-2] == b"PX" and int(command[-1]) > 0
@@ -73,10 +73,10 @@ def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_
 
 def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself() -> None:
     key = KEYS.lease("g", "t", "ff", bytes(16))
-    take, mark = LeaseTake(key, b"me/1", 100), Mark(key, b"me/1")
-    write = OverlayWrite("g", "t", "ff", b"payload", 1.5, mark)
+    lease_take, lease_mark = LeaseTake(key, b"me/1", 100), Mark(key, b"me/1")
+    write = OverlayWrite("g", "t", "ff", b"payload", 1.5, lease_mark)
 
-    packed, count = Packer(KEYS).pack([take, write])
+    packed, count = Packer(KEYS).pack([lease_take, write])
 
     name = b"larder:1:ns:w:g:t:ff:" + b"00" * 16
     assert parsed(packed) == [
@@ -85,7 +85,11 @@ def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself
         [b"SET", name, b"done:me/1", b"PX", b"2000"],
     ]
     assert count == 3
-    assert unpack([take, write, take], [None, b"OK", b"OK", b"other/1"]) == [None, None, b"other/1"]
+    assert unpack([lease_take, write, lease_take], [None, b"OK", b"OK", b"other/1"]) == [
+        None,
+        None,
+        b"other/1",
+    ]
 
 
 def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +108,11 @@ def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch)
 def test_each_reply_becomes_the_answer_of_its_own_command() -> None:
     error = hiredis.ReplyError("WRONGTYPE")
     read, overlay = PageRead("g", "t", 0, 0, 4), OverlayRead("g", "t", "ff")
-    asked: list[Command] = [read, overlay, read, overlay, read, overlay, overlay]
+    command_batch: list[Command] = [read, overlay, read, overlay, read, overlay, overlay]
 
     answers = unpack(
-        asked, [b"full", 1500, b"value", b"", -2, None, error, error, error, -1, b"for ever"]
+        command_batch,
+        [b"full", 1500, b"value", b"", -2, None, error, error, error, -1, b"for ever"],
     )
 
     assert answers[:4] == [b"full", Overlay(b"value", 1.5), None, None]
@@ -125,7 +130,7 @@ def test_two_processes_ask_for_the_same_keys_whatever_their_hash_seed() -> None:
         "print(Packer(Keyspace('ns')).pack([write]), fingerprint(raw))\n"
     )
 
-    said = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": seed},
@@ -136,4 +141,4 @@ def test_two_processes_ask_for_the_same_keys_whatever_their_hash_seed() -> None:
         for seed in ("1", "2")
     }
 
-    assert len(said) == 1
+    assert len(outputs) == 1

@@ -25,7 +25,7 @@ class ClosedClient:
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
-    async def execute_command(self, *_words: Any) -> Any:
+    async def execute_command(self, *_arguments: Any) -> Any:
         raise self._error
 
     @contextlib.asynccontextmanager

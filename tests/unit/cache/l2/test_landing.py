@@ -35,7 +35,7 @@ def tier() -> RemoteTier:
 
 async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
     """Of a caller who reads a page, one who reads an overlay, and one more with a page."""
-    waiting = [tier.submit(each, list) for each in ((PAGE,), (OVERLAY,), (PAGE,))]
+    waiting = [tier.submit(commands, list) for commands in ((PAGE,), (OVERLAY,), (PAGE,))]
     await asyncio.sleep(0)
     (pipeline,) = tier.pool.sent  # type: ignore[attr-defined]
     pipeline.land(replies)
@@ -47,9 +47,12 @@ async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
 async def test_an_odd_redirect_costs_its_own_caller_an_answer_and_nobody_the_end(
     tier: RemoteTier, odd: str
 ) -> None:
-    found = await answers(tier, [RECORD, hiredis.ReplyError(odd), None, RECORD])
+    caller_answers = await answers(tier, [RECORD, hiredis.ReplyError(odd), None, RECORD])
 
-    assert found[0] == found[2] == [RECORD] and type(found[1][0]) is TierUnavailable
+    assert (
+        caller_answers[0] == caller_answers[2] == [RECORD]
+        and type(caller_answers[1][0]) is TierUnavailable
+    )
 
 
 async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
@@ -61,9 +64,12 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
         return unpack(commands, replies)
 
     monkeypatch.setattr("cache.l2.tier.unpack", breaks)
-    found = await answers(tier, [RECORD, 5, b"x", RECORD])
+    caller_answers = await answers(tier, [RECORD, 5, b"x", RECORD])
 
-    assert found[0] == found[2] == [RECORD] and type(found[1][0]) is TierUnavailable
+    assert (
+        caller_answers[0] == caller_answers[2] == [RECORD]
+        and type(caller_answers[1][0]) is TierUnavailable
+    )
     assert tier._in_flight == 0
 
 

@@ -26,8 +26,8 @@ class FakeConnection:
         pipeline.connection = self  # type: ignore[assignment]
         self.commands += pipeline.count
 
-    def abort(self, why: TierUnavailable) -> None:
-        self.aborted.append(why)
+    def abort(self, error: TierUnavailable) -> None:
+        self.aborted.append(error)
 
 
 def pool_on(connection: FakeConnection) -> PipelinePool:
@@ -68,15 +68,15 @@ async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
 async def test_the_second_look_waits_until_a_large_reply_can_have_been_read() -> None:
     pool = pool_on(connection := FakeConnection())
     small, large = sent(pool, 1), sent(pool, 10_000)
-    looks = []
+    remaining_s = []
 
     for pipeline in (small, large):
         pipeline.timer.cancel()  # type: ignore[union-attr]
         pool._expire(pipeline, 1.0, False)
-        looks.append(left_s(pipeline))
+        remaining_s.append(left_s(pipeline))
         pipeline.timer.cancel()  # type: ignore[union-attr]
 
-    assert looks[0] < 0.0011 and 0.015 < looks[1] < 0.0211
+    assert remaining_s[0] < 0.0011 and 0.015 < remaining_s[1] < 0.0211
     assert not connection.aborted
     pool._expire(large, 1.0, True)
     assert len(connection.aborted) == pool.timed_out == 1

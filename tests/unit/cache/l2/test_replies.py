@@ -16,7 +16,7 @@ from cache.native import loader
 
 
 def bulk(*values: bytes) -> bytes:
-    return b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in values)
+    return b"".join(b"$%d\r\n%b\r\n" % (len(payload), payload) for payload in values)
 
 
 def test_each_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
@@ -26,8 +26,8 @@ def test_each_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
     assert list(frames) == frames.payloads() == values
     assert frames.part(1, 4).part(2, 2).payloads() == values[3:5]
     assert frames.part(2, 3)[1] == values[3]
-    found = frames.part(3, 2).rows(np.dtype([("first", "u4"), ("second", "u4")]))
-    assert found["second"].tolist() == [0x03030303, 0x04040404]
+    records = frames.part(3, 2).rows(np.dtype([("first", "u4"), ("second", "u4")]))
+    assert records["second"].tolist() == [0x03030303, 0x04040404]
     with pytest.raises(ValueError, match="8 bytes, a record 4"):
         frames.rows(np.dtype("u4"))
     with pytest.raises(IndexError):
@@ -35,10 +35,10 @@ def test_each_reply_is_found_and_parts_of_parts_are_the_same_replies() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [b"$0\r\n\r\n", b"$9\r\n", b"-ERR no\r\n", b"*", b"$8\r\n12345678xx"]
+    "odd_reply", [b"$0\r\n\r\n", b"$9\r\n", b"-ERR no\r\n", b"*", b"$8\r\n12345678xx"]
 )
-def test_anything_else_is_seen_as_soon_as_it_begins(other: bytes) -> None:
-    data = bulk(b"a" * 8) + other
+def test_anything_else_is_seen_as_soon_as_it_begins(odd_reply: bytes) -> None:
+    data = bulk(b"a" * 8) + odd_reply
 
     could_be = loader.kernels.could_be
     assert could_be(bulk(b"a" * 8), 2, 8) and could_be(data[: stride(8) + 1], 1, 8)
@@ -93,7 +93,7 @@ def test_however_replies_are_cut_and_whatever_they_are_each_batch_has_its_own(
         if start < end:
             connection.data_received(data[start:end])
 
-    assert [list(each) for each in landed] == [values for values, _ in batches]
+    assert [list(replies) for replies in landed] == [values for values, _ in batches]
     assert not transport.aborted and connection.in_flight == 0
 
 
@@ -128,4 +128,4 @@ def test_a_reply_that_no_parser_takes_ends_every_pipeline_of_its_connection(raw:
 
     connection.data_received(raw)
 
-    assert transport.aborted and [type(each) for each in landed] == [TierUnavailable] * 2
+    assert transport.aborted and [type(error) for error in landed] == [TierUnavailable] * 2

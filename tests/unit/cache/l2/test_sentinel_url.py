@@ -76,9 +76,9 @@ def test_sentinels_that_do_not_answer_are_named_in_one_line() -> None:
         with pytest.raises(redis.ConnectionError) as caught:
             connecting()
 
-        told = str(caught.value)
-        assert "127.0.0.1:1, 127.0.0.1:2" in told and "'mymaster'" in told
-        assert len(told) < 160 and "secret" not in told
+        message = str(caught.value)
+        assert "127.0.0.1:1, 127.0.0.1:2" in message and "'mymaster'" in message
+        assert len(message) < 160 and "secret" not in message
 
 
 def test_events_lie_in_a_server_that_no_failover_takes_back() -> None:

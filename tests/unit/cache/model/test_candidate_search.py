@@ -15,6 +15,6 @@ def test_a_vector_that_is_not_finite_is_searched_by_without_a_warning() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = Searcher(index, "cosine", 1).search(queries, 1)
+        nearest_items = Searcher(index, "cosine", 1).search(queries, 1)
 
-    assert found.shape == (3, 1) and found[1, 0] == 0
+    assert nearest_items.shape == (3, 1) and nearest_items[1, 0] == 0

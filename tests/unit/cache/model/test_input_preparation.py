@@ -20,37 +20,37 @@ def world(tmp_path_factory):
 
 def drawn(seed: int, count: int) -> list[LiveInput]:
     rng = np.random.default_rng(seed)
-    found: list[LiveInput] = []
+    inputs: list[LiveInput] = []
     for _ in range(count):
         numbers = rng.integers(0, ITEMS + 10, rng.integers(0, 12))
         ids = tuple(f"item-{number}".encode() for number in numbers)
-        found.append(LiveInput(history=ids or None))
-    return found
+        inputs.append(LiveInput(history=ids or None))
+    return inputs
 
 
 def test_a_batch_is_prepared_as_its_inputs_one_by_one(world):
     predictor, _ = world
-    sent = drawn(3, 60)
+    inputs = drawn(3, 60)
 
-    together = predictor.prepare_all("user_topk", sent)
+    prepared_inputs = predictor.prepare_all("user_topk", inputs)
 
-    assert any(each is None for each in together)
-    for source, found in zip(sent, together, strict=True):
+    assert any(prepared is None for prepared in prepared_inputs)
+    for source, prepared in zip(inputs, prepared_inputs, strict=True):
         alone = predictor.prepare("user_topk", source)
-        assert (alone is None) == (found is None)
-        if alone is not None and found is not None:
-            assert alone.history.tolist() == found.history.tolist()
-            assert alone.excluded.tolist() == found.excluded.tolist()
-            assert alone.dropped == found.dropped
-            assert len(set(found.excluded.tolist())) == len(found.excluded)
+        assert (alone is None) == (prepared is None)
+        if alone is not None and prepared is not None:
+            assert alone.history.tolist() == prepared.history.tolist()
+            assert alone.excluded.tolist() == prepared.excluded.tolist()
+            assert alone.dropped == prepared.dropped
+            assert len(set(prepared.excluded.tolist())) == len(prepared.excluded)
 
 
 def test_an_error_stands_where_its_input_was(world):
     predictor, _ = world
     good = LiveInput(history=(b"item-1",))
-    bad = LiveInput(history=(b"item-1",), features={"age": 3})
+    invalid_input = LiveInput(history=(b"item-1",), features={"age": 3})
 
-    first, second, third = predictor.prepare_all("user_topk", [good, bad, good])
+    first, second, third = predictor.prepare_all("user_topk", [good, invalid_input, good])
 
     assert first is not None and third is not None and isinstance(second, InvalidInput)
 
@@ -58,25 +58,27 @@ def test_an_error_stands_where_its_input_was(world):
 def test_an_item_is_its_own_input_beside_items_that_nobody_knows(world):
     predictor, items = world
 
-    found = predictor.prepare_all(
+    prepared_inputs = predictor.prepare_all(
         "item_similar", [LiveInput(item=3), LiveInput(), LiveInput(item=0)]
     )
 
-    assert [each is None for each in found] == [False, True, False]
-    assert found[0].excluded.tolist() == [3]
-    assert found[0].item_index == items.to_model(np.array([3]))[0]
+    assert [prepared is None for prepared in prepared_inputs] == [False, True, False]
+    assert prepared_inputs[0].excluded.tolist() == [3]
+    assert prepared_inputs[0].item_index == items.to_model(np.array([3]))[0]
 
 
 def test_a_reused_input_buffer_shows_nothing_of_the_batch_before(world):
     predictor, _ = world
     tower = predictor._towers["user_tower"]
-    whole = histories_of()
-    expected = [tower.run({"history": whole.take(np.array([row]))})[0] for row in range(len(whole))]
+    histories = histories_of()
+    expected = [
+        tower.run({"history": histories.take(np.array([row]))})[0] for row in range(len(histories))
+    ]
 
     for rows in (np.arange(40), np.arange(40, 43), np.arange(7, 30)):
-        part = Histories(whole.indptr, whole.indices).take(rows)
-        found = tower.run({"history": part})
-        assert np.array_equal(found, np.array([expected[row] for row in rows]))
+        part = Histories(histories.indptr, histories.indices).take(rows)
+        vectors = tower.run({"history": part})
+        assert np.array_equal(vectors, np.array([expected[row] for row in rows]))
 
 
 def test_threads_can_be_kept_on_cores_without_another_answer(world, tmp_path):
@@ -96,12 +98,12 @@ def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(worl
     spec = predictor._towers["user_tower"].spec
     history = tuple(f"item-{number}".encode() for number in (4, 1, ITEMS + 5, 7, 2))
 
-    whole, cut = (
+    full_input, cut = (
         prepare_all("user_topk", spec, items, [LiveInput(history=history)], limit)[0]
         for limit in (4, 2)
     )
 
-    assert isinstance(whole, Prepared) and isinstance(cut, Prepared)
-    assert cut.history.tolist() == whole.history.tolist()[-2:] and len(whole.history) == 4
-    assert cut.excluded.tolist() == whole.excluded.tolist()
-    assert cut.dropped == whole.dropped == 1
+    assert isinstance(full_input, Prepared) and isinstance(cut, Prepared)
+    assert cut.history.tolist() == full_input.history.tolist()[-2:] and len(full_input.history) == 4
+    assert cut.excluded.tolist() == full_input.excluded.tolist()
+    assert cut.dropped == full_input.dropped == 1

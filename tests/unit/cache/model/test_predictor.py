@@ -33,9 +33,9 @@ def history(*numbers: int) -> LiveInput:
 
 def answer(world, table, *inputs, blocked=()):
     predictor, _ = world
-    batch = [predictor.prepare(table, each) for each in inputs]
-    marks = list(range(1, len(batch) + 1))
-    records = predictor.predict(table, batch, marks, AT, blocked=np.array(blocked, np.int64))
+    batch = [predictor.prepare(table, live_input) for live_input in inputs]
+    fingerprints = list(range(1, len(batch) + 1))
+    records = predictor.predict(table, batch, fingerprints, AT, blocked=np.array(blocked, np.int64))
     layout = predictor._tables[table].layout
     return [decode(layout, record) for record in records]
 
@@ -50,22 +50,22 @@ def test_a_list_has_the_users_best_items_in_order_and_is_marked_live(world):
 
 def test_history_and_blocked_items_never_appear(world):
     _, items = world
-    sent = history(2, 4, 6, 8)
-    gone = items.ordinals_of(list(sent.history or ()))
-    first = answer(world, "user_topk", sent)[0]
-    blocked = [int(each) for each in first.items[:3]]
+    live_input = history(2, 4, 6, 8)
+    history_ordinals = items.ordinals_of(list(live_input.history or ()))
+    first = answer(world, "user_topk", live_input)[0]
+    blocked = [int(ordinal) for ordinal in first.items[:3]]
 
-    record = answer(world, "user_topk", sent, blocked=blocked)[0]
+    record = answer(world, "user_topk", live_input, blocked=blocked)[0]
 
-    assert not np.isin(first.items, gone).any()
-    assert not np.isin(record.items, [*gone, *blocked]).any()
+    assert not np.isin(first.items, history_ordinals).any()
+    assert not np.isin(record.items, [*history_ordinals, *blocked]).any()
     assert record.items[0] == first.items[3]
 
 
 def test_an_item_sent_twice_counts_once_where_it_stood_last(world):
-    twice, once = answer(world, "user_topk", history(2, 4, 2, 6), history(4, 2, 6))
-    assert twice.items.tolist() == once.items.tolist()
-    assert twice.numbers.tolist() == once.numbers.tolist()
+    twice, deduplicated_record = answer(world, "user_topk", history(2, 4, 2, 6), history(4, 2, 6))
+    assert twice.items.tolist() == deduplicated_record.items.tolist()
+    assert twice.numbers.tolist() == deduplicated_record.numbers.tolist()
 
 
 def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
@@ -98,16 +98,16 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     )
     ordinal = np.empty(ITEMS, np.int64)
     ordinal[items._model_index] = np.arange(ITEMS)
-    seen = Histories(histories.indptr, ordinal[histories.indices])
+    excluded_histories = Histories(histories.indptr, ordinal[histories.indices])
     users = predictor._towers["user_tower"].run({"history": histories})
-    night, scores = Scorer.of(items.vectors).top(users, K, seen)
+    night, scores = Scorer.of(items.vectors).top(users, K, excluded_histories)
 
     # When the live path is sent the same histories
-    sent = [
+    live_inputs = [
         history(*histories.indices[histories.indptr[row] : histories.indptr[row + 1]])
         for row in range(len(histories))
     ]
-    live = answer((predictor, items), "user_topk", *sent)
+    live = answer((predictor, items), "user_topk", *live_inputs)
 
     # Then every list is the night's
     for row, record in enumerate(live):
@@ -118,14 +118,14 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
 def test_an_int8_answer_does_not_depend_on_its_micro_batch(world):
     predictor, _ = world
     rng = np.random.default_rng(7)
-    sent = [history(*rng.integers(0, ITEMS, rng.integers(1, 30))) for _ in range(200)]
-    prepared = [predictor.prepare("user_topk", each) for each in sent]
-    whole = predictor.predict("user_topk", prepared, range(200), AT)
+    live_inputs = [history(*rng.integers(0, ITEMS, rng.integers(1, 30))) for _ in range(200)]
+    prepared = [predictor.prepare("user_topk", live_input) for live_input in live_inputs]
+    full_batch_records = predictor.predict("user_topk", prepared, range(200), AT)
 
     for size in (1, 2, 7, 19, 20, 64):
         rows = rng.choice(200, size, replace=False)
         part = predictor.predict("user_topk", [prepared[row] for row in rows], rows.tolist(), AT)
-        assert part == [whole[row] for row in rows]
+        assert part == [full_batch_records[row] for row in rows]
 
 
 def test_vectors_and_values_come_from_their_towers(world, bundle):
@@ -148,11 +148,11 @@ def test_similar_items_leave_the_item_itself_out(world):
 
 def test_unknown_history_ids_are_dropped_and_counted(world):
     predictor, _ = world
-    known = predictor.prepare("user_topk", LiveInput(history=(b"item-1",)))
+    known_input = predictor.prepare("user_topk", LiveInput(history=(b"item-1",)))
     mixed = predictor.prepare("user_topk", LiveInput(history=(b"item-1", b"nobody", b"else")))
 
     assert mixed.dropped == 2
-    assert np.array_equal(mixed.history, known.history)
+    assert np.array_equal(mixed.history, known_input.history)
 
 
 @pytest.mark.parametrize(
@@ -194,44 +194,51 @@ def test_warming_runs_every_table(world):
 def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
     # Given the same model with its vocabulary in another order (pitfall P20)
     shuffled = shuffle(bundle, tmp_path / "shuffled")
-    ours, theirs = (
+    original_world, theirs = (
         make_predictor(bundle, tmp_path / "a", precision="fp32"),
         make_predictor(shuffled, tmp_path / "b", precision="fp32"),
     )
-    assert ours[1].ids_of(np.arange(ITEMS, dtype=np.uint32)) == theirs[1].ids_of(
+    assert original_world[1].ids_of(np.arange(ITEMS, dtype=np.uint32)) == theirs[1].ids_of(
         np.arange(ITEMS, dtype=np.uint32)
     )
 
     # When both are asked the same things
     rng = np.random.default_rng(8)
-    sent = [history(*rng.choice(ITEMS, 6, replace=False)) for _ in range(40)]
+    live_inputs = [history(*rng.choice(ITEMS, 6, replace=False)) for _ in range(40)]
     for table, inputs in (
-        ("user_topk", sent),
-        ("user_affinity", sent),
+        ("user_topk", live_inputs),
+        ("user_affinity", live_inputs),
         ("item_similar", [LiveInput(item=ordinal) for ordinal in range(ITEMS)]),
     ):
-        mine, other = answer(ours, table, *inputs), answer(theirs, table, *inputs)
+        mine, shuffled_answers = (
+            answer(original_world, table, *inputs),
+            answer(theirs, table, *inputs),
+        )
 
         # Then the answers are the same
-        for first, second in zip(mine, other, strict=True):
+        for first, second in zip(mine, shuffled_answers, strict=True):
             assert np.allclose(first.numbers, second.numbers, rtol=1e-4, atol=1e-6)
             if first.items is not None:
                 assert first.items.tolist() == second.items.tolist()
 
 
-def shuffle(bundle: Bundle, out) -> Bundle:
+def shuffle(bundle: Bundle, output_folder) -> Bundle:
     """The same model with its items in another order."""
     order = np.random.default_rng(9).permutation(len(bundle.item_ids))
 
     def table(model, name="table"):
         graph = load(model.path).graph
-        return next(numpy_helper.to_array(each) for each in graph.initializer if each.name == name)
+        return next(
+            numpy_helper.to_array(initializer)
+            for initializer in graph.initializer
+            if initializer.name == name
+        )
 
     affinity = bundle.values["user_affinity"]
     rows = table(bundle.user_tower)
     padded = np.concatenate([rows[order], rows[-1:]])
     return write_bundle(
-        out,
+        output_folder,
         name="shuffled",
         version="1",
         dims=bundle.dims,

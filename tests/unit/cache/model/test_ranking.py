@@ -36,13 +36,13 @@ def test_a_row_is_ranked_alike_in_any_batch_and_order():
     users = rng.standard_normal((64, 37)).astype(np.float32)
     candidates = np.stack([rng.permutation(500)[:90] for _ in range(64)])
 
-    together = rank(users, items, candidates, None, 20)
+    batch_ranking = rank(users, items, candidates, None, 20)
 
     for row in range(64):
         shuffled = rng.permutation(candidates[row])[None]
         alone = rank(users[row : row + 1], items, shuffled, None, 20)
-        assert np.array_equal(alone[0][0], together[0][row])
-        assert np.array_equal(alone[1][0].view(np.uint32), together[1][row].view(np.uint32))
+        assert np.array_equal(alone[0][0], batch_ranking[0][row])
+        assert np.array_equal(alone[1][0].view(np.uint32), batch_ranking[1][row].view(np.uint32))
 
 
 def test_scores_agree_with_float64():
@@ -61,10 +61,10 @@ def test_scores_agree_with_float64():
 
 
 def test_cosine_with_a_zero_vector_is_zero():
-    zero, one = np.zeros((1, 4), np.float32), np.ones((1, 4), np.float32)
+    zero, ones = np.zeros((1, 4), np.float32), np.ones((1, 4), np.float32)
 
-    assert score(zero, one, np.array([[0]]), "cosine").tolist() == [[0.0]]
-    assert score(one, zero, np.array([[0]]), "cosine").tolist() == [[0.0]]
+    assert score(zero, ones, np.array([[0]]), "cosine").tolist() == [[0.0]]
+    assert score(ones, zero, np.array([[0]]), "cosine").tolist() == [[0.0]]
 
 
 @given(
@@ -83,12 +83,12 @@ def test_packed_pairs_sort_and_unpack_like_pairs(pairs, k):
     scores = np.array([pair[0] for pair in pairs], np.float32)
     ordinals = np.array([pair[1] for pair in pairs], np.int64)
 
-    found, values = unpack(best(pack(scores, ordinals)[None], k), k)
+    best_ordinals, values = unpack(best(pack(scores, ordinals)[None], k), k)
 
-    wanted = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:k]
-    assert found[0, : len(wanted)].tolist() == [pair[1] for pair in wanted]
-    assert values[0, : len(wanted)].tolist() == [pair[0] for pair in wanted]
-    assert (found[0, len(wanted) :] == NO_ITEM).all()
+    expected_pairs = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:k]
+    assert best_ordinals[0, : len(expected_pairs)].tolist() == [pair[1] for pair in expected_pairs]
+    assert values[0, : len(expected_pairs)].tolist() == [pair[0] for pair in expected_pairs]
+    assert (best_ordinals[0, len(expected_pairs) :] == NO_ITEM).all()
 
 
 @pytest.mark.parametrize("k", [1, 7])

@@ -8,26 +8,26 @@ from cache.model.recent_vectors import RecentVectors
 def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
     rng = np.random.default_rng(0)
     recent: RecentVectors[int] = RecentVectors(50, 6)
-    kept: dict[int, np.ndarray] = {}
+    vector_by_number: dict[int, np.ndarray] = {}
     used: list[int] = []  # longest unused first
     for number in range(200):
         vector = rng.standard_normal(6).astype(np.float32)
-        if len(kept) == 50:
-            del kept[used.pop(0)]
+        if len(vector_by_number) == 50:
+            del vector_by_number[used.pop(0)]
         recent.add(vector, number)
-        kept[number] = vector
+        vector_by_number[number] = vector
         used.append(number)
         queries = rng.standard_normal((3, 6)).astype(np.float32)
 
-        for query, found in zip(queries, recent.nearest(queries), strict=True):
-            apart = {each: np.linalg.norm(query - of) for each, of in kept.items()}
-            wanted = min(apart, key=lambda each: apart[each])
-            assert found is not None and found.entry == wanted
-            assert abs(found.distance - apart[wanted] / np.linalg.norm(query)) < 1e-5
+        for query, nearest in zip(queries, recent.nearest(queries), strict=True):
+            apart = {entry: np.linalg.norm(query - of) for entry, of in vector_by_number.items()}
+            expected_entry = min(apart, key=lambda entry: apart[entry])
+            assert nearest is not None and nearest.entry == expected_entry
+            assert abs(nearest.distance - apart[expected_entry] / np.linalg.norm(query)) < 1e-5
             if number % 3 == 0:
-                recent.touch(found.place)
-                used.remove(found.entry)
-                used.append(found.entry)
+                recent.touch(nearest.place)
+                used.remove(nearest.entry)
+                used.append(nearest.entry)
     assert len(recent) == 50
 
 
@@ -45,5 +45,5 @@ def test_vectors_that_are_no_numbers_are_near_nothing() -> None:
     recent: RecentVectors[str] = RecentVectors(4, 2)
     recent.add(np.ones(2, np.float32), "a")
 
-    (found,) = recent.nearest(np.array([[np.nan, 1]], np.float32))
-    assert found is None or not found.distance < 1
+    (nearest,) = recent.nearest(np.array([[np.nan, 1]], np.float32))
+    assert nearest is None or not nearest.distance < 1

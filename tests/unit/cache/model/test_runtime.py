@@ -31,17 +31,17 @@ def test_only_what_must_imports_it_itself() -> None:
 
 
 @pytest.mark.parametrize("module", USERS)
-@pytest.mark.parametrize("said", [None, "0"])
+@pytest.mark.parametrize("telemetry_setting", [None, "0"])
 def test_telemetry_is_off_before_the_first_import_unless_it_is_wanted(
-    module: str, said: str | None
+    module: str, telemetry_setting: str | None
 ) -> None:
     environment = {
         name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"
-    } | ({} if said is None else {"ORT_DISABLE_TELEMETRY": said})
+    } | ({} if telemetry_setting is None else {"ORT_DISABLE_TELEMETRY": telemetry_setting})
 
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", LOOK.format(module=module)],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
 
-    assert done.stdout.splitlines()[0] == f"telemetry off: {said or 1}"
+    assert completed_process.stdout.splitlines()[0] == f"telemetry off: {telemetry_setting or 1}"

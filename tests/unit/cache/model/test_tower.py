@@ -62,7 +62,7 @@ def test_padding_depends_on_the_rows_own_length_only(model):
     assert tower.buckets == (16, 32, 64, 100)
     for row, length in enumerate(np.diff(histories.indptr)):
         assert lengths[row] == next(
-            each for each in (16, 32, 64, 100, 1000) if each >= min(length, 100)
+            bucket for bucket in (16, 32, 64, 100, 1000) if bucket >= min(length, 100)
         )
 
 
@@ -73,13 +73,13 @@ def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_pa
     quantize_tower(model, SPEC, {"history": histories.take(np.arange(200))}, int8)
     tower = Tower.open(int8, SPEC, threads=2)
 
-    whole = tower.run({"history": histories})
+    full_batch_vectors = tower.run({"history": histories})
 
     rng = np.random.default_rng(5)
     for size in (1, 2, 3, 5, 16, 19, 20, 33, 100, 257, 1000, 2048, 4095):
         rows = rng.choice(4096, size, replace=False)
         part = tower.run({"history": histories.take(rows)})
-        assert np.array_equal(part.view(np.uint32), whole[rows].view(np.uint32)), size
+        assert np.array_equal(part.view(np.uint32), full_batch_vectors[rows].view(np.uint32)), size
 
 
 def test_buckets_end_with_the_longest_length():
@@ -179,13 +179,13 @@ def test_a_wrong_feature_width_names_both_sides(tmp_path):
 
 
 def test_a_field_of_an_input_that_there_is_not_is_named_with_those_there_are() -> None:
-    sent = SPEC.to_json()
-    sent["inputs"][0]["dims"] = 4
+    spec_json = SPEC.to_json()
+    spec_json["inputs"][0]["dims"] = 4
 
     with pytest.raises(BundleError, match=r"no field 'dims'; there are name, .*width") as refused:
-        TowerSpec.from_json(sent)
+        TowerSpec.from_json(spec_json)
 
-    assert refused.value.details["input"] == sent["inputs"][0]["name"]
+    assert refused.value.details["input"] == spec_json["inputs"][0]["name"]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3_000, 40_000])

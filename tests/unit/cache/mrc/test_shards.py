@@ -72,38 +72,45 @@ def test_slots_that_run_out_and_keys_out_of_reach_change_nothing(seed: int, capa
 def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, int]]) -> None:
     stack, order = RecencyStack(61), list[tuple[int, int]]()
     for at, (action, key) in enumerate(script):
-        place = next((index for index, (each, _) in enumerate(order) if each == key), None)
+        key_index = next(
+            (index for index, (stacked_key, _) in enumerate(order) if stacked_key == key), None
+        )
         if action == "close" or stack.left == 0:
             stack.close_up(1e9)
         if action == "touch":
-            above = None if place is None else sum(size for _, size in order[place + 1 :])
-            order = [(each, size) for each, size in order if each != key] + [(key, at + 1)]
+            above = None if key_index is None else sum(size for _, size in order[key_index + 1 :])
+            order = [(stacked_key, size) for stacked_key, size in order if stacked_key != key] + [
+                (key, at + 1)
+            ]
             assert stack.touch(key, at + 1) == above
-        elif action == "forget" and place is not None:
+        elif action == "forget" and key_index is not None:
             stack.forget(key)
-            del order[place]
-        assert list(stack) == [each for each, _ in order]
-    newest = [size for _, size in reversed(order)]
-    held = [max(n for n in range(len(newest) + 1) if sum(newest[:n]) <= d) for d in (0, 500, 9e9)]
-    assert stack.within([0, 500, 9e9]) == held
+            del order[key_index]
+        assert list(stack) == [stacked_key for stacked_key, _ in order]
+    newest_sizes = [size for _, size in reversed(order)]
+    expected_counts = [
+        max(n for n in range(len(newest_sizes) + 1) if sum(newest_sizes[:n]) <= d)
+        for d in (0, 500, 9e9)
+    ]
+    assert stack.within([0, 500, 9e9]) == expected_counts
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 300, 900]))
 def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
     rng = random.Random(seed)
     shards = Shards([1_000, 2_000], keys_max)
-    before = shards.rate
+    previous_rate = shards.rate
     for _ in range(40):
         spots = [rng.randrange(SPACE) for _ in range(50)] * 2
-        for each in spots:
-            shards.take([(each, rng.choice((1, -1)) * rng.randint(1, 9))])
+        for key_spot in spots:
+            shards.take([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
 
         assert shards.keys <= keys_max
         assert len(shards._greatest) == len(shards._stack) == shards.keys
         assert len(shards._stack._sizes) <= max(256, 2 * keys_max + 128)
-        assert all(each <= shards.last for each in shards._stack)
-        assert shards.rate <= before
-        before = shards.rate
+        assert all(key_spot <= shards.last for key_spot in shards._stack)
+        assert shards.rate <= previous_rate
+        previous_rate = shards.rate
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -114,8 +121,8 @@ def test_a_stream_of_zipf_is_within_a_point_of_exact(seed: int) -> None:
 
     sampled(keys, shards, seed=seed)
 
-    listed = keys.tolist()
-    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    key_list = keys.tolist()
+    exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
     error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
     assert 0.4 < shards.rate < 0.6
     assert error[: len(SMALL)].max() <= 4.0, error
@@ -132,24 +139,24 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
 
     sampled(keys, shards)
 
-    listed = keys.tolist()
-    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    key_list = keys.tolist()
+    exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
     error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
     assert 0.15 < shards.rate < 0.3
     assert error[: len(SMALL)].max() <= 3.0, error
     assert error[len(SMALL) :].max() <= 1.0, error
 
 
-@pytest.mark.parametrize("hot", [1, SPACE - 1], ids=["in the sample", "not in the sample"])
-def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot: int) -> None:
+@pytest.mark.parametrize("hot_key_spot", [1, SPACE - 1], ids=["in the sample", "not in the sample"])
+def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_spot: int) -> None:
     """SHARDS-adj: without it one key would count for as many as the rate says, or for none at all."""
     rng = random.Random(0)
     shards = Shards([100, 20_000], keys_max=500)
     cold = [rng.randrange(SPACE) for _ in range(5_000)]
-    for each in cold * 2:
-        for touch in (each, hot):
+    for cold_spot in cold * 2:
+        for touched_spot in (cold_spot, hot_key_spot):
             shards.count(1, 1)
-            shards.take([(touch, 1)])
+            shards.take([(touched_spot, 1)])
 
     low, high = shards.hit_ratios()
 
@@ -162,7 +169,7 @@ def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
     shards = Shards([10, 20], keys_max=100)
     read(shards, [1, 2, 1, 2])
 
-    shards.count(found=0, reads=4)
+    shards.count(hit_count=0, reads=4)
 
     assert shards.hit_ratios() == [0.25, 0.25]
 
@@ -181,25 +188,25 @@ def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
 def test_reads_of_long_ago_count_for_less() -> None:
     shards = Shards([1, 10], keys_max=100)
     read(shards, [1, 2] * 500)
-    before = shards.hit_ratios()
+    previous_hit_ratios = shards.hit_ratios()
     shards.age(0.001)
 
     read(shards, [1, 1] * 500)
 
-    assert before == [0.0, pytest.approx(998 / 1_000)]
+    assert previous_hit_ratios == [0.0, pytest.approx(998 / 1_000)]
     assert min(shards.hit_ratios()) > 0.99
 
 
 def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
     shards = Shards([10], keys_max=2)
     read(shards, [1, 2, 1, 2, 3, 4, 5])
-    counted, rate = shards.reads, shards.rate
+    read_count, rate = shards.reads, shards.rate
     shards.restart()
 
     read(shards, [1])
 
     assert rate < 1.0 == shards.rate and shards.keys == 1
-    assert shards.reads == counted + 1
+    assert shards.reads == read_count + 1
 
 
 def test_a_lower_rate_samples_fewer_keys() -> None:

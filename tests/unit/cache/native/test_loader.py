@@ -57,17 +57,17 @@ def interpreted() -> Iterator[None]:
 @given(ids=IDS, seed=st.integers(0, 2**64 - 1))
 @example(ids=[b"x" * size for size in range(200)], seed=2**64 - 1)
 def test_ids_have_the_hashes_of_the_library(ids: list[bytes], seed: int) -> None:
-    assert hash_ids(ids, seed).tolist() == [xxhash.xxh3_64_intdigest(each, seed) for each in ids]
+    assert hash_ids(ids, seed).tolist() == [xxhash.xxh3_64_intdigest(raw, seed) for raw in ids]
     data, cuts = b"".join(ids), np.cumsum([0, *map(len, ids)]).astype(np.int32)
     texts = COLUMNS.text_hashes(data, cuts, seed)
-    if any(len(each) > 128 for each in ids):
+    if any(len(raw) > 128 for raw in ids):
         assert texts is None
     else:
         assert texts is not None
         assert np.frombuffer(texts, np.uint64).tolist() == hash_ids(ids, seed).tolist()
     with interpreted():
-        assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
-    assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
+        assert are_ids(ids) == all(0 < len(raw) <= 256 for raw in ids)
+    assert are_ids(ids) == all(0 < len(raw) <= 256 for raw in ids)
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 2], [-1, 2], [0, 4], [0, 9, 3], [], [2, 1, 3]])
@@ -79,30 +79,30 @@ def test_cuts_that_do_not_fit_the_texts_are_not_followed(cuts: list[int]) -> Non
 @given(data=st.data(), shards=st.integers(1, 5))
 def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int) -> None:
     number = st.integers(0, 2**64 - 1) | st.integers(0, 40)
-    found = np.unique(np.array(data.draw(st.lists(number, max_size=300)), np.uint64))
-    wanted = np.array(data.draw(st.lists(number, max_size=300)), np.uint64)
-    wanted = np.concatenate([wanted, found[::2]])
+    hashes = np.unique(np.array(data.draw(st.lists(number, max_size=300)), np.uint64))
+    queried_hashes = np.array(data.draw(st.lists(number, max_size=300)), np.uint64)
+    queried_hashes = np.concatenate([queried_hashes, hashes[::2]])
     firsts = [shard * (2**64 // shards) for shard in range(shards)]
-    cuts = [*found.searchsorted(np.array(firsts, np.uint64)).tolist(), len(found)]
-    parts = [found[cuts[at] : cuts[at + 1]] for at in range(shards)]
-    ours = Directory(0, firsts, parts)
+    cuts = [*hashes.searchsorted(np.array(firsts, np.uint64)).tolist(), len(hashes)]
+    parts = [hashes[cuts[at] : cuts[at + 1]] for at in range(shards)]
+    compiled_directory = Directory(0, firsts, parts)
     with interpreted():
         theirs = Directory(0, firsts, parts)
 
-    positions = ours.find_many(wanted)
+    positions = compiled_directory.find_many(queried_hashes)
 
-    assert positions.tolist() == theirs.find_many(wanted).tolist()
+    assert positions.tolist() == theirs.find_many(queried_hashes).tolist()
     positions = positions[positions >= 0]
     first_pages = np.arange(shards, dtype=np.int64) * 1_000
-    for one, other in zip(
-        ours.pages(positions, first_pages, 7, 12),
+    for compiled_array, interpreted_array in zip(
+        compiled_directory.pages(positions, first_pages, 7, 12),
         theirs.pages(positions, first_pages, 7, 12),
         strict=True,
     ):
-        assert one.tolist() == other.tolist()
-    beyond = np.array([len(found)], np.int64)
+        assert compiled_array.tolist() == interpreted_array.tolist()
+    beyond = np.array([len(hashes)], np.int64)
     with pytest.raises(ValueError, match="no part has"):
-        ours.pages(beyond, first_pages, 7, 12)
+        compiled_directory.pages(beyond, first_pages, 7, 12)
 
 
 @given(
@@ -110,23 +110,27 @@ def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int)
     length=st.integers(1, 2**20),
 )
 def test_commands_are_packed_alike(reads: list[tuple[int, int]], length: int) -> None:
-    asked = PageReads("g", "t", [a for a, _ in reads], [b for _, b in reads], length)
+    page_reads = PageReads("g", "t", [a for a, _ in reads], [b for _, b in reads], length)
 
-    packed = Packer(Keyspace("shop")).pages(asked)
+    packed = Packer(Keyspace("shop")).pages(page_reads)
 
     with interpreted():
-        assert packed == Packer(Keyspace("shop")).pages(asked)
-    assert packed == Packer(Keyspace("shop")).pack(list(asked))[0]
+        assert packed == Packer(Keyspace("shop")).pages(page_reads)
+    assert packed == Packer(Keyspace("shop")).pack(list(page_reads))[0]
 
 
 @given(data=st.data(), length=st.integers(0, 12), count=st.integers(0, 5))
 def test_replies_are_judged_alike_wherever_they_end_and_whatever_is_wrong(
     data: st.DataObject, length: int, count: int
 ) -> None:
-    sent = bytearray(b"".join(b"$%d\r\n%b\r\n" % (length, b"x" * length) for _ in range(count + 1)))
+    reply_stream = bytearray(
+        b"".join(b"$%d\r\n%b\r\n" % (length, b"x" * length) for _ in range(count + 1))
+    )
     for _ in range(data.draw(st.integers(0, 2))):
-        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
-    came = bytes(sent[: data.draw(st.integers(0, len(sent)))])
+        reply_stream[data.draw(st.integers(0, len(reply_stream) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
+    came = bytes(reply_stream[: data.draw(st.integers(0, len(reply_stream)))])
 
     judged = loader.kernels.could_be(came, count, length)
 
@@ -153,9 +157,11 @@ RESP = st.lists(
 def test_replies_are_admitted_alike_wherever_they_are_cut(
     pieces: list[bytes], bounds: tuple[int, int]
 ) -> None:
-    ours, theirs = COLUMNS.ReplyScanner(*bounds), pure.ReplyScanner(*bounds)
+    compiled_scanner, theirs = COLUMNS.ReplyScanner(*bounds), pure.ReplyScanner(*bounds)
 
-    assert [ours.admits(piece) for piece in pieces] == [theirs.admits(piece) for piece in pieces]
+    assert [compiled_scanner.admits(piece) for piece in pieces] == [
+        theirs.admits(piece) for piece in pieces
+    ]
 
 
 @settings(deadline=None)
@@ -173,13 +179,13 @@ def test_records_are_copied_when_all_are_sound(
     if wrong is not None:
         raw = records.view(np.uint8).reshape(count + first, -1)
         raw[wrong % count + first, at] ^= 0x40
-    payloads = b"".join(b"$24\r\n%b\r\n" % each.tobytes() for each in records)
+    payloads = b"".join(b"$24\r\n%b\r\n" % record.tobytes() for record in records)
     frames = Frames(payloads, count + first, 24).part(first, count)
 
     sound = frames.sound(LAYOUT.dtype, prints[first:], RECORD_FORMAT)
 
-    is_told = wrong is not None and (at < 8 or at == 14)
-    assert (sound is None) == is_told
+    is_detected = wrong is not None and (at < 8 or at == 14)
+    assert (sound is None) == is_detected
     if sound is not None:
         assert sound.tobytes() == frames.rows(LAYOUT.dtype).tobytes()
         assert sound.flags.writeable and sound.flags.c_contiguous
@@ -187,42 +193,45 @@ def test_records_are_copied_when_all_are_sound(
 
 @given(data=st.data(), count=st.integers(0, 8))
 def test_records_of_several_flights_come_to_their_places(data: st.DataObject, count: int) -> None:
-    places = data.draw(st.permutations(range(count)))
-    cut, left = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-    own, joined = sorted(places[:cut]), places[cut:left]
+    shuffled_indexes = data.draw(st.permutations(range(count)))
+    cut, joined_end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+    own_indexes, joined = sorted(shuffled_indexes[:cut]), shuffled_indexes[cut:joined_end]
     night = Night()
     layout = night.table.layout
     records = encode_numbers(
         layout, np.arange(count, dtype=np.uint64), np.ones((count, layout.width), np.float32), 1
     )
-    wants: Any = type("Wants", (), {"table": night.table, "__len__": lambda _: count})()
-    landed = Landed(records[own], {})
-    others = {place: records[place].tobytes() for place in joined}
+    record_keys: Any = type("Wants", (), {"table": night.table, "__len__": lambda _: count})()
+    landed = Landed(records[own_indexes], {})
+    record_by_index = {index: records[index].tobytes() for index in joined}
 
-    found = batch_reader._spread(wants, landed, own, others)
+    spread_records = batch_reader._spread(record_keys, landed, own_indexes, record_by_index)
 
     with interpreted():
-        assert found.tobytes() == batch_reader._spread(wants, landed, own, others).tobytes()
-    for place in (*own, *joined):
-        assert found[place].tobytes() == records[place].tobytes()
+        assert (
+            spread_records.tobytes()
+            == batch_reader._spread(record_keys, landed, own_indexes, record_by_index).tobytes()
+        )
+    for index in (*own_indexes, *joined):
+        assert spread_records[index].tobytes() == records[index].tobytes()
 
 
 @given(
-    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
+    initial_flights=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
     keys=st.lists(st.integers(0, 9), max_size=12),
 )
-def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -> None:
-    ours, theirs, flight = dict(there), dict(there), object()
-    rest = board(ours, keys, flight)
+def test_keys_enter_and_leave_alike(initial_flights: dict[int, object], keys: list[int]) -> None:
+    compiled_flights, theirs, flight = dict(initial_flights), dict(initial_flights), object()
+    joined_indexes = board(compiled_flights, keys, flight)
     with interpreted():
-        assert rest == board(theirs, keys, flight)
-        assert ours == theirs and set(ours) == {*there, *keys}
-        own = [key for place, key in enumerate(keys) if place not in rest]
-        leave(theirs, own)
-    leave(ours, own)
-    leave(ours, own)  # once more changes nothing
+        assert joined_indexes == board(theirs, keys, flight)
+        assert compiled_flights == theirs and set(compiled_flights) == {*initial_flights, *keys}
+        own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
+        leave(theirs, own_keys)
+    leave(compiled_flights, own_keys)
+    leave(compiled_flights, own_keys)  # once more changes nothing
 
-    assert ours == theirs == there
+    assert compiled_flights == theirs == initial_flights
 
 
 @settings(deadline=None, max_examples=300)
@@ -230,14 +239,14 @@ def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -
     name=st.sampled_from(
         [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "places", "admits"]
     ),
-    given_=st.lists(HOSTILE, min_size=1, max_size=14),
+    arguments=st.lists(HOSTILE, min_size=1, max_size=14),
 )
-def test_nothing_that_is_handed_over_can_break_it(name: str, given_: list[Any]) -> None:
+def test_nothing_that_is_handed_over_can_break_it(name: str, arguments: list[Any]) -> None:
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     methods = {"find": parts, "places": parts, "admits": COLUMNS.ReplyScanner(9, 9)}
     call = getattr(methods.get(name, COLUMNS), name)
 
-    with_errors(call, *given_)
+    with_errors(call, *arguments)
 
 
 @settings(deadline=None, max_examples=300)
@@ -263,15 +272,15 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
         "stream": (raw, raw, number, number, number, number, number, st.lists(number), texts, raw),
     }  # fmt: skip
     name = data.draw(st.sampled_from(sorted(shapes)))
-    with_errors(getattr(COLUMNS, name), *(data.draw(each) for each in shapes[name]))
+    with_errors(getattr(COLUMNS, name), *(data.draw(strategy) for strategy in shapes[name]))
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
-    with_errors(parts.places, *(data.draw(each) for each in (raw, raw, number, number)))
+    with_errors(parts.places, *(data.draw(strategy) for strategy in (raw, raw, number, number)))
     with_errors(COLUMNS.ReplyScanner, data.draw(number), data.draw(number))
 
 
-def with_errors(call: Any, *given_: Any) -> None:
+def with_errors(call: Any, *arguments: Any) -> None:
     with suppress(ValueError, TypeError, OverflowError, BufferError, MemoryError):
-        call(*given_)
+        call(*arguments)
 
 
 def test_parts_need_as_many_hashes() -> None:
@@ -338,21 +347,21 @@ def test_a_stream_takes_integers_alone_as_numbers_of_nodes() -> None:
 
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])
-@pytest.mark.parametrize("places", [[0] * 10, [9] * 10, [1, 0, *range(2, 9), 8]])
+@pytest.mark.parametrize("indexes", [[0] * 10, [9] * 10, [1, 0, *range(2, 9), 8]])
 def test_records_at_places_named_twice_leave_zeros_elsewhere(
-    kernels: Any, places: list[int]
+    kernels: Any, indexes: list[int]
 ) -> None:
     size = 1 << 16  # large enough for memory that was in use before
-    rows = b"".join(bytes([place + 1]) * size for place in range(10))
-    wanted = bytearray(10 * size)
-    for row, place in enumerate(places):
-        wanted[place * size : (place + 1) * size] = rows[row * size : (row + 1) * size]
-    used = bytearray(b"\xff" * len(wanted))
+    rows = b"".join(bytes([index + 1]) * size for index in range(10))
+    expected_bytes = bytearray(10 * size)
+    for row, index in enumerate(indexes):
+        expected_bytes[index * size : (index + 1) * size] = rows[row * size : (row + 1) * size]
+    used = bytearray(b"\xff" * len(expected_bytes))
     del used  # its memory is what an allocator hands out next
 
-    spread = bytes(kernels.spread(10, size, rows, places, {}))
+    spread = bytes(kernels.spread(10, size, rows, indexes, {}))
 
-    assert spread == wanted
+    assert spread == expected_bytes
 
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])
@@ -371,10 +380,10 @@ def test_a_page_or_an_offset_beyond_64_bits_is_refused(
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])
 @pytest.mark.parametrize(
-    ("ids", "most", "is_fine"),
+    ("ids", "length_max", "is_fine"),
     [([], 0, True), ([], 9, True), ([b"a"], 0, False), ([b"a", "b"], 9, False), ([b""], 9, False)],
 )
 def test_ids_are_judged_alike_with_none_of_them_or_none_allowed(
-    kernels: Any, ids: list[Any], most: int, is_fine: bool
+    kernels: Any, ids: list[Any], length_max: int, is_fine: bool
 ) -> None:
-    assert kernels.are_ids(ids, most) is is_fine
+    assert kernels.are_ids(ids, length_max) is is_fine

@@ -15,8 +15,8 @@ from cache.native import loader, pure
 def test_every_function_is_compiled_too() -> None:
     names = {
         name
-        for name, each in vars(pure).items()
-        if not name.startswith("_") and getattr(each, "__module__", "") == pure.__name__
+        for name, member in vars(pure).items()
+        if not name.startswith("_") and getattr(member, "__module__", "") == pure.__name__
     }
 
     assert len(names) >= 15 and names <= vars(loader.load({})).keys()
@@ -28,7 +28,7 @@ def test_every_function_is_compiled_too() -> None:
 def test_names_are_the_bytes_of_the_ids_whatever_their_length(
     names: list[str], data: st.DataObject | None
 ) -> None:
-    raws = [each.encode() for each in names]
+    raws = [name.encode() for name in names]
     lent = np.frombuffer(b"".join(raws), np.uint8), np.cumsum([0, *map(len, raws)]).astype("<u8")
     row = st.lists(st.integers(0, len(names) - 1), min_size=2, max_size=2)
     rows = [[0, 1], [1, 1]] if data is None else data.draw(st.lists(row, min_size=1, max_size=4))
@@ -39,10 +39,10 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(
 
     cuts = np.frombuffer(named.cuts, np.int32).tolist()
     assert [named.data[a:b] for a, b in pairwise(cuts)] == [
-        raws[each] for row in rows for each in row
+        raws[ordinal] for row in rows for ordinal in row
     ]
     assert cuts[-1] == len(named.data)
-    assert named.sizes.tolist() == [[len(raws[each]) for each in row] for row in rows]
+    assert named.sizes.tolist() == [[len(raws[ordinal]) for ordinal in row] for row in rows]
 
 
 @settings(deadline=None)
@@ -58,11 +58,11 @@ def test_products_with_rows_are_those_of_numpy_up_to_rounding(
     ordinals = rng.integers(0, 90, chosen)
 
     for kernels in (pure, loader.load({})):
-        found = np.frombuffer(kernels.dots(vector, matrix, ordinals), np.float32)
+        products = np.frombuffer(kernels.dots(vector, matrix, ordinals), np.float32)
 
-        wanted = matrix[ordinals].astype(np.float64) @ vector
+        expected_products = matrix[ordinals].astype(np.float64) @ vector
         bound = dims * 2.0**-23 * np.abs(matrix[ordinals]).astype(np.float64) @ np.abs(vector)
-        assert (np.abs(found - wanted) <= bound + 1e-30).all()
+        assert (np.abs(products - expected_products) <= bound + 1e-30).all()
         for wrong in ([90], [0, -1]):
             with pytest.raises(ValueError, match="the matrix does not have"):
                 kernels.dots(vector, matrix, np.array(wrong))

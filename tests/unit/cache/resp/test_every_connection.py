@@ -43,16 +43,19 @@ def test_every_client_checks_its_replies() -> None:
 
 def _makes_client(call: ast.Call) -> bool:
     """True for `Redis(...)`, `redis.Redis.from_url(url)` and `Sentinel(...)`, not for a pool."""
-    words = ast.unparse(call.func).split(".")
+    name_parts = ast.unparse(call.func).split(".")
     kinds = ("Redis", "RedisCluster", "Sentinel", "AsyncSentinel")
-    return words[-1] in kinds or (words[-1] in ("from_url", "from_pool") and words[-2] in kinds)
+    return name_parts[-1] in kinds or (
+        name_parts[-1] in ("from_url", "from_pool") and name_parts[-2] in kinds
+    )
 
 
 def _opens(call: ast.Call) -> bool:
     """True for `Redis(host)`, `redis.Redis.from_url(url)`, `ConnectionPool(...)`, not for one over a pool."""
-    words = ast.unparse(call.func).split(".")
+    name_parts = ast.unparse(call.func).split(".")
     if any(keyword.arg == "connection_pool" for keyword in call.keywords):
         return False
-    return words[-1] in ("Redis", "ConnectionPool", "RedisCluster") or (
-        words[-1] == "from_url" and words[-2] in ("Redis", "ConnectionPool", "RedisCluster")
+    return name_parts[-1] in ("Redis", "ConnectionPool", "RedisCluster") or (
+        name_parts[-1] == "from_url"
+        and name_parts[-2] in ("Redis", "ConnectionPool", "RedisCluster")
     )

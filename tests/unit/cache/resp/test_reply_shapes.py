@@ -152,16 +152,18 @@ def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> No
 def test_every_other_reply_is_refused_by_the_name_of_its_command(
     command: str, protocol: int
 ) -> None:
-    callback, words = client_of(protocol).response_callbacks[command], SHAPES[command].words
-    passing = PASSING.get(words, set())
+    callback, description = client_of(protocol).response_callbacks[command], SHAPES[command].words
+    accepted_names = PASSING.get(description, set())
     if protocol == 3:
-        passing = PASSING_RESP3.get(words, passing)
+        accepted_names = PASSING_RESP3.get(description, accepted_names)
     for name, reply in STRANGE.items():
-        if name not in passing:
+        if name not in accepted_names:
             with pytest.raises(redis.InvalidResponse) as raised:
                 callback(reply)
             named = "EXEC" if command == "_" else command
-            assert str(raised.value) == f"{named} was answered by {shown(reply)}, not by {words}"
+            assert (
+                str(raised.value) == f"{named} was answered by {shown(reply)}, not by {description}"
+            )
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -228,7 +230,7 @@ def answered_by(reply: bytes) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("reply", "ask", "told"),
+    ("reply", "send_command", "expected_message"),
     [
         (b",1.5\r\n", lambda client: client.time(), "TIME was answered by 1.5, not by two numbers"),
         (b"$0\r\n\r\n", lambda client: client.strlen("a"), "STRLEN was answered by b'', not by a count"),
@@ -239,20 +241,20 @@ def answered_by(reply: bytes) -> Iterator[Any]:
     ],
 )  # fmt: skip
 def test_a_client_says_what_its_command_was_answered_by(
-    reply: bytes, ask: Callable[[Any], Any], told: str
+    reply: bytes, send_command: Callable[[Any], Any], expected_message: str
 ) -> None:
     with answered_by(reply) as client, pytest.raises(redis.InvalidResponse) as raised:
-        ask(client)
-    assert str(raised.value) == told
+        send_command(client)
+    assert str(raised.value) == expected_message
 
 
 def test_a_pipeline_reads_what_stands_behind_a_wrong_reply() -> None:
     with answered_by(b":-7\r\n:8\r\n:9\r\n") as client:
         with client.pipeline(transaction=False) as pipeline:
             pipeline.strlen("a").strlen("b").strlen("c")
-            first, *others = pipeline.execute(raise_on_error=False)
+            first, *remaining_replies = pipeline.execute(raise_on_error=False)
         assert isinstance(first, WrongReply)
-        assert others == [8, 9]
+        assert remaining_replies == [8, 9]
 
         with client.pipeline(transaction=False) as pipeline:
             pipeline.strlen("a").strlen("b").strlen("c")
@@ -314,7 +316,9 @@ def test_replies_of_a_real_redis_pass(redis_url: str, protocol: int) -> None:
     assert client.zadd(scores, {"a": 1.5, "b": 2}) == 2
     assert client.zincrby(scores, 1, "a") == 2.5
     assert client.zrangebyscore(scores, "-inf", "+inf") == [b"b", b"a"]
-    assert [list(each) for each in client.zrevrange(scores, 0, -1, withscores=True)] == [
+    assert [
+        list(scored_member) for scored_member in client.zrevrange(scores, 0, -1, withscores=True)
+    ] == [
         [b"a", 2.5],
         [b"b", 2.0],
     ]
@@ -350,10 +354,10 @@ def test_replies_of_a_real_redis_pass(redis_url: str, protocol: int) -> None:
 def allowed_by(file: str) -> set[str]:
     """Commands that a file of users of Redis allows to the service, to producers and to nights."""
     return {
-        word
+        command
         for line in (ROOT / file).read_text().splitlines()
         if line.startswith("user larder-")
-        for word in re.findall(r"\+([a-z|]+)", line)
+        for command in re.findall(r"\+([a-z|]+)", line)
     }
 
 
@@ -361,9 +365,9 @@ def test_every_command_that_is_allowed_or_needed_has_a_shape() -> None:
     allowed = allowed_by("infra/redis.conf") | allowed_by("infra/redis-events.conf")
     needed = {FAMILIES.get(command, command) for command in (*NEEDED, *USED)}
     exempt = HANDSHAKE | READ_PATH | SUBSCRIBED | IN_SCRIPTS | BY_HAND | {"multi", "exec"}
-    sent = {command.replace("|", " ").upper() for command in (allowed | needed) - exempt}
-    assert len(sent) > 45
-    assert sent - SHAPES.keys() == set()
+    sent_commands = {command.replace("|", " ").upper() for command in (allowed | needed) - exempt}
+    assert len(sent_commands) > 45
+    assert sent_commands - SHAPES.keys() == set()
 
 
 def test_every_command_that_the_code_names_has_a_shape() -> None:
@@ -404,7 +408,9 @@ def commands_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from _constant(node.args[0] if node.args else node)
         elif isinstance(node, ast.Tuple) and node.elts:  # one of those that `ask_all` takes
             yield from (
-                found for found in _constant(node.elts[0]) if found[1].split()[0] in FIRST_WORDS
+                sent_command
+                for sent_command in _constant(node.elts[0])
+                if sent_command[1].split()[0] in FIRST_WORDS
             )
 
 

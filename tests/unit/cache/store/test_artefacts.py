@@ -98,19 +98,19 @@ def test_only_a_completed_move_is_the_newest_release(store):
     store.write_once(done_path(10), b"")
     store.write_once(intent_path(12), release(12, "z", "refuse").to_bytes())
 
-    newest = newest_release(store)
+    latest_release = newest_release(store)
 
-    assert newest is not None and newest.generation == "b"
-    assert [each.epoch for each in all_releases(store)] == [9, 10, 11, 12]
+    assert latest_release is not None and latest_release.generation == "b"
+    assert [release_record.epoch for release_record in all_releases(store)] == [9, 10, 11, 12]
 
 
 def test_blocking_adds_a_version_and_unblocking_another(store):
     assert latest_blocklist(store) == Blocklist()
     assert change_blocklist(store, block_items=[b"x"], block_entities=[b"u"]).version == 1
     assert change_blocklist(store, block_items=[b"x"]).version == 1
-    changed = change_blocklist(store, unblock_items=[b"x"], block_items=[b"y"])
-    assert changed == Blocklist(2, frozenset({b"y"}), frozenset({b"u"}))
-    assert latest_blocklist(store) == changed
+    changed_blocklist = change_blocklist(store, unblock_items=[b"x"], block_items=[b"y"])
+    assert changed_blocklist == Blocklist(2, frozenset({b"y"}), frozenset({b"u"}))
+    assert latest_blocklist(store) == changed_blocklist
 
 
 def test_stray_files_beside_releases_and_blocklists_are_ignored(store):
@@ -121,7 +121,7 @@ def test_stray_files_beside_releases_and_blocklists_are_ignored(store):
         store.write(f"blocklist/{name}", b"{}")
     store.write("blocklist/77.json", b"{}")
 
-    assert [each.epoch for each in all_releases(store)] == [9]
+    assert [release_record.epoch for release_record in all_releases(store)] == [9]
     assert latest_blocklist(store).items == {b"x"}
     assert change_blocklist(store, block_items=[b"y"]).version == 2
 
@@ -150,7 +150,7 @@ def test_a_file_is_taken_under_another_name(tmp_path, monkeypatch, links):
     source.unlink()
 
     assert path.read_bytes() == b"weights"
-    assert [each.name for each in path.parent.iterdir()] == ["b"]
+    assert [file.name for file in path.parent.iterdir()] == ["b"]
 
 
 def no_links(self, target):

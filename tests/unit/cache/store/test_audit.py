@@ -34,10 +34,10 @@ def test_an_action_is_written_down_before_and_after(store: ArtefactStore) -> Non
     clock = FakeClock(100.0)
     with audited(
         store, "publish", "g1", actor="ana", reason="a night", attempt="run-1", clock=clock
-    ) as told:
+    ) as findings:
         (open_one,) = audit_records(store)
         assert (open_one.outcome, open_one.ended_at) == ("interrupted", None)
-        told["changed"] = True
+        findings["changed"] = True
         clock.tick(5)
 
     (record,) = audit_records(store)
@@ -61,21 +61,21 @@ def test_a_failure_is_kept_with_its_error(store: ArtefactStore) -> None:
 
 def test_nothing_is_done_that_cannot_be_written_down(tmp_path: Path) -> None:
     (tmp_path / "artifacts").write_text("a file where the folder was")
-    store, done = ArtefactStore(str(tmp_path / "artifacts")), list[str]()
+    store, performed_actions = ArtefactStore(str(tmp_path / "artifacts")), list[str]()
 
     with pytest.raises(StoreError), audited(store, "erase", "user 1"):
-        done.append("erased")
+        performed_actions.append("erased")
 
-    assert done == []
+    assert performed_actions == []
 
 
 def test_a_store_that_lets_records_be_overwritten_is_refused(tmp_path: Path) -> None:
-    done: list[str] = []
+    performed_actions: list[str] = []
 
     with pytest.raises(StoreError), audited(store_of(Overwriting, tmp_path), "block", "items i-1"):
-        done.append("blocked")
+        performed_actions.append("blocked")
 
-    assert done == []
+    assert performed_actions == []
 
 
 def test_an_outcome_that_cannot_be_written_leaves_the_record_open(
@@ -104,8 +104,8 @@ def test_numbers_are_given_once_whoever_writes_at_the_same_time(store: ArtefactS
         list(pool.map(write, range(24)))
 
     records = audit_records(store)
-    assert [each.number for each in records] == list(range(1, 25))
-    assert {each.subject for each in records} == {f"g{number}" for number in range(24)}
+    assert [record.number for record in records] == list(range(1, 25))
+    assert {record.subject for record in records} == {f"g{number}" for number in range(24)}
 
 
 def test_a_listing_that_lags_behind_costs_tries_and_no_record(
@@ -119,7 +119,7 @@ def test_a_listing_that_lags_behind_costs_tries_and_no_record(
         with audited(store, "publish", "g3"):
             pass
 
-    assert [each.subject for each in audit_records(store)] == ["g0", "g1", "g2", "g3"]
+    assert [record.subject for record in audit_records(store)] == ["g0", "g1", "g2", "g3"]
 
 
 def test_a_record_that_was_taken_away_or_changed_is_seen(store: ArtefactStore) -> None:
@@ -130,7 +130,7 @@ def test_a_record_that_was_taken_away_or_changed_is_seen(store: ArtefactStore) -
     store.delete("audit/000000000002.json")
     store.write("audit/000000000002.json", b"[]")
 
-    assert [each.outcome for each in audit_records(store)] == ["missing", "unreadable", "done"]
+    assert [record.outcome for record in audit_records(store)] == ["missing", "unreadable", "done"]
 
 
 def test_many_records_are_packed_for_who_reads_and_stay_the_truth(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_many_records_are_packed_for_who_reads_and_stay_the_truth(tmp_path: Path
         with audited(store, "publish", f"g{number}"):
             pass
 
-    first, again = audit_records(store), audit_records(store)
+    first, reread_records = audit_records(store), audit_records(store)
 
-    assert first == again and len(first) == 80
+    assert first == reread_records and len(first) == 80
     assert any(name.startswith("pack-") for name in store.names("audit"))
     with audited(store, "publish", "one more"):
         pass
@@ -157,8 +157,13 @@ def test_no_secret_is_written_down(tmp_path: Path) -> None:
     ):  # fmt: skip
         raise StoreError("cannot reach redis://user:hunter2@host/0, secret_key=AKIA123")
 
-    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()).decode()
-    assert not [each for each in secrets if each in kept] and "shop larder_***" in kept
+    stored_text = b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()
+    ).decode()
+    assert (
+        not [secret for secret in secrets if secret in stored_text]
+        and "shop larder_***" in stored_text
+    )
     assert "\n" not in audit_records(store)[0].reason
 
 
@@ -172,8 +177,11 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
 
 
 def test_ids_of_users_stand_there_as_digests() -> None:
-    words = ids_in_words([b"i-1", b"i-2"], [b"u-1"])
+    subject_text = ids_in_words([b"i-1", b"i-2"], [b"u-1"])
 
-    assert words == f"items i-1, i-2; entities {entity_digest(b'u-1')}" and "u-1" not in words
-    assert ids_in_words([b"%d" % each for each in range(25)], []).endswith("19 and 5 more")
+    assert (
+        subject_text == f"items i-1, i-2; entities {entity_digest(b'u-1')}"
+        and "u-1" not in subject_text
+    )
+    assert ids_in_words([b"%d" % number for number in range(25)], []).endswith("19 and 5 more")
     assert len(entity_digest(b"u-1")) == len("sha256:") + 16

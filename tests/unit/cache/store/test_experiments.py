@@ -26,18 +26,18 @@ RANKER = Experiment("ranker", "default/ranker", 0.2, ((500, 2500),), ARMS, 10.0,
 FOUND = Experiments(0, "default", 0.05, ((0, 500),), (RANKER,))
 
 
-def add(each: Experiment) -> "Experiments":
-    return replace(FOUND, experiments=(each,))
+def add(experiment: Experiment) -> "Experiments":
+    return replace(FOUND, experiments=(experiment,))
 
 
 def test_what_was_written_is_read_and_there_is_nothing_before(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
 
     assert latest_experiments(store) == Experiments()
-    written = change_experiments(store, lambda _found: FOUND)
+    written = change_experiments(store, lambda _experiments: FOUND)
 
     assert written == replace(FOUND, version=1) == latest_experiments(store)
-    assert change_experiments(store, lambda found: found) == written
+    assert change_experiments(store, lambda experiments: experiments) == written
     assert VERSIONS.newest(store) == 1
     assert written.namespaces("default") == ("second",) and written.running == (RANKER,)
 
@@ -47,28 +47,32 @@ def test_a_change_that_comes_in_between_is_kept(tmp_path: Path) -> None:
     second = replace(RANKER, name="second", buckets=((2500, 3000),))
     calls: list[Experiments] = []
 
-    def slow(found: Experiments) -> Experiments:
+    def slow(experiments: Experiments) -> Experiments:
         if not calls:
-            change_experiments(store, lambda _found: FOUND)
-        calls.append(found)
-        return replace(found, experiments=(*found.experiments, second))
+            change_experiments(store, lambda _experiments: FOUND)
+        calls.append(experiments)
+        return replace(experiments, experiments=(*experiments.experiments, second))
 
-    changed = change_experiments(store, slow)
+    changed_experiments = change_experiments(store, slow)
 
-    assert changed.version == 2 and [each.name for each in changed.experiments] == ["ranker", "second"]  # fmt: skip
+    assert changed_experiments.version == 2 and [
+        experiment.name for experiment in changed_experiments.experiments
+    ] == ["ranker", "second"]
     assert len(calls) == 2
 
 
 def test_only_the_latest_of_what_ended_are_listed(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
-    many = tuple(
+    stopped_experiments = tuple(
         replace(RANKER, name=f"e{at}", stopped_at=float(at)) for at in range(ENDED_MAX + 3)
     )
 
-    changed = change_experiments(store, lambda _found: replace(FOUND, experiments=(*many, RANKER)))
+    changed_experiments = change_experiments(
+        store, lambda _experiments: replace(FOUND, experiments=(*stopped_experiments, RANKER))
+    )
 
-    assert changed.experiments == (*many[3:], RANKER)
-    assert changed.current == (RANKER,)
+    assert changed_experiments.experiments == (*stopped_experiments[3:], RANKER)
+    assert changed_experiments.current == (RANKER,)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ def recorded(store: ArtefactStore, generation: str) -> list[str]:
 
 def test_each_host_is_recorded_before_its_copies_come_and_until_they_are_gone(hosts):
     first, second = hosts
-    names = sorted(f"{each.copies.host}.json" for each in hosts)
+    names = sorted(f"{host_store.copies.host}.json" for host_store in hosts)
     assert recorded(first, OLD) == recorded(first, LIVE) == names
 
-    assert first.sweep_host_copies([], before=LATER) == [OLD]
+    assert first.sweep_host_copies([], cutoff_at=LATER) == [OLD]
 
     assert first.host_copies() == [LIVE] and second.host_copies() == [OLD, LIVE]
     assert recorded(first, OLD) == [f"{second.copies.host}.json"]
@@ -40,12 +40,12 @@ def test_each_host_is_recorded_before_its_copies_come_and_until_they_are_gone(ho
 
 
 def test_a_host_keeps_its_name_when_a_program_starts_anew(hosts, tmp_path, monkeypatch):
-    before = hosts[0].copies.host
+    original_host_name = hosts[0].copies.host
     monkeypatch.setattr("socket.gethostname", lambda: "another/one")
 
-    first, third = (store_of(Odd, tmp_path / each).copies for each in ("first", "third"))
+    first, third = (store_of(Odd, tmp_path / folder).copies for folder in ("first", "third"))
 
-    assert first is not None and first.host == before
+    assert first is not None and first.host == original_host_name
     assert third is not None and third.host.startswith("another-one-")
 
 
@@ -57,7 +57,7 @@ def test_a_sweep_that_died_or_could_not_write_is_taken_up_again(hosts):
     assert first.host_copies() == [OLD, LIVE] and name in recorded(first, OLD)
     assert not first.local(f"generations/{OLD}/items").exists()
 
-    assert first.sweep_host_copies([], before=LATER) == [OLD]
+    assert first.sweep_host_copies([], cutoff_at=LATER) == [OLD]
 
     assert name not in recorded(first, OLD) and first.host_copies() == [LIVE]
 
@@ -65,7 +65,7 @@ def test_a_sweep_that_died_or_could_not_write_is_taken_up_again(hosts):
 def test_mapped_files_outlive_the_sweep(hosts):
     first, _ = hosts
     with first.local(f"generations/{OLD}/items/ids.bin").open("rb") as file:
-        first.sweep_host_copies([], before=LATER)
+        first.sweep_host_copies([], cutoff_at=LATER)
 
         assert file.read() == b"ids"
 
@@ -76,7 +76,7 @@ def test_copies_of_an_earlier_version_are_recorded_by_the_next_sweep(hosts):
     first.delete(f"{FOLDER}/{LIVE}/{name}")
     first.local(f"generations/{LIVE}/.recorded").unlink()
 
-    first.sweep_host_copies([], before=LATER)
+    first.sweep_host_copies([], cutoff_at=LATER)
 
     assert name in recorded(first, LIVE)
 
@@ -123,8 +123,8 @@ def test_sweeping_costs_one_listing_and_nothing_where_nothing_is_to_be_swept(tmp
     store.write(f"generations/{LIVE}/a", b"data")
     store.fetch(f"generations/{LIVE}/a")
 
-    with requests() as asked:
-        store.sweep_host_copies([LIVE], before=LATER)
-        assert not sum(asked.values())
-        store.sweep_host_copies([], before=LATER)
-        assert dict(asked) == {"list": 1}
+    with requests() as request_counts:
+        store.sweep_host_copies([LIVE], cutoff_at=LATER)
+        assert not sum(request_counts.values())
+        store.sweep_host_copies([], cutoff_at=LATER)
+        assert dict(request_counts) == {"list": 1}

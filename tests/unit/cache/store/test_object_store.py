@@ -79,9 +79,11 @@ def test_every_error_of_a_driver_is_ours_with_the_path_and_without_secrets(tmp_p
         store.local("generations/x").mkdir(parents=True, exist_ok=True)
         with failing(error), pytest.raises(StoreError) as caught:
             act()
-        told = "".join(traceback.format_exception(caught.value))
-        assert "generations/x/file" in told and "PreconditionFailed: 403" in told
-        assert "SECRET" not in told
+        traceback_text = "".join(traceback.format_exception(caught.value))
+        assert (
+            "generations/x/file" in traceback_text and "PreconditionFailed: 403" in traceback_text
+        )
+        assert "SECRET" not in traceback_text
 
 
 @pytest.mark.parametrize("answers", [{}, {"elsewhere/a": b"one"}])
@@ -129,7 +131,7 @@ def test_without_hard_links_a_copy_is_fetched_all_the_same(tmp_path, monkeypatch
     store.write("generations/x/file", b"data")
 
     assert store.fetch("generations/x/file").read_bytes() == b"data"
-    assert [each.name for each in store.local("generations/x").iterdir()] == ["file"]
+    assert [file.name for file in store.local("generations/x").iterdir()] == ["file"]
 
 
 def test_without_hard_links_nothing_is_written_once_and_the_error_says_what_to_do(

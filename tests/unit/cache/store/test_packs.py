@@ -31,13 +31,13 @@ def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tm
         write(store, range(first, min(first + 37, 1001)))
         all_releases(store, packs=True)
 
-    with requests() as asked:
+    with requests() as request_counts:
         releases = all_releases(store)
 
-    assert [each.number for each in releases] == list(range(1, 1001))
-    assert all(each.done and each.generation == f"g{each.number}" for each in releases)
-    assert asked["list"] == 1 and asked["rounds"] <= 2
-    assert asked["get"] <= 1000 // PACK_FILES + PACK_FILES
+    assert [release.number for release in releases] == list(range(1, 1001))
+    assert all(release.done and release.generation == f"g{release.number}" for release in releases)
+    assert request_counts["list"] == 1 and request_counts["rounds"] <= 2
+    assert request_counts["get"] <= 1000 // PACK_FILES + PACK_FILES
 
 
 def test_many_that_came_at_once_are_read_singly_once(tmp_path):
@@ -45,10 +45,10 @@ def test_many_that_came_at_once_are_read_singly_once(tmp_path):
     write(store, range(1, 1001))
     first = all_releases(store, packs=True)
 
-    with requests() as asked:
+    with requests() as request_counts:
         assert all_releases(store, packs=True) == first
 
-    assert (asked["list"], asked["get"], asked["put"]) == (1, 1, 0)
+    assert (request_counts["list"], request_counts["get"], request_counts["put"]) == (1, 1, 0)
 
 
 def test_a_release_log_that_read_many_leaves_a_pack_to_whoever_comes_next(tmp_path):
@@ -58,20 +58,20 @@ def test_a_release_log_that_read_many_leaves_a_pack_to_whoever_comes_next(tmp_pa
     ReleaseLog(store, unasked, time.time).history()
     assert [name for name in store.names("releases") if name.startswith("pack-")]
 
-    with requests() as asked:
+    with requests() as request_counts:
         assert len(ReleaseLog(store, unasked, time.time).history()) == 300
 
-    assert asked["get"] <= 300 // PACK_FILES + PACK_FILES
+    assert request_counts["get"] <= 300 // PACK_FILES + PACK_FILES
 
 
 def test_who_only_reads_a_store_writes_no_pack(tmp_path):
     store = store_of(Counting, tmp_path)
     write(store, range(1, 301))
 
-    with requests() as asked:
+    with requests() as request_counts:
         all_releases(store)
 
-    assert not asked["put"] and len(store.names("releases")) == 600
+    assert not request_counts["put"] and len(store.names("releases")) == 600
 
 
 def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_else(
@@ -119,19 +119,19 @@ def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
         store.write(f"erasures/{number:012d}.json", body)
         if number < 900:
             store.write(f"erasures/{number:012d}.done", b'{"at": 2.0}')
-    assert sum(each.is_pending for each in all_erasures(store)) == 102
+    assert sum(listed_erasure.is_pending for listed_erasure in all_erasures(store)) == 102
 
-    with requests() as asked:
+    with requests() as request_counts:
         erasure, is_new = begin_erasing(store, b"somebody", "user", at=3.0)
 
     assert is_new and erasure.number == 1001
-    puts = [path for what, path in Counting.log if what == "put"]
+    puts = [path for operation, path in Counting.log if operation == "put"]
     assert "/blocklist/" in puts[0] and "/erasures/" in puts[1] and len(puts) == 2
     blocked = Counting.log.index(("put", puts[0]))
     assert not [path for _, path in Counting.log[:blocked] if "/erasures" in path]
-    read = [path for what, path in Counting.log if "/erasures" in path and what == "get"]
+    read = [path for operation, path in Counting.log if "/erasures" in path and operation == "get"]
     assert len(read) == 2  # the pack, and back what was written
-    assert asked["list"] <= 4
+    assert request_counts["list"] <= 4
 
 
 def test_marks_written_after_a_pack_are_seen(tmp_path):
@@ -143,4 +143,4 @@ def test_marks_written_after_a_pack_are_seen(tmp_path):
 
     assert mark_done(store, erasures[3], at=9.0) == all_erasures(store)[3]
 
-    assert [each.number for each in all_erasures(store) if each.done_at == 9.0] == [4]
+    assert [erasure.number for erasure in all_erasures(store) if erasure.done_at == 9.0] == [4]

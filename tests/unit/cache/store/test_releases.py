@@ -25,13 +25,13 @@ FIRST = Release(1, "publish", G1, None, "run-1", 100.0, manifest_sha256="a", num
 POINTER = Pointer(G2, 7, G1, "run-2", 200.0, Canary(G2, 25.0, 150.0, "click"))
 
 
-@pytest.mark.parametrize("done", [True, False])
-def test_a_record_is_read_as_it_was_written(done: bool) -> None:
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_record_is_read_as_it_was_written(is_done: bool) -> None:
     record = Release(
-        5, "retire", G1, G2, "run-1", 100.5, reason="old", pages={"user_topk": 3}, expected=4, number=6, done=done
+        5, "retire", G1, G2, "run-1", 100.5, reason="old", pages={"user_topk": 3}, expected=4, number=6, done=is_done
     )  # fmt: skip
 
-    assert Release.from_bytes(record.to_bytes(), done=done) == record
+    assert Release.from_bytes(record.to_bytes(), is_done=is_done) == record
     assert record.place == 6 and replace(record, number=0).place == 5
 
 
@@ -46,13 +46,13 @@ def test_a_record_that_cannot_be_one_is_refused(changes: dict[str, Any]) -> None
     raw = orjson.dumps({**orjson.loads(FIRST.to_bytes()), **changes})
 
     with pytest.raises(CorruptArtefact, match="not a release record"):
-        Release.from_bytes(raw, done=True)
+        Release.from_bytes(raw, is_done=True)
 
 
 def test_a_pointer_is_read_as_it_was_written() -> None:
     assert Pointer.from_bytes(POINTER.to_bytes()) == POINTER
-    plain = replace(POINTER, canary=None, previous=None)
-    assert Pointer.from_bytes(plain.to_bytes()) == plain
+    pointer_without_canary = replace(POINTER, canary=None, previous=None)
+    assert Pointer.from_bytes(pointer_without_canary.to_bytes()) == pointer_without_canary
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> No
     written(store, *records)
 
     assert all_releases(store) == records
-    known = {2: records[1]}
+    release_by_number = {2: records[1]}
     store.write(done_path(2), b"")
-    assert [record.done for record in all_releases(store, known)] == [True, True, False]
-    assert known[2].done
+    assert [record.done for record in all_releases(store, release_by_number)] == [True, True, False]
+    assert release_by_number[2].done
 
 
 @pytest.mark.parametrize(

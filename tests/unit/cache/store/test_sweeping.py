@@ -28,20 +28,20 @@ def remote(tmp_path):
 def test_copies_of_what_the_store_no_longer_has_go_and_others_stay(remote):
     later = time.time() + 60
 
-    assert remote.sweep_host_copies([MAKING], before=later) == [OLD]
+    assert remote.sweep_host_copies([MAKING], cutoff_at=later) == [OLD]
     assert remote.host_copies() == [LIVE, MAKING]
-    assert remote.sweep_host_copies([MAKING], before=later) == []
+    assert remote.sweep_host_copies([MAKING], cutoff_at=later) == []
 
 
 def test_a_copy_that_changed_lately_may_be_in_the_making_and_stays(remote):
-    assert remote.sweep_host_copies([], before=time.time() - 60) == []
+    assert remote.sweep_host_copies([], cutoff_at=time.time() - 60) == []
     assert remote.host_copies() == [OLD, LIVE, MAKING]
 
 
 def test_a_store_that_shows_nothing_at_all_loses_no_copy(remote):
     fsspec.filesystem("memory").rm(f"{remote.url}/generations", recursive=True)
 
-    assert remote.sweep_host_copies([], before=time.time() + 60) == []
+    assert remote.sweep_host_copies([], cutoff_at=time.time() + 60) == []
 
 
 def test_a_local_store_has_no_copies(tmp_path):
@@ -49,28 +49,28 @@ def test_a_local_store_has_no_copies(tmp_path):
     store.write(f"generations/{OLD}/manifest.json", b"{}")
 
     assert store.host_copies() == []
-    assert store.sweep_host_copies([], before=time.time() + 60) == []
+    assert store.sweep_host_copies([], cutoff_at=time.time() + 60) == []
     assert store.names("generations") == [OLD]
 
 
 def test_unfinished_files_and_bundles_of_killed_writers_go_once_they_are_old(tmp_path):
     store = ArtefactStore(str(tmp_path))
     store.write(f"generations/{OLD}/manifest.json", b"{}")
-    left = [
+    unfinished_paths = [
         tmp_path / ".bundle.0a1b2c3d.part",
         tmp_path / f"generations/{OLD}/tables/.0000.pages.part",
         tmp_path / f"generations/{OLD}/.manifest.json.0a1b2c3d.part",
     ]
-    left[0].mkdir()
-    (left[0] / "bundle.json").write_bytes(b"{}")
-    left[1].parent.mkdir()
-    for path in left[1:]:
+    unfinished_paths[0].mkdir()
+    (unfinished_paths[0] / "bundle.json").write_bytes(b"{}")
+    unfinished_paths[1].parent.mkdir()
+    for path in unfinished_paths[1:]:
         path.write_bytes(b"half")
 
-    assert store.sweep_unfinished(before=time.time() - 60) == 0
-    assert all(path.exists() for path in left)
-    assert store.sweep_unfinished(before=time.time() + 60) == 3
-    assert not any(path.exists() for path in left)
+    assert store.sweep_unfinished(cutoff_at=time.time() - 60) == 0
+    assert all(path.exists() for path in unfinished_paths)
+    assert store.sweep_unfinished(cutoff_at=time.time() + 60) == 3
+    assert not any(path.exists() for path in unfinished_paths)
     assert store.read(f"generations/{OLD}/manifest.json") == b"{}"
 
 

@@ -48,22 +48,22 @@ class Bench:
         return touches
 
     async def many(self, *ids: str) -> list[Touch]:
-        wants = [NIGHT.want(each) for each in ids]
-        await self.cache.get_many(VIEW, wants, self.clock() + 60)
+        record_keys = [NIGHT.want(entity_id) for entity_id in ids]
+        await self.cache.get_many(VIEW, record_keys, self.clock() + 60)
         return self.taken()
 
     async def rows(self, *ids: str) -> list[Touch]:
-        await self.cache.get_rows(VIEW, columns([NIGHT.want(each) for each in ids]), None)
+        await self.cache.get_rows(VIEW, columns([NIGHT.want(entity_id) for entity_id in ids]), None)
         return self.taken()
 
 
-def columns(wants: Sequence[Want]) -> Wants:
+def columns(record_keys: Sequence[Want]) -> Wants:
     return Wants(
-        wants[0].table,
-        [int(each.key) for each in wants],
-        np.array([each.fingerprint for each in wants], np.uint64),
-        np.array([each.position for each in wants], np.int64),
-        wants[0].digest,
+        record_keys[0].table,
+        [int(record_key.key) for record_key in record_keys],
+        np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
+        np.array([record_key.position for record_key in record_keys], np.int64),
+        record_keys[0].digest,
     )
 
 
@@ -73,20 +73,20 @@ def bench() -> Bench:
 
 
 async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
-    known, want = NIGHT.ids[3], NIGHT.want(NIGHT.ids[3])
+    known_id, record_key = NIGHT.ids[3], NIGHT.want(NIGHT.ids[3])
 
-    written = [await bench.many(known), await bench.rows(known), await bench.many(known)]
-    bench.cache.peek(VIEW, want)
+    written = [await bench.many(known_id), await bench.rows(known_id), await bench.many(known_id)]
+    bench.cache.peek(VIEW, record_key)
     written.append(bench.taken())
     bench.cache.local.discard(next(iter(bench.cache.local._entries)))  # type: ignore[arg-type]
-    bench.cache.peek(VIEW, want)
-    await bench.cache.get(VIEW, want)
+    bench.cache.peek(VIEW, record_key)
+    await bench.cache.get(VIEW, record_key)
     written.append(bench.taken())
-    await bench.cache.get(VIEW, want, bench.clock() + 60)
+    await bench.cache.get(VIEW, record_key, bench.clock() + 60)
     written.append(bench.taken())
 
     ((spot, size),) = written[0]
-    assert size == BYTES and spot >> 32 == want.fingerprint >> 32
+    assert size == BYTES and spot >> 32 == record_key.fingerprint >> 32
     assert written == [[(spot, size)]] * 6
     assert bench.cache.counters.total == 6
 
@@ -94,9 +94,13 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
 async def test_a_batch_writes_each_of_its_reads(bench: Bench) -> None:
     ids = NIGHT.ids[:9]
 
-    first, again, single = await bench.rows(*ids), await bench.rows(*ids), await bench.many(*ids)
+    first, repeat_touches, single = (
+        await bench.rows(*ids),
+        await bench.rows(*ids),
+        await bench.many(*ids),
+    )
 
-    assert first == again == single and len({spot for spot, _ in first}) == 9
+    assert first == repeat_touches == single and len({spot for spot, _ in first}) == 9
 
 
 async def test_what_is_found_nowhere_is_not_written(bench: Bench) -> None:
@@ -109,20 +113,20 @@ async def test_what_is_found_nowhere_is_not_written(bench: Bench) -> None:
 
 
 async def test_only_spots_in_the_sample_are_written(bench: Bench) -> None:
-    prints = sorted(NIGHT.want(each).fingerprint for each in NIGHT.ids)
+    prints = sorted(NIGHT.want(entity_id).fingerprint for entity_id in NIGHT.ids)
     bench.cache.trace.sample((prints[len(prints) // 2] >> 32 << 32) - 1)
 
-    rows, many = await bench.rows(*NIGHT.ids), await bench.many(*NIGHT.ids)
+    rows, touches_of_many = await bench.rows(*NIGHT.ids), await bench.many(*NIGHT.ids)
 
-    assert rows == many and len(rows) == len(prints) // 2
+    assert rows == touches_of_many and len(rows) == len(prints) // 2
     assert all(spot <= bench.cache.trace.last for spot, _ in rows)
 
 
 async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Bench) -> None:
-    want = NIGHT.want(STRANGER, DIGEST_A)
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 10.0)
+    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 10.0)
     ((spot, size),) = bench.taken()
-    await bench.cache.get(VIEW, want, bench.clock() + 60)
+    await bench.cache.get(VIEW, record_key, bench.clock() + 60)
 
     assert size == -(BYTES + LIVE_BYTES)
     assert bench.taken() == [(spot, -size)]
@@ -130,23 +134,23 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
 
 
 async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(bench: Bench) -> None:
-    want = NIGHT.want(NIGHT.ids[0])
-    bench.cache.keep(VIEW, want, READY)
-    kept = bench.cache.local.ready(READY.request)
+    record_key = NIGHT.want(NIGHT.ids[0])
+    bench.cache.keep(VIEW, record_key, READY)
+    ready_answer = bench.cache.local.ready(READY.request)
 
-    assert kept is not None and kept.touch is not None
-    assert kept.touch[1] == size_of(READY)
-    assert bench.taken() == [(kept.touch[0], -size_of(READY))]
+    assert ready_answer is not None and ready_answer.touch is not None
+    assert ready_answer.touch[1] == size_of(READY)
+    assert bench.taken() == [(ready_answer.touch[0], -size_of(READY))]
 
 
 async def test_requests_and_generations_are_told_apart(bench: Bench) -> None:
-    kept, other = bench.cache.trace.kept, READY._replace(request=b"/a/1?k=2")
+    sample_ready, other_ready = bench.cache.trace.kept, READY._replace(request=b"/a/1?k=2")
     ready = [
-        kept(GENERATION, 7 << 40, READY),
-        kept(GENERATION, 7 << 40, other),
-        kept(NEXT_GENERATION, 7 << 40, READY),
+        sample_ready(GENERATION, 7 << 40, READY),
+        sample_ready(GENERATION, 7 << 40, other_ready),
+        sample_ready(NEXT_GENERATION, 7 << 40, READY),
     ]
-    spots = {each.touch[0] for each in ready if each.touch}
+    spots = {ready_answer.touch[0] for ready_answer in ready if ready_answer.touch}
 
     assert len(spots) == 3 and {spot >> 32 for spot in spots} == {7 << 8}
 
@@ -156,10 +160,10 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     trace.begin(GENERATION)
     trace.sample((1 << 32) - 1)
 
-    before = trace.kept(GENERATION, 1 << 40, READY)
+    unsampled_ready = trace.kept(GENERATION, 1 << 40, READY)
     after = trace.kept(NEXT_GENERATION, 1 << 40, READY)
 
-    assert before.touch is None and after.touch is not None
+    assert unsampled_ready.touch is None and after.touch is not None
     assert trace.last == SPACE - 1
 
 
@@ -173,6 +177,8 @@ async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:
 
 async def test_what_nobody_takes_stays_bounded(bench: Bench) -> None:
     for _ in range(TRACE_MAX // len(NIGHT.ids) + 2):
-        await bench.cache.get_rows(VIEW, columns([NIGHT.want(each) for each in NIGHT.ids]), None)
+        await bench.cache.get_rows(
+            VIEW, columns([NIGHT.want(entity_id) for entity_id in NIGHT.ids]), None
+        )
 
     assert len(bench.cache.trace) == TRACE_MAX

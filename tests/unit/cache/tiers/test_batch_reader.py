@@ -42,35 +42,37 @@ class Bench:
             timer=self.clock,
         )
 
-    async def rows(self, wants: Sequence[Want], left_s: float = 60.0) -> list[Outcome]:
-        return outcomes(await self.cache.get_rows(VIEW, columns(wants), self.clock() + left_s))
+    async def rows(self, record_keys: Sequence[Want], left_s: float = 60.0) -> list[Outcome]:
+        return outcomes(
+            await self.cache.get_rows(VIEW, columns(record_keys), self.clock() + left_s)
+        )
 
 
-def columns(wants: Sequence[Want]) -> Wants:
+def columns(record_keys: Sequence[Want]) -> Wants:
     return Wants(
-        wants[0].table,
-        [int(each.key) for each in wants],
-        np.array([each.fingerprint for each in wants], np.uint64),
-        np.array([each.position for each in wants], np.int64),
-        wants[0].digest,
+        record_keys[0].table,
+        [int(record_key.key) for record_key in record_keys],
+        np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
+        np.array([record_key.position for record_key in record_keys], np.int64),
+        record_keys[0].digest,
     )
 
 
 def outcomes(rows: Rows) -> list[Outcome]:
     return [
-        rows.others.get(place) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
-        for place, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
+        rows.others.get(index) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
+        for index, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
     ]
 
 
 async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
     # Given an L1 that is smaller than a record, and a batch of which one page is gone
     bench = Bench(entries_max=0)
-    of_pages = {want.position // 8: want for want in map(NIGHT.want, NIGHT.ids)}
-    wants = [of_pages[page] for page in range(3)]
+    of_pages = {record_key.position // 8: record_key for record_key in map(NIGHT.want, NIGHT.ids)}
+    record_keys = [of_pages[page] for page in range(3)]
     del bench.remote.pages[GENERATION, NIGHT.table.name, 2]
 
-    answers = await bench.rows(wants)
+    answers = await bench.rows(record_keys)
 
     assert [isinstance(answer, Found) for answer in answers] == [True, True, False]
     assert bench.cache.local.too_large == 2
@@ -97,16 +99,18 @@ def test_whatever_happened_rows_and_single_reads_agree(
     script: list[tuple[str, list[int]]], entries_max: int, digest: bytes | None
 ) -> None:
     async def run() -> None:
-        both = Bench(entries_max), Bench(entries_max)
-        asked = 0
+        benches = Bench(entries_max), Bench(entries_max)
+        requested_count = 0
         for action, numbers in script:
-            wants = [NIGHT.want(NIGHT.ids[each], digest) for each in numbers]
+            record_keys = [NIGHT.want(NIGHT.ids[number], digest) for number in numbers]
             if action == "ask":
-                asked += len(wants)
-                whole = await both[0].rows(wants)
-                each = await both[1].cache.get_many(VIEW, wants, both[1].clock() + 60)
-                assert whole == each
-            for bench in both:
+                requested_count += len(record_keys)
+                columnar_results = await benches[0].rows(record_keys)
+                single_results = await benches[1].cache.get_many(
+                    VIEW, record_keys, benches[1].clock() + 60
+                )
+                assert columnar_results == single_results
+            for bench in benches:
                 pages = bench.remote.pages
                 if action == "spoil":
                     for name, page in pages.items():
@@ -120,66 +124,68 @@ def test_whatever_happened_rows_and_single_reads_agree(
                     bench.remote.fails_with = None
                     NIGHT.load(bench.remote)
                 elif action == "discard":
-                    bench.cache.discard(VIEW, wants[0])
-        assert both[0].cache.counters == both[1].cache.counters
-        assert both[0].cache.counters.total == asked
-        assert both[0].cache.local.size_bytes == both[1].cache.local.size_bytes
-        assert both[0].remote.calls == both[1].remote.calls
+                    bench.cache.discard(VIEW, record_keys[0])
+        assert benches[0].cache.counters == benches[1].cache.counters
+        assert benches[0].cache.counters.total == requested_count
+        assert benches[0].cache.local.size_bytes == benches[1].cache.local.size_bytes
+        assert benches[0].remote.calls == benches[1].remote.calls
 
     asyncio.run(run())
 
 
 async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight() -> None:
     bench = Bench(entries_max=0)
-    wants = [NIGHT.want(each) for each in NIGHT.ids[:6]]
+    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:6]]
     bench.remote.gate = asyncio.Event()
 
-    asked = [
-        asyncio.create_task(bench.rows(wants[:4])),
-        asyncio.create_task(bench.rows([*wants[2:], wants[5]])),
-        asyncio.create_task(bench.cache.get_many(VIEW, wants[3:5], bench.clock() + 60)),
-        asyncio.create_task(bench.rows(wants[:1])),
+    tasks = [
+        asyncio.create_task(bench.rows(record_keys[:4])),
+        asyncio.create_task(bench.rows([*record_keys[2:], record_keys[5]])),
+        asyncio.create_task(bench.cache.get_many(VIEW, record_keys[3:5], bench.clock() + 60)),
+        asyncio.create_task(bench.rows(record_keys[:1])),
     ]
     await turns()
-    asked[0].cancel()  # leaves alone: others have boarded
+    tasks[0].cancel()  # leaves alone: others have boarded
     await turns()
     bench.remote.gate.set()
-    await asyncio.wait(asked)
+    await asyncio.wait(tasks)
 
     assert [len(call) for call in bench.remote.calls] == [4, 2]
     for task, expected in zip(
-        asked[1:], ([*wants[2:], wants[5]], wants[3:5], wants[:1]), strict=True
+        tasks[1:],
+        ([*record_keys[2:], record_keys[5]], record_keys[3:5], record_keys[:1]),
+        strict=True,
     ):
-        for want, outcome in zip(expected, task.result(), strict=True):
+        for record_key, outcome in zip(expected, task.result(), strict=True):
             assert isinstance(outcome, Found) and outcome.tier == "l2"
-            assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
+            assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
     assert len(bench.cache.flights) == 0 and bench.cache.flights.shared == 6
 
 
 async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1_had() -> None:
     bench = Bench()
-    wants = [NIGHT.want(each) for each in NIGHT.ids[:3]]
-    await bench.rows(wants[:1])
+    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:3]]
+    await bench.rows(record_keys[:1])
     bench.remote.gate = asyncio.Event()
-    patient = asyncio.create_task(bench.rows(wants, left_s=60.0))
+    patient = asyncio.create_task(bench.rows(record_keys, left_s=60.0))
     await turns()
 
-    assert await bench.rows(wants, left_s=0.0) == await bench.rows(wants, left_s=0.001)
-    late = await bench.rows(wants, left_s=0.001)
+    assert await bench.rows(record_keys, left_s=0.0) == await bench.rows(record_keys, left_s=0.001)
+    late = await bench.rows(record_keys, left_s=0.001)
     bench.remote.gate.set()
 
     assert late[1:] == [Missed(MissReason.L2_TIMEOUT)] * 2
     assert isinstance(late[0], Found) and late[0].tier == "l1"
-    assert [type(each) for each in await patient] == [Found] * 3
+    assert [type(read_result) for read_result in await patient] == [Found] * 3
 
 
 async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
     bench = Bench()
     bench.remote.pages.clear()
-    wants = [NIGHT.want(each, DIGEST_A) for each in NIGHT.ids[:2]]
-    bench.cache.put_live(VIEW, wants[1], NIGHT.live_record(NIGHT.ids[1]), DIGEST_A, 30)
+    record_keys = [NIGHT.want(entity_id, DIGEST_A) for entity_id in NIGHT.ids[:2]]
+    bench.cache.put_live(VIEW, record_keys[1], NIGHT.live_record(NIGHT.ids[1]), DIGEST_A, 30)
 
-    missed, stands_in = await bench.rows(wants)
+    missed, stands_in = await bench.rows(record_keys)
 
     assert missed == Missed(MissReason.PAGE_MISSING)
     assert isinstance(stands_in, Found) and stands_in.live
@@ -192,18 +198,18 @@ def test_reads_of_many_are_those_of_each() -> None:
     directory = Directory(7, [0, int(hashes[9])], [hashes[:9], hashes[9:]])
     first = replace(NIGHT.table.parts[0], count=9, first_page=3)
     table = replace(NIGHT.table, parts=(first, replace(first, count=31, first_page=70)))
-    wants = [
+    record_keys = [
         Want(table, int(hashes[at]), at, directory.find(int(hashes[at])))
         for at in (39, 0, 8, 9, 20)
     ]
     view = View(GENERATION, {"user": directory})
 
-    found = page_reads(view, columns(wants))
+    batch_reads = page_reads(view, columns(record_keys))
 
-    assert list(found) == reads_of(view, wants)
+    assert list(batch_reads) == reads_of(view, record_keys)
     packer = Packer(Keyspace("a"))
     for _ in range(2):  # made, then remembered
-        assert packer.pages(found) == packer.pack(list(found))[0]
+        assert packer.pages(batch_reads) == packer.pack(list(batch_reads))[0]
 
 
 def test_what_is_remembered_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,17 +227,17 @@ async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
     flights: SingleFlight[str, int] = SingleFlight()
     go = asyncio.Event()
 
-    async def fails(places: Sequence[int]) -> Sequence[int]:
+    async def fails(indexes: Sequence[int]) -> Sequence[int]:
         await go.wait()
-        raise ValueError(str(list(places)))
+        raise ValueError(str(list(indexes)))
 
-    both = [
+    tasks = [
         asyncio.create_task(flights.do_batch(["a", "b", "a"], fails)),
         asyncio.create_task(flights.do_batch(["c", "b"], fails)),
     ]
     await turns()
     go.set()
-    failed = await asyncio.gather(*both, return_exceptions=True)
+    failed = await asyncio.gather(*tasks, return_exceptions=True)
 
     assert str(failed[0]) == "[0, 1]" and isinstance(failed[1], ValueError)
     assert len(flights) == 0 and flights.shared == 2
@@ -243,12 +249,13 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
         records = np.frombuffer(page, NIGHT.layout.dtype).copy()
         records[::2] = absent(NIGHT.layout, records["fingerprint"][::2], 0)
         bench.remote.pages[name] = records.tobytes()
-    wants = [NIGHT.want(each) for each in NIGHT.ids]
+    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids]
 
-    rows = await bench.rows(wants)
+    rows = await bench.rows(record_keys)
 
-    missed = {each.reason for each in rows if isinstance(each, Missed)}
+    missed = {read_result.reason for read_result in rows if isinstance(read_result, Missed)}
     assert missed == {MissReason.NOT_IN_GENERATION}
-    assert await bench.cache.get_many(VIEW, wants, bench.clock() + 60) == [
-        each if isinstance(each, Missed) else each._replace(tier="l1") for each in rows
+    assert await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60) == [
+        read_result if isinstance(read_result, Missed) else read_result._replace(tier="l1")
+        for read_result in rows
     ]

@@ -28,9 +28,9 @@ def test_what_was_never_here_is_cold_and_what_made_room_was_evicted() -> None:
     for number in range(100):
         local.put(key(number), Entry(b"x" * 100, 1))
 
-    gone = [number for number in range(100) if local.get(key(number)) is None]
-    assert gone
-    assert {why(local, number) for number in gone} == {"evicted"}
+    evicted_numbers = [number for number in range(100) if local.get(key(number)) is None]
+    assert evicted_numbers
+    assert {why(local, number) for number in evicted_numbers} == {"evicted"}
     assert why(local, 1_000) == "cold_start"
 
 
@@ -69,18 +69,18 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
     rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=64)
-    gone: set[int] = set()
+    evicted_numbers: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
         absences.evicted.note(key(number))
-        gone.add(number)
+        evicted_numbers.add(number)
 
-    found = absences.count("g1", "t", range(1_000))
+    count_by_reason = absences.count("g1", "t", range(1_000))
 
-    assert sum(found.values()) == 1_000 and set(found) <= set(get_args(Absence))
+    assert sum(count_by_reason.values()) == 1_000 and set(count_by_reason) <= set(get_args(Absence))
     # Forgetting makes an eviction look cold, never the other way round.
-    assert 0 < found["evicted"] <= 64
-    assert not absences.count("g1", "t", sorted(set(range(1_000)) - gone))["evicted"]
+    assert 0 < count_by_reason["evicted"] <= 64
+    assert not absences.count("g1", "t", sorted(set(range(1_000)) - evicted_numbers))["evicted"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -93,5 +93,5 @@ def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
         absences.flipped("g0")
 
     for keys in (range(500), range(5)):
-        one_by_one = Counter(absences.why("g1", "t", each) for each in keys)
+        one_by_one = Counter(absences.why("g1", "t", number) for number in keys)
         assert Counter(absences.count("g1", "t", keys)) == one_by_one

@@ -55,6 +55,6 @@ async def test_a_page_that_cannot_be_had_says_why_within_its_time(
 ) -> None:
     monkeypatch.setattr("cache.tiers.inspector._PAGE_S", 0.01)
 
-    found = await looking(remote).page(READ)
+    miss = await looking(remote).page(READ)
 
-    assert isinstance(found, Missed) and found.reason is reason
+    assert isinstance(miss, Missed) and miss.reason is reason

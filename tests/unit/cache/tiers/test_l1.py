@@ -126,8 +126,8 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
                 local.discard(key(number))
             case "tick":
                 clock.tick(size / 100)
-        held = sum(map(size_of, local._entries.values()))
-        assert local.size_bytes == (held + getsizeof(local._entries) if held else 0)
+        entry_bytes = sum(map(size_of, local._entries.values()))
+        assert local.size_bytes == (entry_bytes + getsizeof(local._entries) if entry_bytes else 0)
         if step == "put":
             assert local.size_bytes <= max_bytes
 
@@ -171,8 +171,8 @@ def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
     rng = random.Random(record_bytes)
     rounds = 5 * max_bytes // (record_bytes + 400) + 100
     tracemalloc.start()
-    local, worst, share = LocalTier(max_bytes), 0.0, 0.0
-    before, _ = tracemalloc.get_traced_memory()
+    local, worst, budget_fraction = LocalTier(max_bytes), 0.0, 0.0
+    baseline_bytes, _ = tracemalloc.get_traced_memory()
     for number in range(rounds):
         entity = rng.randrange(1 << 61) if rng.random() < 0.7 else int(rng.paretovariate(1.0))
         name = key(entity | 1 << 61, f"g{3 * number // rounds}")
@@ -187,12 +187,12 @@ def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
         if rng.random() < 0.02:
             local.discard(name)
         if number > rounds // 2:
-            share = (tracemalloc.get_traced_memory()[0] - before) / max_bytes
-            worst = max(worst, share)
+            budget_fraction = (tracemalloc.get_traced_memory()[0] - baseline_bytes) / max_bytes
+            worst = max(worst, budget_fraction)
     tracemalloc.stop()
 
     assert worst <= 1.05
-    assert share >= 0.8
+    assert budget_fraction >= 0.8
 
 
 def test_a_ready_answer_is_found_under_its_request_only() -> None:
@@ -244,35 +244,44 @@ def test_adding_a_negative_entry_again_renews_it() -> None:
 
 @given(
     numbers=st.lists(st.integers(0, 90), max_size=150),
-    before=st.lists(st.integers(0, 90), max_size=10),
+    earlier_numbers=st.lists(st.integers(0, 90), max_size=10),
     room=st.integers(0, 60_000),
 )
-def test_filling_is_putting_one_by_one(numbers: list[int], before: list[int], room: int) -> None:
+def test_filling_is_putting_one_by_one(
+    numbers: list[int], earlier_numbers: list[int], room: int
+) -> None:
     """But for a table that grew: what is held is as new, in the same order, and never too much."""
-    one, many = LocalTier(room), LocalTier(room)
-    for tier in (one, many):
-        for number in before:
+    put_tier, filled_tier = LocalTier(room), LocalTier(room)
+    for tier in (put_tier, filled_tier):
+        for number in earlier_numbers:
             tier.put(LocalKey("g", "t", number), Entry(b"old", number, b"d" * 16, 1e12))
     keys = [LocalKey("g", "t", number) for number in numbers]
-    if one.takes(300):
-        many.fill(keys, [bytes(300)] * len(keys), numbers)
+    if put_tier.takes(300):
+        filled_tier.fill(keys, [bytes(300)] * len(keys), numbers)
         for key, number in zip(keys, numbers, strict=True):
-            one.put(key, Entry(bytes(300), number))
+            put_tier.put(key, Entry(bytes(300), number))
 
-    assert many.size_bytes <= room
-    ours, theirs = list(many._entries), list(one._entries)
-    assert ours == theirs[len(theirs) - len(ours) :] or ours[len(ours) - len(theirs) :] == theirs
-    assert abs(len(ours) - len(theirs)) <= 33
-    assert all(many._entries[key] == one._entries[key] for key in {*ours} & {*theirs})
-    held = sum(size_of(each) for each in many._entries.values())
-    assert not many._entries or many.size_bytes == held + getsizeof(many._entries)
+    assert filled_tier.size_bytes <= room
+    filled_keys, theirs = list(filled_tier._entries), list(put_tier._entries)
+    assert (
+        filled_keys == theirs[len(theirs) - len(filled_keys) :]
+        or filled_keys[len(filled_keys) - len(theirs) :] == theirs
+    )
+    assert abs(len(filled_keys) - len(theirs)) <= 33
+    assert all(
+        filled_tier._entries[key] == put_tier._entries[key] for key in {*filled_keys} & {*theirs}
+    )
+    entry_bytes = sum(size_of(entry) for entry in filled_tier._entries.values())
+    assert not filled_tier._entries or filled_tier.size_bytes == entry_bytes + getsizeof(
+        filled_tier._entries
+    )
 
 
 @given(numbers=st.lists(st.integers(0, 10_000), max_size=60))
 def test_what_is_let_go_together_is_let_go_one_by_one(numbers: list[int]) -> None:
-    one, many = LetGo(64), LetGo(64)
-    many.note_all(numbers)
+    single_log, batch_log = LetGo(64), LetGo(64)
+    batch_log.note_all(numbers)
     for number in numbers:
-        one.note(number)
+        single_log.note(number)
 
-    assert one._slots == many._slots and one.is_empty == many.is_empty
+    assert single_log._slots == batch_log._slots and single_log.is_empty == batch_log.is_empty

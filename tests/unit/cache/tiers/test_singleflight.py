@@ -15,10 +15,12 @@ T = TypeVar("T")
 class Work:
     """A computation that ends when told to, and says how often it ran and whether it was cancelled."""
 
-    def __init__(self, value: int = 42, error: Exception | None = None, turns: int = 0) -> None:
+    def __init__(
+        self, value: int = 42, error: Exception | None = None, iterations: int = 0
+    ) -> None:
         self.value = value
         self.error = error
-        self.turns = turns
+        self.turns = iterations
         self.go = asyncio.Event()
         self.runs = 0
         self.cancelled = 0
@@ -130,7 +132,7 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() ->
     broken.go.set()
     outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
 
-    assert all(isinstance(each, ValueError) for each in outcomes)
+    assert all(isinstance(outcome, ValueError) for outcome in outcomes)
     sound = Work(7)
     sound.go.set()
     assert await within(flights.do("key", sound)) == 7
@@ -153,17 +155,17 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
 
     outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
 
-    assert all(isinstance(each, Abandoned) for each in outcomes)
+    assert all(isinstance(outcome, Abandoned) for outcome in outcomes)
 
 
 async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
     """C9: a follower is counted as shared, once."""
     flights = SingleFlight[str, int]()
-    asked: list[Sequence[str]] = []
+    key_batches: list[Sequence[str]] = []
     go = asyncio.Event()
 
     async def work(keys: Sequence[str]) -> Sequence[int]:
-        asked.append(tuple(keys))
+        key_batches.append(tuple(keys))
         await go.wait()
         return [len(key) for key in keys]
 
@@ -175,7 +177,7 @@ async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
 
     assert await first == [1, 2]
     assert await second == [2, 3, 3, 1]
-    assert asked == [("a", "bb"), ("ccc",)]
+    assert key_batches == [("a", "bb"), ("ccc",)]
     assert flights.started == 3 and flights.shared == 3
 
 
@@ -183,23 +185,23 @@ async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     flights, sound, broken = SingleFlight[str, int](), Work(), Work(error=ValueError("broken"))
-    other = asyncio.create_task(flights.do("sound", sound))
-    bad = asyncio.create_task(flights.do("broken", broken))
+    sound_task = asyncio.create_task(flights.do("sound", sound))
+    broken_task = asyncio.create_task(flights.do("broken", broken))
     await turns()
 
     async def none(keys: Sequence[str]) -> Sequence[int]:
         raise AssertionError("both keys have flights")
 
-    both = asyncio.create_task(flights.do_many(["sound", "broken"], none))
+    batch_task = asyncio.create_task(flights.do_many(["sound", "broken"], none))
     await turns()
     broken.go.set()
     with pytest.raises(ValueError, match="broken"):
-        await within(bad)
+        await within(broken_task)
     sound.go.set()
 
     with pytest.raises(ValueError, match="broken"):
-        await within(both)
-    assert await other == 42
+        await within(batch_task)
+    assert await sound_task == 42
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -229,21 +231,21 @@ def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outc
         go = asyncio.Event()
 
         def work() -> Awaitable[int]:
-            made = Work(len(works), ValueError("broken") if fails else None, work_turns)
-            made.go = go
-            works.append(made)
-            return made()
+            started_work = Work(len(works), ValueError("broken") if fails else None, work_turns)
+            started_work.go = go
+            works.append(started_work)
+            return started_work()
 
         callers: dict[int, asyncio.Task[int]] = {}
         hit: set[int] = set()
-        for turn in range(14):
+        for iteration in range(14):
             for caller, at in enumerate(joins):
-                if at == turn:
+                if at == iteration:
                     callers[caller] = asyncio.create_task(flights.do("key", work))
             for at, caller in cancelled:
-                if at == turn and caller in callers and callers[caller].cancel():
+                if at == iteration and caller in callers and callers[caller].cancel():
                     hit.add(caller)
-            if turn == ends_at:
+            if iteration == ends_at:
                 go.set()
             await asyncio.sleep(0)
         _, pending = await asyncio.wait(callers.values(), timeout=1.0)
@@ -266,15 +268,15 @@ def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outc
 
 async def test_a_future_is_used_as_it_is() -> None:
     flights = SingleFlight[str, int]()
-    made: list[asyncio.Future[Sequence[int]]] = []
+    futures: list[asyncio.Future[Sequence[int]]] = []
 
     def work(keys: Sequence[str]) -> Awaitable[Sequence[int]]:
-        made.append(asyncio.get_running_loop().create_future())
-        return made[0]
+        futures.append(asyncio.get_running_loop().create_future())
+        return futures[0]
 
     caller = asyncio.create_task(flights.do_many(["a", "b"], work))
     await turns()
-    made[0].set_result([1, 2])
+    futures[0].set_result([1, 2])
 
     assert await within(caller) == [1, 2]
 
@@ -316,16 +318,16 @@ async def test_work_is_cancelled_when_the_time_of_its_only_caller_is_over() -> N
 
 
 @given(
-    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
+    initial_flights=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
     keys=st.lists(st.integers(0, 9), max_size=12),
 )
 def test_keys_that_enter_are_those_that_were_not_there(
-    there: dict[int, object], keys: list[int]
+    initial_flights: dict[int, object], keys: list[int]
 ) -> None:
-    under_way, flight = dict(there), object()
+    under_way, flight = dict(initial_flights), object()
 
-    rest = board(under_way, keys, flight)
+    joined_indexes = board(under_way, keys, flight)
 
-    own = [key for place, key in enumerate(keys) if place not in rest]
-    assert len(set(own)) == len(own) and set(own) == set(keys) - set(there)
-    assert under_way == there | dict.fromkeys(own, flight)
+    own_keys = [key for index, key in enumerate(keys) if index not in joined_indexes]
+    assert len(set(own_keys)) == len(own_keys) and set(own_keys) == set(keys) - set(initial_flights)
+    assert under_way == initial_flights | dict.fromkeys(own_keys, flight)

@@ -43,8 +43,8 @@ class Bench:
             timer=self.clock,
         )
 
-    async def get(self, want: Want, generation: str = GENERATION) -> Found | Missed:
-        return await self.cache.get(NIGHT.view(generation), want, self.clock() + 60)
+    async def get(self, record_key: Want, generation: str = GENERATION) -> Found | Missed:
+        return await self.cache.get(NIGHT.view(generation), record_key, self.clock() + 60)
 
     def store_overlay(self, id_: str, digest: bytes, ttl_s: float, value: float = 0.5) -> None:
         name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.want(id_).key))
@@ -74,34 +74,34 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
 
 
 async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(bench: Bench) -> None:
-    want, view = NIGHT.want(KNOWN), NIGHT.view(GENERATION)
+    record_key, view = NIGHT.want(KNOWN), NIGHT.view(GENERATION)
     bench.remote.gate = asyncio.Event()
     callers = [
-        asyncio.create_task(bench.cache.get(view, want)),
-        asyncio.create_task(bench.get(want)),
-        asyncio.create_task(bench.cache.get(view, want)),
+        asyncio.create_task(bench.cache.get(view, record_key)),
+        asyncio.create_task(bench.get(record_key)),
+        asyncio.create_task(bench.cache.get(view, record_key)),
     ]
     await turns()
     callers[0].cancel()  # C7: takes nobody along
     await turns()
     bench.remote.gate.set()
 
-    found = [await each for each in callers[1:]]
+    results = [await caller for caller in callers[1:]]
 
-    assert all(isinstance(each, Found) and each.tier == "l2" for each in found)
+    assert all(isinstance(result, Found) and result.tier == "l2" for result in results)
     assert len(bench.remote.reads) == 1 and len(bench.cache.flights) == 0
     assert bench.cache.counters.l2 == 2 and bench.cache.flights.shared == 2
-    assert isinstance(bench.cache.peek(view, want), Found)
+    assert isinstance(bench.cache.peek(view, record_key), Found)
 
 
 async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
-    wants = [NIGHT.want(each) for each in NIGHT.ids]
+    record_keys = [NIGHT.want(entity_id) for entity_id in NIGHT.ids]
 
-    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
+    outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
-    for want, outcome in zip(wants, outcomes, strict=True):
+    for record_key, outcome in zip(record_keys, outcomes, strict=True):
         assert isinstance(outcome, Found)
-        assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
+        assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
     assert len(bench.remote.calls) == 1, "one call for the whole batch"
 
 
@@ -109,9 +109,9 @@ async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench: Bench) -> No
     assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is None
     await bench.get(NIGHT.want(KNOWN))
 
-    found = bench.cache.peek(VIEW, NIGHT.want(KNOWN))
+    hit = bench.cache.peek(VIEW, NIGHT.want(KNOWN))
 
-    assert found is not None and found.tier == "l1"
+    assert hit is not None and hit.tier == "l1"
     assert bench.cache.counters.total == 2
 
 
@@ -126,22 +126,22 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
     bench: Bench,
 ) -> None:
     """C4, C16: a reply that belongs to somebody else is never an answer."""
-    want = NIGHT.want(KNOWN)
-    wrong = want._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+    record_key = NIGHT.want(KNOWN)
+    wrong = record_key._replace(position=NIGHT.want(NIGHT.ids[4]).position)
 
     assert await bench.get(wrong) == Missed(MissReason.CORRUPT)
     assert bench.cache.counters.missed[MissReason.CORRUPT] == 1
-    assert await bench.get(want) != Missed(MissReason.CORRUPT)
+    assert await bench.get(record_key) != Missed(MissReason.CORRUPT)
 
 
 async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(
     bench: Bench,
 ) -> None:
     """C4: the hash is not the identity; the fingerprint inside the record is compared on every read."""
-    known = NIGHT.want(KNOWN)
-    await bench.get(known)
+    known_key = NIGHT.want(KNOWN)
+    await bench.get(known_key)
 
-    impostor = known._replace(fingerprint=known.fingerprint ^ 1)
+    impostor = known_key._replace(fingerprint=known_key.fingerprint ^ 1)
 
     assert await bench.get(impostor) == Missed(MissReason.CORRUPT)
 
@@ -162,8 +162,8 @@ async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
 def without_answers(bench: Bench) -> None:
     for name, page in bench.remote.pages.items():
         records = np.frombuffer(page, NIGHT.layout.dtype)
-        nobody = absent(NIGHT.layout, records["fingerprint"], 0)
-        bench.remote.pages[name] = nobody.tobytes()
+        absent_records = absent(NIGHT.layout, records["fingerprint"], 0)
+        bench.remote.pages[name] = absent_records.tobytes()
 
 
 async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not_know(
@@ -173,23 +173,23 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
     without_answers(bench)
 
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
-    many = await bench.cache.get_many(
-        VIEW, [NIGHT.want(each) for each in NIGHT.ids[:3]], bench.clock() + 60
+    misses = await bench.cache.get_many(
+        VIEW, [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:3]], bench.clock() + 60
     )
-    assert {each.reason for each in many} == {MissReason.NOT_IN_GENERATION}
+    assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
     assert bench.cache.local.size_bytes == 0
-    other = NIGHT.want(KNOWN)._replace(position=NIGHT.want(NIGHT.ids[4]).position)
-    assert await bench.get(other) == Missed(MissReason.CORRUPT)
+    misplaced_key = NIGHT.want(KNOWN)._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+    assert await bench.get(misplaced_key) == Missed(MissReason.CORRUPT)
 
 
 async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) -> None:
     without_answers(bench)
-    want = NIGHT.want(KNOWN)._replace(digest=DIGEST_A)
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(KNOWN), DIGEST_A, 60)
+    record_key = NIGHT.want(KNOWN)._replace(digest=DIGEST_A)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 60)
 
-    found = await bench.get(want)
+    hit = await bench.get(record_key)
 
-    assert isinstance(found, Found) and found.live and found.reason is None
+    assert isinstance(hit, Found) and hit.live and hit.reason is None
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
 
 
@@ -201,7 +201,7 @@ async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None
 
     assert isinstance(await bench.get(stranger), Found)
     assert await bench.get(stranger, NEXT_GENERATION) == Missed(MissReason.NOT_IN_GENERATION)
-    assert {each.generation for each in bench.remote.writes} == {GENERATION}
+    assert {write.generation for write in bench.remote.writes} == {GENERATION}
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
     """C10, C11: and nothing is remembered of it."""
     bench.remote.fails_with = TierUnavailable("no", reason=reason)
 
-    known, stranger = NIGHT.want(KNOWN), NIGHT.want(STRANGER)
-    assert await bench.get(known) == Missed(missed) == await bench.get(stranger)
+    known_key, stranger = NIGHT.want(KNOWN), NIGHT.want(STRANGER)
+    assert await bench.get(known_key) == Missed(missed) == await bench.get(stranger)
 
     bench.remote.fails_with = None
-    assert isinstance(await bench.get(known), Found)
+    assert isinstance(await bench.get(known_key), Found)
     assert await bench.get(stranger) == Missed(MissReason.NOT_IN_GENERATION)
 
 
@@ -257,7 +257,7 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
     bench.remote.gate.set()
     outcomes = await asyncio.gather(*callers)
 
-    assert all(isinstance(each, Found) and each.tier == "l2" for each in outcomes)
+    assert all(isinstance(outcome, Found) and outcome.tier == "l2" for outcome in outcomes)
     counters = bench.cache.counters
     assert counters.l2 == counters.total == 10_000 and counters.l2_reads == 1
     assert bench.cache.flights.shared == 9_999
@@ -275,15 +275,15 @@ async def test_a_cancelled_caller_takes_nobody_along(bench: Bench) -> None:
     outcomes = await asyncio.gather(*callers, return_exceptions=True)
 
     assert isinstance(outcomes[0], asyncio.CancelledError)
-    assert all(isinstance(each, Found) for each in outcomes[1:])
+    assert all(isinstance(outcome, Found) for outcome in outcomes[1:])
 
 
 async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
     bench: Bench,
 ) -> None:
-    wants = [NIGHT.want(KNOWN), NIGHT.want(STRANGER), NIGHT.want(KNOWN)]
+    record_keys = [NIGHT.want(KNOWN), NIGHT.want(STRANGER), NIGHT.want(KNOWN)]
 
-    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
+    outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
     assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], Found)
     assert outcomes[1] == Missed(MissReason.NOT_IN_GENERATION)
@@ -291,15 +291,15 @@ async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
 
 
 async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench: Bench) -> None:
-    want = NIGHT.want(STRANGER)
+    record_key = NIGHT.want(STRANGER)
 
-    outcomes = [await bench.get(want) for _ in range(50)]
+    outcomes = [await bench.get(record_key) for _ in range(50)]
     assert outcomes[0] == Missed(MissReason.NOT_IN_GENERATION)
     assert set(outcomes[1:]) == {Missed(MissReason.NEGATIVE)}
     assert len(bench.remote.reads) == 1
 
     bench.clock.tick(5.0)
-    assert await bench.get(want) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(record_key) == Missed(MissReason.NOT_IN_GENERATION)
     assert len(bench.remote.reads) == 2
 
 
@@ -318,9 +318,9 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.clock.tick(7)
 
-    found = await bench.get(NIGHT.want(STRANGER))
-    assert isinstance(found, Found) and found.live
-    assert found.expires_at == bench.clock() + 3
+    hit = await bench.get(NIGHT.want(STRANGER))
+    assert isinstance(hit, Found) and hit.live
+    assert hit.expires_at == bench.clock() + 3
     bench.clock.tick(3)
 
     assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.NOT_IN_GENERATION)
@@ -336,8 +336,8 @@ async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: 
     bench.clock.tick(4)
     bench.remote.gate.set()
 
-    found = await reading
-    assert isinstance(found, Found) and found.expires_at == ends_at
+    hit = await reading
+    assert isinstance(hit, Found) and hit.expires_at == ends_at
 
 
 async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> None:
@@ -381,76 +381,76 @@ async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(benc
     """C19: the read of the stored record is one, what each may take from it is judged for each."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
 
-    one, other = await asyncio.gather(
+    hit, miss = await asyncio.gather(
         bench.get(NIGHT.want(STRANGER, DIGEST_A)), bench.get(NIGHT.want(STRANGER, DIGEST_B))
     )
 
-    assert isinstance(one, Found) and other == Missed(MissReason.INPUT_CHANGED)
+    assert isinstance(hit, Found) and miss == Missed(MissReason.INPUT_CHANGED)
     assert len(bench.remote.reads) == 1
 
 
 async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an_end(
     bench: Bench,
 ) -> None:
-    want = NIGHT.want(STRANGER, DIGEST_A)
-    await bench.get(want)
+    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    await bench.get(record_key)
 
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
-    found = await bench.get(want)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    hit = await bench.get(record_key)
     await bench.cache.aclose()
 
-    assert isinstance(found, Found) and found.tier == "l1" and found.live
-    assert [each.ttl_s for each in bench.remote.writes] == [30]
+    assert isinstance(hit, Found) and hit.tier == "l1" and hit.live
+    assert [write.ttl_s for write in bench.remote.writes] == [30]
     assert bench.cache.writes.stored == 1
 
 
 async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
     bench = Bench(max_bytes=0)
-    want = NIGHT.want(STRANGER, DIGEST_A)
-    await bench.get(want)
-    assert await bench.get(want) == Missed(MissReason.NEGATIVE)
+    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    await bench.get(record_key)
+    assert await bench.get(record_key) == Missed(MissReason.NEGATIVE)
 
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
-    found = await bench.get(want)
-    assert isinstance(found, Found) and found.tier == "l2"
+    hit = await bench.get(record_key)
+    assert isinstance(hit, Found) and hit.tier == "l2"
 
 
 async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> None:
-    want = NIGHT.want(STRANGER, DIGEST_A)
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER, 1.0), DIGEST_A, 30)
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
+    record_key = NIGHT.want(STRANGER, DIGEST_A)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER, 1.0), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
     await bench.cache.aclose()
 
-    ours = await bench.get(NIGHT.want(STRANGER, DIGEST_B))
+    hit = await bench.get(NIGHT.want(STRANGER, DIGEST_B))
     payload, _ = next(iter(bench.remote.overlays.values()))
 
-    assert isinstance(ours, Found) and ours.record == NIGHT.live_record(STRANGER, 2.0)
+    assert isinstance(hit, Found) and hit.record == NIGHT.live_record(STRANGER, 2.0)
     assert payload.endswith(DIGEST_B)
 
 
 async def test_a_live_answer_never_takes_the_place_of_the_nights(bench: Bench) -> None:
     """A fresh answer for a known entity is kept beside its batch record and written to no other tier."""
-    known = NIGHT.want(KNOWN)
-    batch = await bench.get(known)
+    known_key = NIGHT.want(KNOWN)
+    batch = await bench.get(known_key)
 
-    bench.cache.put_live(VIEW, known, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, known_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
     await bench.cache.aclose()
 
-    assert (await bench.get(known))[0] == batch[0]
+    assert (await bench.get(known_key))[0] == batch[0]
     assert (await bench.get(NIGHT.want(KNOWN, DIGEST_A)))[0] == batch[0]
     assert bench.remote.writes == []
 
 
 async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Bench) -> None:
-    ours = NIGHT.want(KNOWN, DIGEST_A)
+    record_key = NIGHT.want(KNOWN, DIGEST_A)
     bench.remote.fails_with = TierUnavailable("no", reason="connection")
-    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
 
-    meanwhile = await bench.get(ours)
+    meanwhile = await bench.get(record_key)
     bench.remote.fails_with = None
-    after = await bench.get(ours)
+    after = await bench.get(record_key)
 
     assert isinstance(meanwhile, Found) and isinstance(after, Found)
     assert (meanwhile.live, meanwhile.reason) == (True, MissReason.L2_DOWN)
@@ -458,11 +458,11 @@ async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Ben
 
 
 async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
-    ours = NIGHT.want(KNOWN, DIGEST_A)
-    await bench.get(ours)
-    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    record_key = NIGHT.want(KNOWN, DIGEST_A)
+    await bench.get(record_key)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
 
-    bench.cache.discard(VIEW, ours)
+    bench.cache.discard(VIEW, record_key)
 
     assert len(bench.cache.local) == 0
 
@@ -472,13 +472,13 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
 ) -> None:
     """C19."""
     bench.remote.pages.clear()
-    ours = NIGHT.want(KNOWN, DIGEST_A)
+    record_key = NIGHT.want(KNOWN, DIGEST_A)
 
-    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
 
-    found = await bench.get(ours)
-    assert isinstance(found, Found) and found.live and found.reason == MissReason.PAGE_MISSING
-    assert (await bench.cache.get_many(VIEW, [ours], bench.clock() + 60)) == [found]
+    hit = await bench.get(record_key)
+    assert isinstance(hit, Found) and hit.live and hit.reason == MissReason.PAGE_MISSING
+    assert (await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60)) == [hit]
     assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Missed(MissReason.PAGE_MISSING)
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
 
@@ -495,8 +495,8 @@ async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answe
     bench.remote.gate.set()
     await reading
 
-    found = await bench.get(NIGHT.want(STRANGER))
-    assert isinstance(found, Found) and found.record == NIGHT.live_record(STRANGER, 2.0)
+    hit = await bench.get(NIGHT.want(STRANGER))
+    assert isinstance(hit, Found) and hit.record == NIGHT.live_record(STRANGER, 2.0)
 
 
 async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
@@ -515,16 +515,22 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
 
 async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Bench) -> None:
     """C11: no default, no partial answer and nobody else's is ever stored."""
-    want = NIGHT.want(STRANGER)
+    record_key = NIGHT.want(STRANGER)
     good = NIGHT.live_record(STRANGER)
     batch = await bench.get(NIGHT.want(KNOWN))
     assert isinstance(batch, Found)
 
-    for bad in (good[:-1], good + b"x", NIGHT.live_record("somebody else"), batch.record, b""):
+    for invalid_record in (
+        good[:-1],
+        good + b"x",
+        NIGHT.live_record("somebody else"),
+        batch.record,
+        b"",
+    ):
         with pytest.raises(ValueError, match="record"):
-            bench.cache.put_live(VIEW, want, bad, DIGEST_A, 30)
+            bench.cache.put_live(VIEW, record_key, invalid_record, DIGEST_A, 30)
 
-    assert await bench.get(want) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(record_key) == Missed(MissReason.NOT_IN_GENERATION)
 
 
 async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
@@ -537,13 +543,13 @@ async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
 
 async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> None:
     """C3, C4: the key of an id-less request is the digest of its input."""
-    want = NIGHT.want(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
-    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    record_key = NIGHT.want(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
+    bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
-    assert isinstance(await bench.get(want), Found)
-    other = bytes([*DIGEST_A[:15], 0])
-    assert await bench.get(want._replace(key=other, digest=other)) == Missed(
+    assert isinstance(await bench.get(record_key), Found)
+    other_digest = bytes([*DIGEST_A[:15], 0])
+    assert await bench.get(record_key._replace(key=other_digest, digest=other_digest)) == Missed(
         MissReason.NOT_IN_GENERATION
     )
     assert bench.remote.writes[0].hash_hex == DIGEST_A.hex()
@@ -588,11 +594,14 @@ async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> No
 
 
 async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
-    there = await bench.cache.get_many(
-        VIEW, [NIGHT.want(each) for each in NIGHT.ids], bench.clock() + 60, is_counted=False
+    hits = await bench.cache.get_many(
+        VIEW,
+        [NIGHT.want(entity_id) for entity_id in NIGHT.ids],
+        bench.clock() + 60,
+        is_counted=False,
     )
 
-    assert all(isinstance(each, Found) for each in there) and bench.cache.counters.total == 0
+    assert all(isinstance(hit, Found) for hit in hits) and bench.cache.counters.total == 0
     assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is not None
 
 
@@ -627,35 +636,35 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
     async def run() -> None:
         bench = Bench(max_bytes=room_for(4, NIGHT.layout.size_bytes))
         ids = [*NIGHT.ids[:5], *(f"stranger-{number}" for number in range(5))]
-        asked = 0
+        request_count = 0
         computed_from: dict[bytes, bytes] = {}
 
-        def check(want: Want, outcome: Found | Missed) -> None:
+        def check(record_key: Want, outcome: Found | Missed) -> None:
             if isinstance(outcome, Found):
-                assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
-                if outcome.live and want.digest is not None:
-                    assert computed_from[outcome.record] == want.digest
+                assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
+                if outcome.live and record_key.digest is not None:
+                    assert computed_from[outcome.record] == record_key.digest
 
         for value, (action, number, digest) in enumerate(script):
-            want = NIGHT.want(ids[number], digest)
+            record_key = NIGHT.want(ids[number], digest)
             match action:
                 case "get":
-                    asked += 1
-                    check(want, await bench.get(want))
+                    request_count += 1
+                    check(record_key, await bench.get(record_key))
                 case "many":
-                    wants = [NIGHT.want(each, digest) for each in ids[: number + 1]]
-                    asked += len(wants)
-                    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
-                    for each, outcome in zip(wants, outcomes, strict=True):
-                        check(each, outcome)
+                    record_keys = [NIGHT.want(entity_id, digest) for entity_id in ids[: number + 1]]
+                    request_count += len(record_keys)
+                    outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
+                    for requested_key, outcome in zip(record_keys, outcomes, strict=True):
+                        check(requested_key, outcome)
                 case "peek":
-                    found = bench.cache.peek(VIEW, want)
-                    asked += found is not None
-                    check(want, found or Missed(MissReason.NEGATIVE))
+                    hit = bench.cache.peek(VIEW, record_key)
+                    request_count += hit is not None
+                    check(record_key, hit or Missed(MissReason.NEGATIVE))
                 case "put" if digest is not None:
                     record = NIGHT.live_record(ids[number], value + 1.0)
                     computed_from[record] = digest
-                    bench.cache.put_live(VIEW, want, record, digest, 10)
+                    bench.cache.put_live(VIEW, record_key, record, digest, 10)
                 case "tick":
                     bench.clock.tick(number)
                 case "fail":
@@ -665,9 +674,11 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                 case "lose":
                     bench.remote.overlays.clear()
                 case "warm":
-                    await bench.cache.get_many(VIEW, [want], bench.clock() + 60, is_counted=False)
+                    await bench.cache.get_many(
+                        VIEW, [record_key], bench.clock() + 60, is_counted=False
+                    )
             await asyncio.sleep(0)
-        assert bench.cache.counters.total == asked
+        assert bench.cache.counters.total == request_count
         await bench.cache.aclose()
 
     asyncio.run(run())

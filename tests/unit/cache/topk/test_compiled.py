@@ -25,10 +25,10 @@ engines = pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
 kernels = pytest.mark.parametrize("engine", ENGINES[1:], ids=NAMES[1:])
 
 
-def same(left, right):
+def same(left_lists, right):
     """Same ordinals, same bits."""
-    return np.array_equal(left[0], right[0]) and np.array_equal(
-        left[1].view(np.uint32), right[1].view(np.uint32)
+    return np.array_equal(left_lists[0], right[0]) and np.array_equal(
+        left_lists[1].view(np.uint32), right[1].view(np.uint32)
     )
 
 
@@ -49,12 +49,14 @@ def test_the_kernel_gives_the_bits_of_faiss_and_numpy(engine, metric, skewed):
     users[7] = 0
     items[11] = items[4000] = 0
 
-    ours = Scorer.of(items, metric, engine=engine).top(users, 60, excluded, threads=2)
+    kernel_lists = Scorer.of(items, metric, engine=engine).top(users, 60, excluded, threads=2)
 
-    assert same(ours, Scorer.of(items, metric, engine=False).top(users, 60, excluded, threads=1))
+    assert same(
+        kernel_lists, Scorer.of(items, metric, engine=False).top(users, 60, excluded, threads=1)
+    )
     rows = np.arange(100, 117)
     part = Scorer.of(items, metric, engine=engine).top(users[rows], 60, excluded.take(rows))
-    assert same(part, (ours[0][rows], ours[1][rows]))
+    assert same(part, (kernel_lists[0][rows], kernel_lists[1][rows]))
 
 
 @engines
@@ -77,9 +79,9 @@ def test_shuffled_near_ties_come_in_the_order_of_their_bits(engine):
     users = rng.standard_normal((9, 24)).astype(np.float32)
     excluded = Histories.of([rng.choice(4000, 40, replace=False) for _ in range(9)])
 
-    ours = Scorer.of(items, engine=engine).top(users, 50, excluded)
+    kernel_lists = Scorer.of(items, engine=engine).top(users, 50, excluded)
 
-    assert same(ours, Scorer.of(items, engine=False).top(users, 50, excluded))
+    assert same(kernel_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
 
 
 @engines
@@ -99,8 +101,8 @@ def test_only_what_is_allowed_appears(engine):
     users[3] = 0
 
     assert_exact(users, items, 100, excluded, engine=engine, allowed=allowed)
-    nothing = np.zeros(3000, np.bool_)
-    assert_exact(users, items, 5, excluded, engine=engine, allowed=nothing)
+    empty_mask = np.zeros(3000, np.bool_)
+    assert_exact(users, items, 5, excluded, engine=engine, allowed=empty_mask)
 
 
 @engines
@@ -122,17 +124,19 @@ def test_any_case_is_exact(engine, data):
     queries[rng.random(users) < 0.1] = 0
     allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
 
-    ours = assert_exact(
+    engine_lists = assert_exact(
         queries, vectors, k, excluded, metric, engine=engine, allowed=allowed, threads=2
     )
 
-    plain = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
-    assert same(ours, plain)
+    reference_lists = Scorer.of(vectors, metric, engine=False).top(
+        queries, k, excluded, allowed=allowed
+    )
+    assert same(engine_lists, reference_lists)
 
 
 @engines
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message_pattern"),
     [
         ({"users": np.ones((2, 8))}, "float64"),
         ({"users": np.ones((2, 7), np.float32)}, "7 dimensions, the items 8"),
@@ -146,12 +150,12 @@ def test_any_case_is_exact(engine, data):
         ({"allowed": np.ones(30, np.uint8)}, "uint8"),
     ],
 )
-def test_what_does_not_fit_is_refused(engine, change, words):
+def test_what_does_not_fit_is_refused(engine, change, message_pattern):
     scorer = Scorer.of(np.ones((30, 8), np.float32), engine=engine)
-    given = {"users": np.ones((2, 8), np.float32), "k": 3} | change
+    top_arguments = {"users": np.ones((2, 8), np.float32), "k": 3} | change
 
-    with pytest.raises(ConfigError, match=words):
-        scorer.top(**given)
+    with pytest.raises(ConfigError, match=message_pattern):
+        scorer.top(**top_arguments)
 
 
 def test_items_that_are_no_numbers_are_refused():
@@ -167,7 +171,7 @@ def test_switched_off_or_not_built_it_is_left_out_and_said_once(caplog, tmp_path
     scorers = [Scorer.of(np.ones((3, 2), np.float32)) for _ in range(2)]
 
     compiled.kernel.cache_clear()
-    assert [each.compiled for each in scorers] == [None, None]
+    assert [scorer.compiled for scorer in scorers] == [None, None]
     assert sum("without the compiled kernel" in line for line in caplog.messages) == 1
     assert compiled.load({}, tmp_path) is None
     with pytest.raises(ConfigError, match="maybe"):
@@ -185,9 +189,9 @@ def test_a_numpy_that_adds_in_another_order_means_no_kernel(monkeypatch):
 @pytest.mark.skipif(BUILT is None, reason="nothing is compiled here")
 def test_a_file_that_cannot_be_loaded_leaves_the_one_beside_it(tmp_path):
     # Given a tree that was copied from another machine, and this machine's own build in it
-    own = next(Path(compiled.__file__).parent.glob("_topk*.so"))
+    built_library = next(Path(compiled.__file__).parent.glob("_topk*.so"))
     first, *_, last = EXTENSION_SUFFIXES
     (tmp_path / f"_topk{first}").write_bytes(b"another machine's")
-    shutil.copy(own, tmp_path / f"_topk{last}")
+    shutil.copy(built_library, tmp_path / f"_topk{last}")
 
     assert compiled.load({}, tmp_path) is not None

@@ -13,13 +13,13 @@ def test_what_is_excluded_is_in_no_list_and_all_else_is() -> None:
     items = rng.standard_normal((ITEMS, DIMS)).astype(np.float32)
     users = rng.standard_normal((USERS, DIMS)).astype(np.float32)
     scores = users.astype(np.float64) @ items.T.astype(np.float64)
-    gone = [
+    exclusions = [
         np.concatenate([np.argsort(-row)[:400:2], rng.choice(ITEMS, 300, replace=False)])
         for row in scores
     ]
 
-    found = Scorer.of(items).top(users, K, Histories.of(gone))[0]
+    top_items = Scorer.of(items).top(users, K, Histories.of(exclusions))[0]
 
-    for row, out, listed in zip(scores, gone, found, strict=True):
-        row[out] = -np.inf
-        assert set(np.argsort(-row)[:K].tolist()) == set(listed.tolist())
+    for row, user_exclusions, user_items in zip(scores, exclusions, top_items, strict=True):
+        row[user_exclusions] = -np.inf
+        assert set(np.argsort(-row)[:K].tolist()) == set(user_items.tolist())

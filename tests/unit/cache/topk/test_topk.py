@@ -36,35 +36,35 @@ def test_lists_equal_a_float64_brute_force(metric, k):
 def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
     users, items, excluded = make(200, 3000, 16, skewed=skewed, seed=2)
     assert_exact(users, items, 20, excluded)
-    plain = Scorer.of(items).top(users, 20, excluded)
+    default_lists = Scorer.of(items).top(users, 20, excluded)
     monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 500)
 
     small = Scorer.of(items).top(users, 20, excluded)
 
-    assert np.array_equal(plain[0], small[0])
-    assert np.array_equal(plain[1].view(np.uint32), small[1].view(np.uint32))
+    assert np.array_equal(default_lists[0], small[0])
+    assert np.array_equal(default_lists[1].view(np.uint32), small[1].view(np.uint32))
 
 
 def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatch):
     users, items, excluded = make(40, 800, 16, seed=4)
-    plain = Scorer.of(items).top(users, 20, excluded)
+    certified_lists = Scorer.of(items).top(users, 20, excluded)
     monkeypatch.setattr(flat, "_ROUNDING", 1.0)
 
     scanned = Scorer.of(items).top(users, 20, excluded)
 
-    assert np.array_equal(plain[0], scanned[0])
-    assert np.array_equal(plain[1].view(np.uint32), scanned[1].view(np.uint32))
+    assert np.array_equal(certified_lists[0], scanned[0])
+    assert np.array_equal(certified_lists[1].view(np.uint32), scanned[1].view(np.uint32))
 
 
 def test_batches_and_threads_change_no_bit():
     users, items, excluded = make(70, 900, 24, seed=3)
-    whole = Scorer.of(items).top(users, 15, excluded, threads=2)
+    full_batch_lists = Scorer.of(items).top(users, 15, excluded, threads=2)
 
     for size in (1, 3, 19, 20, 21):
         rows = np.arange(size)
         part = Scorer.of(items).top(users[:size], 15, excluded.take(rows), threads=1)
-        assert np.array_equal(part[0], whole[0][:size])
-        assert np.array_equal(part[1].view(np.uint32), whole[1][:size].view(np.uint32))
+        assert np.array_equal(part[0], full_batch_lists[0][:size])
+        assert np.array_equal(part[1].view(np.uint32), full_batch_lists[1][:size].view(np.uint32))
 
 
 def test_ties_in_masses_are_settled_by_ordinal():
@@ -116,7 +116,7 @@ def test_k_out_of_range_is_refused(k):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20_000), st.integers(1, 64))
 def test_slabs_are_all_rows_once_and_end_small(users, threads):
-    slabs = [range(each.start, each.stop) for each in topk.slabs_of(users, threads)]
+    slabs = [range(slab.start, slab.stop) for slab in topk.slabs_of(users, threads)]
 
     assert [row for slab in slabs for row in slab] == list(range(users))
     sizes = [len(slab) for slab in slabs]
@@ -127,11 +127,11 @@ def test_slabs_are_all_rows_once_and_end_small(users, threads):
 
 def test_progress_counts_every_user_once():
     users, items, excluded = make(50, 300, 8)
-    told: list[int] = []
+    progress_counts: list[int] = []
 
-    Scorer.of(items).top(users, 5, excluded, progress=told.append)
+    Scorer.of(items).top(users, 5, excluded, progress=progress_counts.append)
 
-    assert sum(told) == 50
+    assert sum(progress_counts) == 50
 
 
 def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
@@ -150,10 +150,12 @@ def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
         return min(peaks) - users * 50 * 8  # what it returns
 
     # When four times the users are scored
-    each = (peak(2048) - peak(512)) / (2048 - 512)
+    bytes_per_user = (peak(2048) - peak(512)) / (2048 - 512)
 
     # Then a further user costs its marks and its share of a slab, against 400 bytes of result
-    assert each < {"kernel": 8, "flat": 48}[engine], f"{each:.1f} bytes for each further user"
+    assert bytes_per_user < {"kernel": 8, "flat": 48}[engine], (
+        f"{bytes_per_user:.1f} bytes for each further user"
+    )
 
 
 @settings(
@@ -167,16 +169,24 @@ def test_any_small_case_is_exact(data):
     k = data.draw(st.integers(1, 70), "k")
     metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
     # Small whole numbers make ties common.
-    whole = st.integers(-3, 3)
+    whole_numbers = st.integers(-3, 3)
     vectors = np.array(
         data.draw(
-            st.lists(st.lists(whole, min_size=dims, max_size=dims), min_size=items, max_size=items)
+            st.lists(
+                st.lists(whole_numbers, min_size=dims, max_size=dims),
+                min_size=items,
+                max_size=items,
+            )
         ),
         np.float32,
     )
     queries = np.array(
         data.draw(
-            st.lists(st.lists(whole, min_size=dims, max_size=dims), min_size=users, max_size=users)
+            st.lists(
+                st.lists(whole_numbers, min_size=dims, max_size=dims),
+                min_size=users,
+                max_size=users,
+            )
         ),
         np.float32,
     )
@@ -198,8 +208,10 @@ def test_whole_numbers_tie_exactly_and_ordinals_decide():
     assert ordinals.tolist() == brute(users, items, 25, excluded)[0].tolist()
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(None, 3), (2, 2)])
-def test_without_a_number_as_many_threads_run_as_cores_may_be_used(monkeypatch, asked, taken):
+@pytest.mark.parametrize(("requested_threads", "expected_threads"), [(None, 3), (2, 2)])
+def test_without_a_number_as_many_threads_run_as_cores_may_be_used(
+    monkeypatch, requested_threads, expected_threads
+):
     """A pod of four processors on a host of 96 took 96 threads."""
     users, items, excluded = make(30, 200, 8)
     scorer, numbers = Scorer.of(items), []
@@ -212,6 +224,6 @@ def test_without_a_number_as_many_threads_run_as_cores_may_be_used(monkeypatch, 
     monkeypatch.setattr(topk, "usable_cores", lambda: 3)
     monkeypatch.setattr(topk, "ThreadPoolExecutor", Noted)
 
-    scorer.top(users, 5, excluded, threads=asked)
+    scorer.top(users, 5, excluded, threads=requested_threads)
 
-    assert numbers and set(numbers) == {taken}
+    assert numbers and set(numbers) == {expected_threads}

@@ -25,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "state", "told"),
+    ("environ", "state", "expected_message"),
     [
         ({}, "not used", TRANSPORT),
         ({TRANSPORT: "{}"}, "to do", EXTRACTORS),
@@ -35,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(
-    environ: dict[str, str], state: str, told: str, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], state: str, expected_message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (*platform.TRANSPORTS, EXTRACTORS):
         monkeypatch.delenv(name, raising=False)
@@ -43,9 +43,9 @@ def test_what_is_missing_is_named(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
-    found = LOOKS["lineage"](NightConfig())
+    finding = LOOKS["lineage"](NightConfig())
 
-    assert found[0] == state and told in found[1]
+    assert finding[0] == state and expected_message in finding[1]
 
 
 def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +53,6 @@ def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(EXTRACTORS, OURS)
     installed(monkeypatch, "openlineage-python")
 
-    state, told = LOOKS["lineage"](NightConfig())
+    state, message = LOOKS["lineage"](NightConfig())
 
-    assert state == "to do" and PROVIDER in told and "larder-predictions[lineage]" in told
+    assert state == "to do" and PROVIDER in message and "larder-predictions[lineage]" in message

@@ -33,7 +33,7 @@ def at(times: str, rows: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "expected_message"),
     [
         (
             clicks() + [f"0,i{row % 40},1700000000" for row in range(300)],
@@ -52,10 +52,10 @@ def at(times: str, rows: list[str]) -> list[str]:
     ],
     ids=["an id with a fifth", "lists in a field", "times of 1970", "no times", "a header again"],
 )
-def test_what_looks_odd_is_said(tmp_path: Path, rows: list[str], said: str) -> None:
-    state, told = check(tmp_path, rows)
+def test_what_looks_odd_is_said(tmp_path: Path, rows: list[str], expected_message: str) -> None:
+    state, message = check(tmp_path, rows)
 
-    assert state == "ok" and said in told
+    assert state == "ok" and expected_message in message
 
 
 def test_too_little_data_is_to_do(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_too_little_data_is_to_do(tmp_path: Path) -> None:
 def test_a_table_of_items_without_rows_is_to_do(tmp_path: Path) -> None:
     pq.write_table(pa.table({"item": pa.array([], pa.string())}), tmp_path / "items.parquet")
 
-    state, told = check(tmp_path, clicks(), item_features="items.parquet")
+    state, message = check(tmp_path, clicks(), item_features="items.parquet")
 
-    assert (state, told.startswith("items.parquet has no rows")) == ("to do", True)
+    assert (state, message.startswith("items.parquet has no rows")) == ("to do", True)
 
 
 def test_a_table_with_a_log_is_to_do(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_a_copy_of_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text(text.replace("u1", "v1"))
     config = NightConfig(base=str(tmp_path), sources=Sources(interactions=("*.csv",)))
 
-    state, told = look_at_sources(config)
+    state, message = look_at_sources(config)
 
     assert state == "ok"
-    assert told.endswith(
+    assert message.endswith(
         "a (1).csv and a.csv hold the same bytes, so their rows count 2 times: leave one of them"
     )
 

@@ -35,19 +35,23 @@ sys.exit(main())
 """
 
 
-def run(*words: str, cwd: Path = ROOT, **environ: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> "subprocess.CompletedProcess[str]":
     """The command as a program of its own, without settings from outside."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
-    kept.pop("REDIS_URL", None)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("LARDER_")
+    }
+    environment.pop("REDIS_URL", None)
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env={**kept, "PYTHONPATH": str(ROOT), **environ},
+        [sys.executable, *arguments], cwd=cwd, env={**environment, "PYTHONPATH": str(ROOT), **environ},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
 
-def without(*hidden: str, words: tuple[str, ...], cwd: Path) -> "subprocess.CompletedProcess[str]":
+def without(
+    *hidden: str, arguments: tuple[str, ...], cwd: Path
+) -> "subprocess.CompletedProcess[str]":
     """The command on a machine that lacks some modules."""
-    return run("-c", HIDDEN.format(hidden=hidden, words=words), cwd=cwd)
+    return run("-c", HIDDEN.format(hidden=hidden, words=arguments), cwd=cwd)
 
 
 def test_the_help_fits_a_screen_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,8 +60,8 @@ def test_the_help_fits_a_screen_and_names_every_command(capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    words = page().replace(",", " ").split()
-    assert [each.name for each in ENTRIES if each.name not in words] == []
+    page_words = page().replace(",", " ").split()
+    assert [entry.name for entry in ENTRIES if entry.name not in page_words] == []
 
 
 def test_without_a_command_the_help_is_printed_and_it_is_wrong_usage() -> None:
@@ -72,22 +76,24 @@ def test_the_version_is_that_of_the_release(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
     assert len(BY_NAME) == len(ENTRIES)
-    assert {each.group for each in ENTRIES} == set(GROUPS)
-    groups = [each.group for each in ENTRIES]
+    assert {entry.group for entry in ENTRIES} == set(GROUPS)
+    groups = [entry.group for entry in ENTRIES]
     assert groups == sorted(groups, key=GROUPS.index)
-    assert {extra for each in ENTRIES for extra in each.needs} == set(EXTRAS)
+    assert {extra for entry in ENTRIES for extra in entry.needs} == set(EXTRAS)
 
 
 def test_the_page_has_every_command() -> None:
     rows = (ROOT / "docs/reference/command-line.md").read_text().partition("## Commands")[2]
-    told = {name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])}
+    documented_names = {
+        name.split()[0] for name in re.findall(r"`([^`]+)`", rows.partition("\n## ")[0])
+    }
 
-    assert set(BY_NAME) <= told
+    assert set(BY_NAME) <= documented_names
 
 
 def test_every_command_of_the_modules_can_be_reached() -> None:
-    assert {each.name for each in ENTRIES if each.module == NIGHT} == set(commands_of("larder"))
-    assert set(_COMMANDS.items()) <= {(each.name, each.module) for each in ENTRIES}
+    assert {entry.name for entry in ENTRIES if entry.module == NIGHT} == set(commands_of("larder"))
+    assert set(_COMMANDS.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
 
 
 WATCHED = {"demo", "redis", "completion", "serve"}
@@ -97,30 +103,37 @@ WATCHED = {"demo", "redis", "completion", "serve"}
 def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     """A command's parsers that have no commands of their own."""
     choices = [
-        each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
     ]
-    return [leaf for each in choices for one in each.values() for leaf in leaves(one)] or [parser]
+    return [
+        leaf
+        for parser_by_name in choices
+        for subparser in parser_by_name.values()
+        for leaf in leaves(subparser)
+    ] or [parser]
 
 
-@pytest.mark.parametrize("name", [each.name for each in ENTRIES if each.name not in WATCHED])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name not in WATCHED])
 def test_a_command_tells_programs_in_json(name: str) -> None:
-    made = import_module(BY_NAME[name].module).argument_parser(f"larder {name}")
+    parser = import_module(BY_NAME[name].module).argument_parser(f"larder {name}")
 
-    for leaf in leaves(made):
+    for leaf in leaves(parser):
         assert "--json" in leaf._option_string_actions, leaf.prog
 
 
-@pytest.mark.parametrize("name", [each.name for each in ENTRIES if each.name != "completion"])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name != "completion"])
 def test_a_command_shows_its_help_under_its_own_name(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main([name, "--help"])
 
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: larder {name} ")
-    assert "python -m precompute" not in shown.partition("\n\n")[0]
+    assert exit_info.value.code == 0
+    help_text = capsys.readouterr().out
+    assert help_text.startswith(f"usage: larder {name} ")
+    assert "python -m precompute" not in help_text.partition("\n\n")[0]
 
 
 def test_the_help_imports_nothing_heavy() -> None:
@@ -133,7 +146,7 @@ def test_the_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (("nigth",), "larder: there is no command 'nigth': did you mean night?"),
         (("rollback",), "larder: there is no command 'rollback': did you mean roll-back?"),
@@ -142,15 +155,15 @@ def test_the_help_imports_nothing_heavy() -> None:
     ],
 )
 def test_what_is_not_known_is_named_with_the_nearest(
-    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert main(arguments) == 2
 
     assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.parametrize(
-    ("hidden", "words", "end"),
+    ("hidden", "arguments", "end"),
     [
         (("pyarrow",), ("night",), "needs pyarrow, not installed here: {install}[precompute]'"),
         (("onnx", "scipy"), ("init",), "needs onnx, scipy, not installed here: {install}[precompute]'"),
@@ -161,85 +174,108 @@ def test_what_is_not_known_is_named_with_the_nearest(
     ],
 )  # fmt: skip
 def test_an_extra_that_is_missing_is_named(
-    tmp_path: Path, hidden: tuple[str, ...], words: tuple[str, ...], end: str
+    tmp_path: Path, hidden: tuple[str, ...], arguments: tuple[str, ...], end: str
 ) -> None:
-    found = without(*hidden, words=words, cwd=tmp_path)
+    completed_process = without(*hidden, arguments=arguments, cwd=tmp_path)
 
-    assert (found.returncode, found.stdout) == (2, "")
+    assert (completed_process.returncode, completed_process.stdout) == (2, "")
     end = end.format(install="pip install 'larder-predictions")
-    assert found.stderr.endswith(f"{end}\n") and found.stderr.count("\n") == 1
+    assert (
+        completed_process.stderr.endswith(f"{end}\n") and completed_process.stderr.count("\n") == 1
+    )
 
 
 SERVICE = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 
 
 @pytest.mark.parametrize(
-    "words", [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")]
+    "arguments",
+    [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")],
 )
 def test_a_host_of_nights_needs_nothing_of_the_service(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
 
-    found = without(*SERVICE, words=words, cwd=tmp_path)
+    completed_process = without(*SERVICE, arguments=arguments, cwd=tmp_path)
 
-    assert (found.returncode, found.stderr) == (3 if words[0] == "check" else 0, "")
+    assert (completed_process.returncode, completed_process.stderr) == (
+        3 if arguments[0] == "check" else 0,
+        "",
+    )
 
 
 @pytest.mark.parametrize("module", ["serving.client", "precompute.operations.night", "dags.canary"])
 def test_the_client_and_the_night_load_without_a_web_framework(tmp_path: Path, module: str) -> None:
-    words = f"import sys; sys.meta_path.insert(0, Hide()); import {module}"
+    import_code = f"import sys; sys.meta_path.insert(0, Hide()); import {module}"
     hide = HIDDEN.partition("import importlib.util")[0].format(hidden=SERVICE)
 
-    found = run("-c", hide + words, cwd=tmp_path)
+    completed_process = run("-c", hide + import_code, cwd=tmp_path)
 
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
 
 def test_the_program_of_the_service_names_its_extra(tmp_path: Path) -> None:
-    words = HIDDEN.partition("sys.argv")[0] + "runpy.run_module('serving', run_name='__main__')"
+    program = HIDDEN.partition("sys.argv")[0] + "runpy.run_module('serving', run_name='__main__')"
 
-    found = run("-c", words.format(hidden=("uvicorn",)), cwd=tmp_path)
+    completed_process = run("-c", program.format(hidden=("uvicorn",)), cwd=tmp_path)
 
-    assert found.returncode == 2 and found.stderr.count("\n") == 1
-    assert found.stderr.endswith("not installed here: pip install 'larder-predictions[serving]'\n")
+    assert completed_process.returncode == 2 and completed_process.stderr.count("\n") == 1
+    assert completed_process.stderr.endswith(
+        "not installed here: pip install 'larder-predictions[serving]'\n"
+    )
 
 
-@pytest.mark.parametrize("words", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")])
-def test_a_serving_host_needs_nothing_of_the_night(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--help"), ("tokens", "--help"), ("check", "--json")]
+)
+def test_a_serving_host_needs_nothing_of_the_night(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
 
-    found = without("onnx", "pyarrow", "rich", "scipy", "airflow", words=words, cwd=tmp_path)
+    completed_process = without(
+        "onnx", "pyarrow", "rich", "scipy", "airflow", arguments=arguments, cwd=tmp_path
+    )
 
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("place", ["here", "variable", "before", "behind"])
-def test_the_settings_are_found(tmp_path: Path, place: str) -> None:
-    file = tmp_path / ("larder.toml" if place == "here" else "shop.toml")
+@pytest.mark.parametrize("config_location", ["here", "variable", "before", "behind"])
+def test_the_settings_are_found(tmp_path: Path, config_location: str) -> None:
+    file = tmp_path / ("larder.toml" if config_location == "here" else "shop.toml")
     file.write_text('namespace = "no name"\n')
-    environ = {"LARDER_CONFIG": str(file)} if place == "variable" else {}
-    words = {"before": ["--config", str(file), "status"], "behind": ["status", f"--config={file}"]}
+    environ = {"LARDER_CONFIG": str(file)} if config_location == "variable" else {}
+    arguments_by_location = {
+        "before": ["--config", str(file), "status"],
+        "behind": ["status", f"--config={file}"],
+    }
 
-    found = run("-m", "infra.cli", *words.get(place, ["status"]), cwd=tmp_path, **environ)
+    completed_process = run(
+        "-m",
+        "infra.cli",
+        *arguments_by_location.get(config_location, ["status"]),
+        cwd=tmp_path,
+        **environ,
+    )
 
-    assert found.returncode == 1
-    assert str(file.name) in found.stderr and "no name" in found.stderr
+    assert completed_process.returncode == 1
+    assert str(file.name) in completed_process.stderr and "no name" in completed_process.stderr
 
 
 def test_what_stands_after_a_command_reaches_it_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[str] = []
+    received_arguments: list[str] = []
 
-    def take(words: list[str], *, prog: str) -> int:
-        seen.extend([prog, *words])
+    def record_arguments(arguments: list[str], *, prog: str) -> int:
+        received_arguments.extend([prog, *arguments])
         return 7
 
-    monkeypatch.setattr("infra.cli.check.command.main", take)
+    monkeypatch.setattr("infra.cli.check.command.main", record_arguments)
 
     assert main(["check", "--reason", "a b", "-x", "--", "--json"]) == 7
-    assert seen == ["larder check", "--reason", "a b", "-x", "--", "--json"]
+    assert received_arguments == ["larder check", "--reason", "a b", "-x", "--", "--json"]
 
 
 @pytest.mark.parametrize(
@@ -257,14 +293,14 @@ def test_no_error_is_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(_words: list[str], *, prog: str) -> int:
+    def fail(_arguments: list[str], *, prog: str) -> int:
         raise error
 
     monkeypatch.setattr("infra.cli.check.command.main", fail)
 
     assert main(["check"]) == code
-    told = capsys.readouterr().err
-    assert told.startswith(line) and told.count("\n") == 1
+    error_line = capsys.readouterr().err
+    assert error_line.startswith(line) and error_line.count("\n") == 1
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
@@ -274,7 +310,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
         "import sys; from infra.cli.__main__ import main; sys.exit(main(['check']))"
     )
 
-    found = run("-c", slow, cwd=tmp_path)
+    completed_process = run("-c", slow, cwd=tmp_path)
 
-    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+    assert (completed_process.returncode, completed_process.stderr) == (130, "interrupted\n")
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

@@ -36,21 +36,23 @@ def test_the_shell_reads_its_script(script: tuple[str, Path]) -> None:
     if not shutil.which(shell):
         pytest.skip(f"there is no {shell} here")
 
-    found = subprocess.run([shell, "-n", file], capture_output=True, text=True, check=False)
+    completed_process = subprocess.run(
+        [shell, "-n", file], capture_output=True, text=True, check=False
+    )
 
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
 
 def test_every_command_is_completed(script: tuple[str, Path]) -> None:
     text = script[1].read_text()
 
-    assert [each.name for each in ENTRIES if each.name not in text] == []
+    assert [entry.name for entry in ENTRIES if entry.name not in text] == []
     assert "--data-until" in text or "data-until" in text
 
 
 @pytest.mark.parametrize("script", ["bash"], indirect=True)
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("command_line", "expected"),
     [
         ("larder st", "status"),
         ("larder erase --as ''", "user item"),
@@ -59,9 +61,11 @@ def test_every_command_is_completed(script: tuple[str, Path]) -> None:
         ("larder serve --log-", "--log-level"),
     ],
 )
-def test_bash_completes(script: tuple[str, Path], words: str, expected: str) -> None:
-    asked = ASKED.format(script=script[1], words=words)
+def test_bash_completes(script: tuple[str, Path], command_line: str, expected: str) -> None:
+    bash_program = ASKED.format(script=script[1], words=command_line)
 
-    found = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=False)
+    completed_process = subprocess.run(
+        ["bash", "-c", bash_program], capture_output=True, text=True, check=False
+    )
 
-    assert (found.stdout.strip(), found.stderr) == (expected, "")
+    assert (completed_process.stdout.strip(), completed_process.stderr) == (expected, "")

@@ -12,7 +12,7 @@ from infra.cli.__main__ import main
 from infra.cli.check.command import LOOKS
 from infra.cli.dags import PACKAGED
 
-NAMES = sorted(each.name for each in PACKAGED.glob("*.py") if each.stem != "__init__")
+NAMES = sorted(file.name for file in PACKAGED.glob("*.py") if file.stem != "__init__")
 
 
 @pytest.fixture
@@ -35,18 +35,22 @@ def test_every_dag_file_is_written_and_keeps_its_docstring(folder: Path) -> None
     assert install(folder) == 0
 
     written = sorted((folder / "larder").iterdir())
-    assert [each.name for each in written] == NAMES
-    for each in written:
-        trees = [ast.parse(file.read_text()) for file in (each, PACKAGED / each.name)]
+    assert [installed_file.name for installed_file in written] == NAMES
+    for installed_file in written:
+        trees = [
+            ast.parse(file.read_text()) for file in (installed_file, PACKAGED / installed_file.name)
+        ]
         assert ast.dump(trees[0]) == ast.dump(trees[1])
 
 
 def test_it_may_be_run_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert states(folder, capsys) == {"missing"}
-    before = {each: each.stat().st_mtime_ns for each in (folder / "larder").iterdir()}
+    mtime_ns_by_file = {file: file.stat().st_mtime_ns for file in (folder / "larder").iterdir()}
 
     assert states(folder, capsys) == {"current"}
-    assert before == {each: each.stat().st_mtime_ns for each in (folder / "larder").iterdir()}
+    assert mtime_ns_by_file == {
+        file: file.stat().st_mtime_ns for file in (folder / "larder").iterdir()
+    }
 
 
 def test_a_file_of_an_older_release_is_replaced(
@@ -61,14 +65,14 @@ def test_a_file_of_an_older_release_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (lambda text: f"{text}# mine\n", "was changed by hand"),
         (lambda text: text.partition("\n")[2], "was not written by this command"),
     ],
 )
 def test_what_is_not_ours_is_refused_and_nothing_is_written(
-    folder: Path, change, why: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, change, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(folder)
     last = folder / "larder" / NAMES[-1]
@@ -79,7 +83,7 @@ def test_what_is_not_ours_is_refused_and_nothing_is_written(
     assert install(folder) == 2
 
     assert capsys.readouterr().err == (
-        f"larder: {last} {why}: move it away, or overwrite it with --force\n"
+        f"larder: {last} {reason}: move it away, or overwrite it with --force\n"
     )
     assert not (folder / "larder" / NAMES[0]).exists()
     assert states(folder, capsys, "--force") >= {"missing", "current"}
@@ -124,7 +128,7 @@ def has_airflow(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
     """Let the metadata of this environment tell of one Airflow, or of none."""
     distribution = importlib.metadata.distribution
 
-    def found(name: str) -> importlib.metadata.Distribution:
+    def find_distribution(name: str) -> importlib.metadata.Distribution:
         is_core = name == "apache-airflow-core"
         if not is_core and name != "apache-airflow":
             return distribution(name)
@@ -132,7 +136,7 @@ def has_airflow(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return type("Installed", (), {"version": installed})()  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(importlib.metadata, "distribution", found)
+    monkeypatch.setattr(importlib.metadata, "distribution", find_distribution)
 
 
 @pytest.mark.parametrize("installed", ["2.10.5", "2.11.0", "3.0.6", "3.1.8", "3.2.1", "4.0.0"])
@@ -146,9 +150,9 @@ def test_an_airflow_that_cannot_run_the_dags_is_refused_and_nothing_is_written(
 
     assert install(folder, "--force") == 2
 
-    told = capsys.readouterr().err
-    assert f"need Airflow 3.3, and Airflow {installed} is installed here" in told
-    assert "`larder night`" in told and told.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert f"need Airflow 3.3, and Airflow {installed} is installed here" in error_text
+    assert "`larder night`" in error_text and error_text.count("\n") == 1
     assert not folder.exists()
 
 
@@ -177,9 +181,9 @@ def test_check_says_which_airflow_is_there(
     monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(folder))
     has_airflow(monkeypatch, installed)
 
-    found, told = LOOKS["airflow"](NightConfig())
+    actual_state, message = LOOKS["airflow"](NightConfig())
 
-    assert found == state and f"Airflow {installed}" in told
+    assert actual_state == state and f"Airflow {installed}" in message
 
 
 def test_check_names_an_airflow_that_no_dags_were_copied_to(
@@ -189,6 +193,6 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(
         monkeypatch.delenv(name, raising=False)
     has_airflow(monkeypatch, "2.10.5")
 
-    state, told = LOOKS["airflow"](NightConfig())
+    state, message = LOOKS["airflow"](NightConfig())
 
-    assert state == "not used" and "Airflow 2.10.5" in told and "larder night" in told
+    assert state == "not used" and "Airflow 2.10.5" in message and "larder night" in message

@@ -45,13 +45,13 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> None:
     pq.write_table(pa.table(columns), path)
 
 
-def init(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+def init(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
     """What the command tells; the file it wrote is one that a night can be configured by."""
     capsys.readouterr()
-    assert main(["init", "--json", *words]) == code
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    night_config(told["file"], {})
-    return told
+    assert main(["init", "--json", *arguments]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    night_config(report["file"], {})
+    return report
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,15 @@ def test_usual_names_are_recognised_and_can_be_read(
     }
     write_csv(here / "data" / "log.csv", columns)
 
-    told = init(capsys, "data")
+    report = init(capsys, "data")
 
-    assert told["columns"] == {"user": user, "item": item, "timestamp": timestamp, "weight": weight}
-    assert (told["interactions"], told["missing"]) == (["data/log.csv"], [])
+    assert report["columns"] == {
+        "user": user,
+        "item": item,
+        "timestamp": timestamp,
+        "weight": weight,
+    }
+    assert (report["interactions"], report["missing"]) == (["data/log.csv"], [])
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
     assert (len(batch.users), batch.times.min()) == (60, TIMES[0] * 1_000_000)
@@ -110,11 +115,11 @@ def test_feature_tables_are_recognised_and_few_items_get_a_small_model(
     write_parquet(here / "movies.parquet", {"movieId": list(range(12)), "genre": ["a", "b"] * 6})
     write_parquet(here / "people.parquet", {"userId": USERS[:5], "age": [1.0] * 5})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["clicks/*.parquet"]
-    assert told["features"] == {"item": "movies.parquet", "user": "people.parquet"}
-    assert told["category"] == "genre"
+    assert report["interactions"] == ["clicks/*.parquet"]
+    assert report["features"] == {"item": "movies.parquet", "user": "people.parquet"}
+    assert report["category"] == "genre"
     assert tomllib.loads((here / "larder.toml").read_text())["reference"] == {"dims": 4}
 
 
@@ -143,17 +148,17 @@ def test_a_table_that_is_not_used_is_named_with_the_reason(
     write = write_csv if "twice" in columns else write_parquet
     write(here / f"other.{'csv' if 'twice' in columns else 'parquet'}", columns)
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["features"] == {}
-    assert [each for each in told["notes"] if note in each and "other." in each]
+    assert report["features"] == {}
+    assert [remark for remark in report["notes"] if note in remark and "other." in remark]
     assert note in " ".join((here / "larder.toml").read_text().replace("\n# ", " ").split())
 
 
 @pytest.mark.parametrize(
     ("columns", "note"),
     [
-        ({"ts": [1_700_000_000_000 + each for each in range(60)]}, "milliseconds"),
+        ({"ts": [1_700_000_000_000 + offset_ms for offset_ms in range(60)]}, "milliseconds"),
         ({"ts": ["yesterday"] * 60}, "no times"),
         ({"user_id": [1.5] * 60}, "holds float values"),
         ({"rating": [0, 5] * 30}, "50% of the first rows"),
@@ -164,10 +169,10 @@ def test_columns_that_a_night_could_not_read_are_said(
 ) -> None:
     write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, **columns})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert [each for each in told["notes"] if note in each]
-    assert told["columns"]["timestamp"] is None
+    assert [remark for remark in report["notes"] if note in remark]
+    assert report["columns"]["timestamp"] is None
     assert tomllib.loads((here / "larder.toml").read_text())["sources"]["timestamp_column"] == ""
 
 
@@ -184,10 +189,10 @@ def test_a_file_that_is_no_table_is_said_and_something_is_left_to_do(
 ) -> None:
     (here / "log.csv").write_text(text)
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert any(f"log.csv {note}" in each for each in told["notes"])
-    assert "none of the files found can be read" in told["missing"][0]
+    assert any(f"log.csv {note}" in remark for remark in report["notes"])
+    assert "none of the files found can be read" in report["missing"][0]
     assert "# TO DO:" in (here / "larder.toml").read_text()
 
 
@@ -196,11 +201,11 @@ def test_vectors_are_left_to_the_import(here: Path, capsys: pytest.CaptureFixtur
     vectors = [[0.5, 0.25]] * 12
     write_parquet(here / "articles.parquet", {"article_nr": sorted(set(ITEMS)), "v": vectors})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert (told["columns"]["user"], told["columns"]["item"]) == ("customer_no", "article_nr")
-    assert told["features"] == {}
-    assert any("articles.parquet looks like vectors of items" in each for each in told["notes"])
+    assert (report["columns"]["user"], report["columns"]["item"]) == ("customer_no", "article_nr")
+    assert report["features"] == {}
+    assert any("articles.parquet looks like vectors of items" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize(("name", "sign"), [("log.csv", ";"), ("log.tsv", "\t"), ("log.csv", "|")])
@@ -208,7 +213,7 @@ def test_a_file_with_another_sign_between_its_fields_is_read_by_it(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, sign: str
 ) -> None:
     rows = zip(USERS, ITEMS, TIMES, strict=True)
-    lines = [sign.join(("uid", "sku", "ts")), *(sign.join(map(str, each)) for each in rows)]
+    lines = [sign.join(("uid", "sku", "ts")), *(sign.join(map(str, row)) for row in rows)]
     (here / name).write_text("\n".join(lines) + "\n")
 
     init(capsys)
@@ -225,10 +230,10 @@ def test_the_one_column_that_holds_times_is_taken_for_them_whatever_its_name(
     bought = pa.array(TIMES, pa.timestamp("s"))
     write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, "bought": bought})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["columns"]["timestamp"] == "bought"
-    assert any("'bought' is taken for the timestamp" in each for each in told["notes"])
+    assert report["columns"]["timestamp"] == "bought"
+    assert any("'bought' is taken for the timestamp" in note for note in report["notes"])
 
 
 def test_that_no_column_of_times_was_recognised_is_said_with_those_there_are(
@@ -236,9 +241,9 @@ def test_that_no_column_of_times_was_recognised_is_said_with_those_there_are(
 ) -> None:
     write_parquet(here / "log.parquet", {"uid": USERS, "sku": ITEMS, "shop": ITEMS})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert any("no column of times was recognised among shop" in each for each in told["notes"])
+    assert any("no column of times was recognised among shop" in note for note in report["notes"])
 
 
 def test_what_could_not_be_guessed_is_said_with_what_to_write(
@@ -246,19 +251,19 @@ def test_what_could_not_be_guessed_is_said_with_what_to_write(
 ) -> None:
     write_parquet(here / "log.parquet", {"a": USERS, "b": ITEMS, "c": ITEMS})
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert [each.split(":")[0] for each in told["missing"]] == [
+    assert [missing_line.split(":")[0] for missing_line in report["missing"]] == [
         "[sources] user_column", "[sources] item_column",
     ]  # fmt: skip
-    assert "(a, b, c)" in told["missing"][0]
+    assert "(a, b, c)" in report["missing"][0]
 
 
 def test_the_one_column_that_is_left_is_a_guess_that_is_told() -> None:
-    found = roles_of({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
+    roles = roles_of({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
 
-    assert found.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
-    assert found.guessed == ("item",)
+    assert roles.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
+    assert roles.guessed == ("item",)
 
 
 def test_nothing_is_overwritten_unless_it_is_asked_for(
@@ -281,10 +286,10 @@ def test_names_that_mean_something_to_toml_stay_what_they_are(
         folder / "log [1].parquet", {'user "id"': USERS, "item\tid": ITEMS, "ts\n": TIMES}
     )
 
-    told = init(capsys, folder.name)
+    report = init(capsys, folder.name)
 
     sources = tomllib.loads((here / "larder.toml").read_text())["sources"]
-    assert sources["interactions"] == told["interactions"] == ['odd "names" é/log [1].parquet']
+    assert sources["interactions"] == report["interactions"] == ['odd "names" é/log [1].parquet']
     assert (sources["user_column"], sources["item_column"]) == ('user "id"', "item\tid")
 
 
@@ -302,7 +307,7 @@ def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message_pattern"),
     [
         ('user,item,title\nu1,i1,"Heat\nu2,i2,x\n', r'line 2: a quote is not closed.*quote = ""'),
         (
@@ -316,21 +321,21 @@ def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_what_a_night_would_make_of_the_first_rows_is_said(
-    here: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, message_pattern: str
 ) -> None:
     (here / "clicks.csv").write_text(text)
     capsys.readouterr()
     main(["init", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert re.search(said, "; ".join([*told["notes"], *told["missing"]]))
+    report = json.loads(capsys.readouterr().out)
+    assert re.search(message_pattern, "; ".join([*report["notes"], *report["missing"]]))
 
 
 def test_a_text_file_that_looks_like_a_table_is_said(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "checkins.txt").write_text("1\t2023-11-30T07:25:45Z\t30.01\t-97.01\t22001\n" * 3)
-    told = init(capsys, code=3)
-    assert any("5 fields in each line, with tabs between them" in note for note in told["notes"])
+    report = init(capsys, code=3)
+    assert any("5 fields in each line, with tabs between them" in note for note in report["notes"])
 
 
 def test_nothing_is_said_of_rows_that_a_night_reads_as_they_are(
@@ -377,7 +382,7 @@ def odd_empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told_of_it"),
+    ("spoil", "remark_pattern"),
     [
         (odd_latin1, r"odd\.csv is not UTF-8: convert it"),
         (odd_utf16, r"odd\.csv is UTF-16: convert it .*iconv"),
@@ -388,16 +393,16 @@ def odd_empty(path: Path) -> None:
     ],
 )
 def test_an_odd_file_costs_one_remark_that_names_it_and_the_look_goes_on(
-    here: Path, capsys: pytest.CaptureFixture[str], spoil: Any, told_of_it: str
+    here: Path, capsys: pytest.CaptureFixture[str], spoil: Any, remark_pattern: str
 ) -> None:
     write_csv(here / "clicks" / "a.csv", clicks_of(60))
     spoil(here / "odd")
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["clicks/a.csv"]
-    assert [note for note in told["notes"] if re.search(told_of_it, note)], told["notes"]
-    assert len([note for note in told["notes"] if "odd." in note]) == 1
+    assert report["interactions"] == ["clicks/a.csv"]
+    assert [note for note in report["notes"] if re.search(remark_pattern, note)], report["notes"]
+    assert len([note for note in report["notes"] if "odd." in note]) == 1
 
 
 def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
@@ -407,10 +412,10 @@ def test_a_file_whose_name_is_not_utf_8_costs_one_remark(
     name = os.fsdecode(b"gr\xf6sse.csv")
     (here / name).write_text("user,item\nu,i\n")
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["a.csv"]
-    assert any("name that is not UTF-8: rename it" in note for note in told["notes"])
+    assert report["interactions"] == ["a.csv"]
+    assert any("name that is not UTF-8: rename it" in note for note in report["notes"])
 
 
 def test_a_day_with_a_header_alone_is_one_of_the_days(
@@ -419,11 +424,11 @@ def test_a_day_with_a_header_alone_is_one_of_the_days(
     (here / "2023-11-14.csv").write_text("user,item,timestamp\n")
     write_csv(here / "2023-11-15.csv", clicks_of(60))
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["*.csv"]
-    assert told["columns"]["timestamp"] == "timestamp"
-    assert told["notes"] == ["2023-11-14.csv has a header and no rows"]
+    assert report["interactions"] == ["*.csv"]
+    assert report["columns"]["timestamp"] == "timestamp"
+    assert report["notes"] == ["2023-11-14.csv has a header and no rows"]
 
 
 def test_everyday_types_of_other_programs_are_columns_like_others(
@@ -431,22 +436,22 @@ def test_everyday_types_of_other_programs_are_columns_like_others(
 ) -> None:
     """Categoricals of pandas and Polars, string views, whole decimals of Oracle and Snowflake."""
     clicks = clicks_of(60)
-    whole = pa.array([Decimal(number) for number in range(60)], pa.decimal128(38, 0))
+    whole_decimals = pa.array([Decimal(number) for number in range(60)], pa.decimal128(38, 0))
     table = {
         "user": pa.array(clicks["user"]).dictionary_encode(),
-        "item": whole,
+        "item": whole_decimals,
         "timestamp": pa.array(clicks["timestamp"]).cast(pa.decimal128(22, 2)),
     }
     write_parquet(here / "clicks.parquet", table)
     view = pa.array([f"i{number}" for number in range(12)], pa.string_view())
     write_parquet(here / "items.parquet", {"item": view, "size": [1.0] * 12})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["columns"] == {
+    assert report["columns"] == {
         "user": "user", "item": "item", "timestamp": "timestamp", "weight": None,
     }  # fmt: skip
-    assert told["features"] == {"item": "items.parquet"}
+    assert report["features"] == {"item": "items.parquet"}
 
 
 def test_ids_of_twenty_digits_are_whole_numbers_in_csv(
@@ -465,10 +470,10 @@ def test_a_header_in_the_middle_costs_no_times(
     text = (here / "a.csv").read_text()
     (here / "a.csv").write_text(text + text)
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["columns"]["timestamp"] == "timestamp"
-    assert told["notes"] == ["a.csv has its header again in 1 of its first rows"]
+    assert report["columns"]["timestamp"] == "timestamp"
+    assert report["notes"] == ["a.csv has its header again in 1 of its first rows"]
 
 
 def test_what_another_program_left_in_a_folder_is_in_no_pattern(
@@ -478,9 +483,9 @@ def test_what_another_program_left_in_a_folder_is_in_no_pattern(
     for part in ("day=1/a", "day=2/b", "_temporary/0/c", "day=2/.d", "day=2/~$e"):
         write_parquet(here / "clicks" / f"{part}.parquet", clicks_of(60, part))
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["clicks/**/*.parquet"]
+    assert report["interactions"] == ["clicks/**/*.parquet"]
     config = night_config("larder.toml", {})
     batches = list(read_interactions(config.sources, config.path(".")))
     assert sum(len(batch.users) for batch in batches) == 120
@@ -495,11 +500,11 @@ def test_a_table_with_a_log_is_named_and_left_out(
     (here / "lake" / "clicks" / log).parent.mkdir(exist_ok=True)
     (here / "lake" / "clicks" / log).write_text("{}")
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["a.csv"]
+    assert report["interactions"] == ["a.csv"]
     assert any(
-        re.match(r"lake/clicks is an? \w+ table, and is not", note) for note in told["notes"]
+        re.match(r"lake/clicks is an? \w+ table, and is not", note) for note in report["notes"]
     )
 
 
@@ -507,13 +512,13 @@ def test_a_history_in_one_field_is_told(here: Path, capsys: pytest.CaptureFixtur
     histories = [" ".join(f"i{number + step}" for step in range(5)) for number in range(60)]
     write_csv(here / "a.csv", {"user_id": list(range(60)), "items": histories})
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert any("whole history in each field" in note for note in told["notes"])
+    assert any("whole history in each field" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize(
-    ("name", "told_of_it"),
+    ("name", "remark_pattern"),
     [
         ("reviews.json", "JSON is not read"),
         ("clicks.csv.zst", "unpack it, or compress it with gzip"),
@@ -523,14 +528,14 @@ def test_a_history_in_one_field_is_told(here: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_files_that_are_not_taken_are_named_with_the_reason(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str, told_of_it: str
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, remark_pattern: str
 ) -> None:
     (here / name).write_bytes(b"196\t242\t3\t881250949\n")
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert [note for note in told["notes"] if note.startswith(name)]
-    assert re.search(told_of_it, told["notes"][0])
+    assert [note for note in report["notes"] if note.startswith(name)]
+    assert re.search(remark_pattern, report["notes"][0])
 
 
 def test_files_in_capitals_and_deep_folders_are_taken(
@@ -538,9 +543,9 @@ def test_files_in_capitals_and_deep_folders_are_taken(
 ) -> None:
     write_csv(here / "year=2023" / "month=11" / "day=14" / "hour=3" / "CLICKS.CSV", clicks_of(60))
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["interactions"] == ["year=2023/month=11/day=14/hour=3/CLICKS.CSV"]
+    assert report["interactions"] == ["year=2023/month=11/day=14/hour=3/CLICKS.CSV"]
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
     assert len(batch.users) == 60
@@ -566,12 +571,12 @@ def test_a_column_whose_values_a_night_refuses_is_written_down_and_its_remedy_is
     else:
         write_parquet(here / "retail.parquet", columns)
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert (told["columns"]["user"], told["columns"]["item"]) == ("CustomerID", "StockCode")
-    (missing,) = told["missing"]
+    assert (report["columns"]["user"], report["columns"]["item"]) == ("CustomerID", "StockCode")
+    (missing,) = report["missing"]
     assert re.search("'CustomerID' looks like the user.*ids are text or whole numbers", missing)
-    assert not any("is called like one" in line for line in (*told["notes"], missing))
+    assert not any("is called like one" in line for line in (*report["notes"], missing))
     config = night_config("larder.toml", {})
     with pytest.raises(SourceError, match="column 'CustomerID'"):
         list(read_interactions(config.sources, config.path(".")))
@@ -582,9 +587,9 @@ def test_lists_of_items_are_told_with_what_to_write(
 ) -> None:
     write_parquet(here / "log.parquet", {"user": USERS, "things": [["a", "b"]] * 60})
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert any("'things' of log.parquet holds lists" in note for note in told["notes"])
+    assert any("'things' of log.parquet holds lists" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("text", ["user,item,timestamp", "user,item,timestamp\n"])
@@ -593,10 +598,10 @@ def test_a_table_without_rows_has_the_columns_that_its_names_say(
 ) -> None:
     (here / "a.csv").write_text(text)
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert told["columns"]["timestamp"] == "timestamp"
-    assert told["notes"] == ["a.csv has a header and no rows"]
+    assert report["columns"]["timestamp"] == "timestamp"
+    assert report["notes"] == ["a.csv has a header and no rows"]
 
 
 def test_ids_that_are_not_utf_8_are_told_as_a_night_leaves_them_out(
@@ -608,13 +613,13 @@ def test_ids_that_are_not_utf_8_are_told_as_a_night_leaves_them_out(
 
     main(["init", "--json"])
 
-    told = json.loads(capsys.readouterr().out)
-    assert told["columns"]["item"] == "item"
-    assert any("an id that is not UTF-8" in note for note in told["notes"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["columns"]["item"] == "item"
+    assert any("an id that is not UTF-8" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told_of_it"),
+    ("name", "content", "remark_pattern"),
     [
         ("part-00000", "parquet", "is Parquet by its first bytes: rename it"),
         ("clicks.csv", "parquet", "is Parquet by its first bytes: rename it"),
@@ -636,7 +641,7 @@ def test_ids_that_are_not_utf_8_are_told_as_a_night_leaves_them_out(
     ],
 )  # fmt: skip
 def test_what_is_not_taken_is_told_by_its_content(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, told_of_it: str
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, remark_pattern: str
 ) -> None:
     write_csv(here / name, clicks_of(60))
     text = (here / name).read_text()
@@ -658,10 +663,10 @@ def test_what_is_not_taken_is_told_by_its_content(
     else:
         (here / name).write_bytes(contents[content])
 
-    told = init(capsys, code=3)
+    report = init(capsys, code=3)
 
-    assert [note for note in told["notes"] if note.startswith(name)], told["notes"]
-    assert re.search(told_of_it, " ".join(told["notes"])), told["notes"]
+    assert [note for note in report["notes"] if note.startswith(name)], report["notes"]
+    assert re.search(remark_pattern, " ".join(report["notes"])), report["notes"]
 
 
 def test_data_of_another_format_beside_a_table_are_named(
@@ -671,9 +676,9 @@ def test_data_of_another_format_beside_a_table_are_named(
     for name in ("b.csv.zst", "c.jsonl", "package.json"):
         (here / name).write_bytes(b"{}")
 
-    told = init(capsys)
+    report = init(capsys)
 
-    assert [note.split()[0] for note in told["notes"]] == ["b.csv.zst", "c.jsonl"]
+    assert [note.split()[0] for note in report["notes"]] == ["b.csv.zst", "c.jsonl"]
 
 
 def test_fields_between_signs_of_hive_are_read(
@@ -717,6 +722,8 @@ def test_times_of_another_unit_and_an_id_for_nobody_are_told(
     clicks["item"] = ["-" if number % 4 == 0 else f"i{number}" for number in range(60)]
     write_csv(here / "a.csv", clicks)
 
-    told = " ".join(init(capsys)["notes"])
+    notes_text = " ".join(init(capsys)["notes"])
 
-    assert "the newest time is 1970" in told and "the item '-' has 25% of all rows" in told
+    assert (
+        "the newest time is 1970" in notes_text and "the item '-' has 25% of all rows" in notes_text
+    )

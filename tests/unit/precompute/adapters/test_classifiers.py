@@ -38,11 +38,11 @@ def test_the_bundle_says_what_the_library_says(tmp_path: Path) -> None:
     assert report.largest_difference < 1e-6
     assert report.request == {"features": pytest.approx(FEATURES[0].tolist())}
     model = Bundle.open(tmp_path / "fraud/bundle").values["risk"]
-    given = Tower.open(model.path, model.spec).run({"features": FEATURES})
-    np.testing.assert_allclose(given, expected, atol=1e-6)
-    stored = pq.read_table(tmp_path / "fraud/user_features.parquet")
-    assert stored["user"].to_pylist() == TABLE["account"].to_pylist()
-    np.testing.assert_array_equal(np.stack(stored["features"].to_numpy()), FEATURES)
+    probabilities = Tower.open(model.path, model.spec).run({"features": FEATURES})
+    np.testing.assert_allclose(probabilities, expected, atol=1e-6)
+    feature_table = pq.read_table(tmp_path / "fraud/user_features.parquet")
+    assert feature_table["user"].to_pylist() == TABLE["account"].to_pylist()
+    np.testing.assert_array_equal(np.stack(feature_table["features"].to_numpy()), FEATURES)
 
 
 def test_another_import_keeps_the_settings(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_model_of_texts_takes_a_column_of_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message_pattern"),
     [
         ({"labels": ["ok"]}, "output 'probabilities' has 2 numbers, and there are 1 labels"),
         ({"labels": []}, "labels are empty"),
@@ -93,25 +93,27 @@ def test_a_model_of_texts_takes_a_column_of_texts(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_and_nothing_is_written(
-    changes: dict[str, Any], said: str, tmp_path: Path
+    changes: dict[str, Any], message_pattern: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         imported(tmp_path / "to", **changes)
 
     assert not (tmp_path / "to").exists()
 
 
 def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: Path) -> None:
-    said = r"differs from expected by more than 0.0001 for \d+ of 40 rows, .*, first for 'a0'"
+    message_pattern = (
+        r"differs from expected by more than 0.0001 for \d+ of 40 rows, .*, first for 'a0'"
+    )
 
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         imported(tmp_path / "to", expected=examples.probabilities(FEATURES)[::-1])
 
     assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message_pattern"),
     [
         (object(), "model is a object: export it to ONNX first"),
         (examples.with_dictionaries(), "the model gives a list of dictionaries: export it with zipmap off"),
@@ -120,8 +122,10 @@ def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: 
     ],
     ids=["object", "zipmap", "no file", "no onnx"],
 )  # fmt: skip
-def test_what_is_no_usable_model_is_refused(model: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=said):
+def test_what_is_no_usable_model_is_refused(
+    model: Any, message_pattern: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match=message_pattern):
         from_classifier(model, TABLE, to=tmp_path / "to", labels=LABELS, id_column="account")
 
     assert not (tmp_path / "to").exists()

@@ -53,8 +53,8 @@ def drawn(count):
 
 
 def assert_lists(folder, scores):
-    found = lists(folder, user_vectors(folder), SEEN, 20)
-    assert np.array_equal(found, ranking(scores, SEEN, 20))
+    top_items = lists(folder, user_vectors(folder), SEEN, 20)
+    assert np.array_equal(top_items, ranking(scores, SEEN, 20))
 
 
 class TestLightFM:
@@ -65,8 +65,8 @@ class TestLightFM:
 
         scores = USERS @ ITEMS.T + model.item_biases + model.user_biases[:, None]
         assert_lists(tmp_path / "out", scores)
-        found = user_vectors(tmp_path / "out") @ item_vectors(tmp_path / "out").T
-        np.testing.assert_allclose(found, scores, atol=1e-5)
+        predicted_scores = user_vectors(tmp_path / "out") @ item_vectors(tmp_path / "out").T
+        np.testing.assert_allclose(predicted_scores, scores, atol=1e-5)
         assert report.dims == 8 and report.model == "LightFM"
 
     def test_a_stranger_gets_the_items_biases_and_no_users(self, tmp_path):
@@ -242,10 +242,10 @@ class TestRecTools:
 
         apart = np.linalg.norm(USERS[:, None] - items[None], axis=2)
         assert_lists(tmp_path / "out", -apart)
-        assert any(each.startswith("score by distance") for each in report.cannot)
+        assert any(limitation.startswith("score by distance") for limitation in report.cannot)
 
-    @pytest.mark.parametrize(("features", "own"), [(None, True), ("a table", False)])
-    def test_als_keeps_its_own_fold_in_without_features(self, tmp_path, features, own):
+    @pytest.mark.parametrize(("features", "has_own_fold_in"), [(None, True), ("a table", False)])
+    def test_als_keeps_its_own_fold_in_without_features(self, tmp_path, features, has_own_fold_in):
         inner = SimpleNamespace(
             user_factors=USERS.astype("f4"), item_factors=ITEMS.astype("f4"), alpha=1.0, regularization=0.1
         )  # fmt: skip
@@ -253,21 +253,21 @@ class TestRecTools:
 
         report = from_rectools(model, Dataset(item_features=features), to=tmp_path / "out")
 
-        assert (report.fold_in == "the model's own equations") is own
+        assert (report.fold_in == "the model's own equations") is has_own_fold_in
         assert_lists(tmp_path / "out", USERS @ ITEMS.T)
 
     @pytest.mark.parametrize(
-        ("model", "said"),
+        ("model", "message_pattern"),
         [
             (SimpleNamespace(), "no get_vectors: EASE is from_item_weights of model.weight.T"),
             (Wrapper(USERS, ITEMS, SimpleNamespace(name="COSINE")), "ranks by COSINE"),
             (WrapperOfDataset(USERS, ITEMS), "not fitted on this; call fit first"),
         ],
     )
-    def test_others_end_in_one_line(self, tmp_path, model, said):
-        dataset = SimpleNamespace() if "fit" in said else Dataset()
+    def test_others_end_in_one_line(self, tmp_path, model, message_pattern):
+        dataset = SimpleNamespace() if "fit" in message_pattern else Dataset()
 
-        with pytest.raises(SourceError, match=said) as error:
+        with pytest.raises(SourceError, match=message_pattern) as error:
             from_rectools(model, dataset, to=tmp_path / "out")
 
         assert "\n" not in error.value.message and not (tmp_path / "out").exists()

@@ -22,13 +22,13 @@ ITEMS = RNG.normal(0, 0.3, (COUNT, DIMS)).astype(np.float32)
 ZERO = np.zeros(DIMS, np.float32)
 REGULARIZATION, CONFIDENCE = 0.5, 6.0
 LENGTHS = (1, 2, 50, 1024)
-HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, each, replace=False)) for each in LENGTHS])
+HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, length, replace=False)) for length in LENGTHS])
 SPEC = TowerSpec(
     (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=COUNT),), "vector", DIMS
 )
 FOLDS = {
     "ALS": _als(ITEMS, REGULARIZATION, CONFIDENCE),
-    **{each.name: each for each in ridges(ITEMS, ZERO + 0.25, 1.5)},
+    **{fold.name: fold for fold in ridges(ITEMS, ZERO + 0.25, 1.5)},
     "sum": Fold("sum", ITEMS, 0.0, None, ZERO),
     "turned sum": Fold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),
 }
@@ -43,10 +43,10 @@ def hu(history):
     wide = ITEMS.astype(np.float64)
     confidences = np.ones(COUNT)
     confidences[history] = CONFIDENCE
-    wanted = np.zeros(COUNT)
-    wanted[history] = 1
+    preferences = np.zeros(COUNT)
+    preferences[history] = 1
     square = wide.T @ (confidences[:, None] * wide) + REGULARIZATION * np.eye(DIMS)
-    return np.linalg.solve(square, wide.T @ (confidences * wanted))
+    return np.linalg.solve(square, wide.T @ (confidences * preferences))
 
 
 @pytest.mark.parametrize("history", rows_of(HISTORIES), ids=LENGTHS)
@@ -58,10 +58,10 @@ def test_als_is_its_papers_equations(history):
 def test_a_ridge_is_least_squares(history):
     rows = ITEMS.astype(np.float64)
     size = np.square(rows).sum(axis=1).mean()
-    some = rows[history]
+    history_rows = rows[history]
     for fold, factor in zip(ridges(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True):
-        square = factor * size * np.eye(DIMS) + some.T @ some
-        vector = np.linalg.solve(square, 1.5 * some.sum(axis=0))
+        square = factor * size * np.eye(DIMS) + history_rows.T @ history_rows
+        vector = np.linalg.solve(square, 1.5 * history_rows.sum(axis=0))
         np.testing.assert_allclose(fold.exact(history), vector, rtol=1e-4, atol=1e-6)
 
 
@@ -69,9 +69,9 @@ def test_a_ridge_is_least_squares(history):
 def test_the_tower_gives_the_exact_vectors(fold):
     steps, tower = enough_steps(fold, SPEC, HISTORIES)
 
-    found = run(tower, SPEC, HISTORIES)
+    vectors = run(tower, SPEC, HISTORIES)
 
-    for vector, history in zip(found, rows_of(HISTORIES), strict=True):
+    for vector, history in zip(vectors, rows_of(HISTORIES), strict=True):
         exact = fold.exact(history)
         assert np.abs(vector - exact).max() <= 1e-5 * max(1.0, np.abs(exact).max()), steps
 
@@ -80,14 +80,14 @@ def test_the_tower_gives_the_exact_vectors(fold):
 def test_a_rows_bytes_do_not_depend_on_the_rows_beside_it(fold):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([LENGTHS, rng.integers(0, 200, 60)])
-    many = Histories.of([rng.choice(COUNT, each, replace=False) for each in lengths])
+    histories = Histories.of([rng.choice(COUNT, length, replace=False) for length in lengths])
     tower = fold.tower(8 if fold.strength else 1)
 
-    together = run(tower, SPEC, many)
+    batch_vectors = run(tower, SPEC, histories)
 
     for row in (*range(8), 63):
-        alone = run(tower, SPEC, many.take(np.array([row])))
-        assert alone.tobytes() == together[row].tobytes()
+        alone = run(tower, SPEC, histories.take(np.array([row])))
+        assert alone.tobytes() == batch_vectors[row].tobytes()
 
 
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
@@ -102,17 +102,17 @@ def test_padding_of_any_length_has_no_influence(fold):
         padded = np.concatenate([history, np.full(padding, COUNT)]).astype(np.int32)[None]
         vector = session.run(["vector"], {"history": padded})[0][0]
         # Longer rows are summed in another order: the last bits are theirs.
-        plain = session.run(["vector"], {"history": history.astype(np.int32)[None]})[0][0]
-        assert np.abs(vector - plain).max() <= 2e-6 * max(1.0, np.abs(exact).max())
+        unpadded_vector = session.run(["vector"], {"history": history.astype(np.int32)[None]})[0][0]
+        assert np.abs(vector - unpadded_vector).max() <= 2e-6 * max(1.0, np.abs(exact).max())
 
 
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 def test_nothing_becomes_the_offset(fold):
     empty = Histories.of([(), ()])
 
-    found = run(fold.tower(4 if fold.strength else 1), SPEC, empty)
+    vectors = run(fold.tower(4 if fold.strength else 1), SPEC, empty)
 
-    assert np.array_equal(found, np.stack([fold.offset, fold.offset]))
+    assert np.array_equal(vectors, np.stack([fold.offset, fold.offset]))
     assert np.array_equal(fold.exact(np.empty(0, np.int64)), fold.offset)
 
 
@@ -121,9 +121,9 @@ def test_history_longer_than_the_longest_is_its_end(tmp_path):
     history = np.random.default_rng(0).permutation(COUNT)
     fold.tower(1).write(tmp_path / "tower.onnx")
 
-    found = Tower.open(tmp_path / "tower.onnx", SPEC).run({"history": Histories.of([history])})
+    vectors = Tower.open(tmp_path / "tower.onnx", SPEC).run({"history": Histories.of([history])})
 
-    np.testing.assert_allclose(found[0], fold.exact(history[-HISTORY_MAX:]), atol=1e-4)
+    np.testing.assert_allclose(vectors[0], fold.exact(history[-HISTORY_MAX:]), atol=1e-4)
 
 
 CLICKS = ClickMatrix.of(taste_clicks(), ids_of(range(120), "user"), ids_of(range(80), "item"))
@@ -142,18 +142,20 @@ def planted():
 def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
     folds = planted()[:: -1 if turned else 1]
 
-    found = choose(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+    fold_choice = choose(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert found.name == "good" and found.recalls["good"] > 2 * found.recalls["bad"]
+    assert (
+        fold_choice.name == "good" and fold_choice.recalls["good"] > 2 * fold_choice.recalls["bad"]
+    )
 
 
 def test_the_first_of_equals_is_chosen():
     good = planted()[0]
     twin = Fold("twin", TASTE, 0.0, None, NONE, is_mean=True)
 
-    found = choose([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
+    fold_choice = choose([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert found.name == "good" and found.recalls["good"] == found.recalls["twin"]
+    assert fold_choice.name == "good" and fold_choice.recalls["good"] == fold_choice.recalls["twin"]
 
 
 def test_without_histories_the_first_is_chosen_and_nothing_claimed():
@@ -162,8 +164,10 @@ def test_without_histories_the_first_is_chosen_and_nothing_claimed():
     none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, ids_of(range(80), "item"))
 
     for clicks in (None, none):
-        found = choose(planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0))
-        assert found.name == "bad" and not found.recalls
+        fold_choice = choose(
+            planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0)
+        )
+        assert fold_choice.name == "bad" and not fold_choice.recalls
 
 
 def test_the_choice_is_the_same_every_time():

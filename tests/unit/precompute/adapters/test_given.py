@@ -50,9 +50,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("rows", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_vectors(rows, said):
-    with pytest.raises(SourceError, match=said) as error:
+@pytest.mark.parametrize(("rows", "message_pattern"), WRONG.values(), ids=WRONG)
+def test_wrong_vectors(rows, message_pattern):
+    with pytest.raises(SourceError, match=message_pattern) as error:
         Vectors.of(None, rows, "item")
 
     assert "\n" not in error.value.message
@@ -70,9 +70,9 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize(("ids", "said"), IDS.values(), ids=IDS)
-def test_wrong_ids(ids, said):
-    with pytest.raises(SourceError, match=said) as error:
+@pytest.mark.parametrize(("ids", "message_pattern"), IDS.values(), ids=IDS)
+def test_wrong_ids(ids, message_pattern):
+    with pytest.raises(SourceError, match=message_pattern) as error:
         ids_of(ids, "item")
 
     assert "\n" not in error.value.message
@@ -99,9 +99,9 @@ def test_only_line_breaks_end_an_id_of_a_file(tmp_path, line_break):
     assert ids_of(tmp_path / "ids", "item").to_pylist() == ids
 
 
-@pytest.mark.parametrize("word", ["NULL", "\\N", "nan"])
-def test_a_word_for_nothing_among_the_ids_of_a_file_is_refused(tmp_path, word):
-    (tmp_path / "ids").write_text(f"a\n{word}\n")
+@pytest.mark.parametrize("null_text", ["NULL", "\\N", "nan"])
+def test_a_word_for_nothing_among_the_ids_of_a_file_is_refused(tmp_path, null_text):
+    (tmp_path / "ids").write_text(f"a\n{null_text}\n")
 
     with pytest.raises(SourceError, match=r"item ids: .*no id, first in row 1 .*fill them in"):
         ids_of(tmp_path / "ids", "item")
@@ -132,9 +132,9 @@ def test_ids_of_every_kind_are_texts(ids):
     "rows", [ITEMS, ITEMS.astype("f8"), ITEMS.tolist(), np.asfortranarray(ITEMS)]
 )
 def test_vectors_of_every_kind_are_the_same(rows):
-    found = Vectors.of(None, rows, "item")
+    vectors = Vectors.of(None, rows, "item")
 
-    assert np.array_equal(found.rows, ITEMS) and found.rows.dtype == np.float32
+    assert np.array_equal(vectors.rows, ITEMS) and vectors.rows.dtype == np.float32
 
 
 class TestFiles:
@@ -165,9 +165,11 @@ class TestFiles:
         with pytest.raises(SourceError, match="all rows need as many, and none may be missing"):
             Vectors.of(None, path, "item")
 
-    @pytest.mark.parametrize("gone", [None, [1.0, None]])
-    def test_a_missing_vector_or_number(self, tmp_path, gone):
-        path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], gone])
+    @pytest.mark.parametrize("incomplete_vector", [None, [1.0, None]])
+    def test_a_missing_vector_or_number(self, tmp_path, incomplete_vector):
+        path = parquet(
+            tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], incomplete_vector]
+        )
 
         with pytest.raises(SourceError, match=r"missing|not finite"):
             Vectors.of(None, path, "item")
@@ -212,26 +214,26 @@ class TestClicks:
         ):
             ClickMatrix.of(CLICKS[:, :79], self.USERS, self.ITEMS)
 
-    @pytest.mark.parametrize("given", [CLICKS.toarray(), [[1]], None])
-    def test_what_is_no_sparse_matrix(self, given):
+    @pytest.mark.parametrize("clicks", [CLICKS.toarray(), [[1]], None])
+    def test_what_is_no_sparse_matrix(self, clicks):
         with pytest.raises(SourceError, match="clicks are a scipy sparse matrix, users by items"):
-            ClickMatrix.of(given, self.USERS, self.ITEMS)
+            ClickMatrix.of(clicks, self.USERS, self.ITEMS)
 
     def test_weights_that_are_not_finite(self):
-        bad = CLICKS.copy()
-        bad.data[0] = np.nan
+        invalid_clicks = CLICKS.copy()
+        invalid_clicks.data[0] = np.nan
 
         with pytest.raises(SourceError, match="no finite numbers: leave those out"):
-            ClickMatrix.of(bad, self.USERS, self.ITEMS)
+            ClickMatrix.of(invalid_clicks, self.USERS, self.ITEMS)
 
     def test_dislikes_and_zeros_are_left_out_and_the_callers_matrix_is_as_it_was(self):
-        given = CLICKS.copy()
-        given.data[:3] = -1, 0, 5
+        clicks = CLICKS.copy()
+        clicks.data[:3] = -1, 0, 5
 
-        found = ClickMatrix.of(given, self.USERS, self.ITEMS)
+        click_matrix = ClickMatrix.of(clicks, self.USERS, self.ITEMS)
 
-        assert found.matrix.nnz == CLICKS.nnz - 2 and found.matrix.data.max() == 5
-        assert given.data[:3].tolist() == [-1, 0, 5]
+        assert click_matrix.matrix.nnz == CLICKS.nnz - 2 and click_matrix.matrix.data.max() == 5
+        assert clicks.data[:3].tolist() == [-1, 0, 5]
 
     def test_pairs_that_come_twice_are_added(self):
         twice = sp.coo_matrix((np.ones(2), ([0, 0], [1, 1])), (120, 80))
@@ -291,9 +293,9 @@ class TestClicks:
             tmp_path / "clicks.parquet", self.ITEMS
         )
 
-        found = ClickMatrix.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
+        click_matrix = ClickMatrix.of(tmp_path / "clicks.parquet", self.USERS, self.ITEMS)
 
-        assert (found.matrix != CLICKS).nnz == 0
+        assert (click_matrix.matrix != CLICKS).nnz == 0
 
 
 class TestTogether:
@@ -310,13 +312,17 @@ class TestTogether:
         report = from_vectors(None, ITEMS, None, USERS, to=tmp_path / "out")
 
         assert (report.users, report.clicks, report.fold_in) == (120, 0, "mean")
-        assert [each for each in report.cannot if "there are no clicks" in each]
-        assert not [each for each in report.cannot if "have a night yet" in each]
+        assert [limitation for limitation in report.cannot if "there are no clicks" in limitation]
+        assert not [limitation for limitation in report.cannot if "have a night yet" in limitation]
         sources = night_config(str(tmp_path / "out/larder.toml"), {}).sources
         assert sources.names_users and not sources.interactions
 
     def test_items_alone_are_not(self, tmp_path):
         report = from_vectors(None, ITEMS, to=tmp_path / "out")
 
-        assert [each for each in report.cannot if each.startswith("have a night yet: ")]
+        assert [
+            limitation
+            for limitation in report.cannot
+            if limitation.startswith("have a night yet: ")
+        ]
         assert not night_config(str(tmp_path / "out/larder.toml"), {}).sources.names_users

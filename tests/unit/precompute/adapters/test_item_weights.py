@@ -25,10 +25,10 @@ def test_ease_is_what_its_paper_says():
 
     wide = CLICKS.toarray().astype(np.float64)
     for item in (0, 17):  # the least squares of one column, the item itself left out
-        others = np.delete(np.arange(wide.shape[1]), item)
-        gram = wide[:, others].T @ wide[:, others] + 50 * np.eye(len(others))
-        column = np.linalg.solve(gram, wide[:, others].T @ wide[:, item])
-        np.testing.assert_allclose(weights[others, item], column, rtol=1e-4, atol=1e-6)
+        other_items = np.delete(np.arange(wide.shape[1]), item)
+        gram = wide[:, other_items].T @ wide[:, other_items] + 50 * np.eye(len(other_items))
+        column = np.linalg.solve(gram, wide[:, other_items].T @ wide[:, item])
+        np.testing.assert_allclose(weights[other_items, item], column, rtol=1e-4, atol=1e-6)
     assert not np.diag(weights).any()
 
 
@@ -52,8 +52,8 @@ def test_asymmetric_weights_are_not_transposed(tmp_path):
     from_item_weights(weights, CLICKS, to=tmp_path / "out")
 
     exact = CLICKS.toarray() @ weights
-    found = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
-    assert np.array_equal(found, ranking(exact, SEEN, 20))
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
+    assert np.array_equal(top_items, ranking(exact, SEEN, 20))
 
 
 @pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix])
@@ -63,8 +63,8 @@ def test_weights_of_a_low_rank_are_the_same_in_as_many_dimensions(tmp_path, form
 
     report = from_item_weights(form(weights), CLICKS, to=tmp_path / "out", dims=6)
 
-    found = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
-    assert np.array_equal(found, ranking(CLICKS.toarray() @ weights, SEEN, 20))
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
+    assert np.array_equal(top_items, ranking(CLICKS.toarray() @ weights, SEEN, 20))
     assert report.dims == 6
     assert "6 dimensions keep 100.0% of their energy" in report.cannot[-1]
     assert "lists of 120 users share 1.000 of the exact top 20" in report.cannot[-1]
@@ -75,11 +75,16 @@ def test_what_a_cut_costs_is_said_and_can_be_recomputed(tmp_path):
 
     report = from_item_weights(weights, CLICKS, to=tmp_path / "out", dims=16)
 
-    found = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
+    top_items = lists(tmp_path / "out", folded(tmp_path / "out", SEEN), SEEN, 20)
     exact = ranking(CLICKS.toarray() @ weights, SEEN, 20)
-    share = np.mean([len(np.intersect1d(*pair)) / 20 for pair in zip(found, exact, strict=True)])
+    mean_overlap = np.mean(
+        [len(np.intersect1d(*pair)) / 20 for pair in zip(top_items, exact, strict=True)]
+    )
     values = np.linalg.svd(weights, compute_uv=False) ** 2
-    assert f"share {share:.3f} of the exact top 20" in report.cannot[-1] and 0 < share < 1
+    assert (
+        f"share {mean_overlap:.3f} of the exact top 20" in report.cannot[-1]
+        and 0 < mean_overlap < 1
+    )
     assert f"keep {values[:16].sum() / values.sum():.1%}" in report.cannot[-1]
 
 
@@ -102,7 +107,7 @@ def test_what_a_history_cannot_say_is_in_the_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "more", "said"),
+    ("weights", "more", "message_pattern"),
     [
         (np.zeros((80, 79)), {}, r"square matrix, .* not \[80, 79\]"),
         (np.zeros(80), {}, "square matrix"),
@@ -114,8 +119,10 @@ def test_what_a_history_cannot_say_is_in_the_report(tmp_path):
         (np.eye(80), {"dims": 0}, "dims is 1 to 79"),
     ],
 )
-def test_wrong_weights_end_in_one_line_and_nothing_written(tmp_path, weights, more, said):
-    with pytest.raises(SourceError, match=said) as error:
+def test_wrong_weights_end_in_one_line_and_nothing_written(
+    tmp_path, weights, more, message_pattern
+):
+    with pytest.raises(SourceError, match=message_pattern) as error:
         from_item_weights(weights, CLICKS, to=tmp_path / "out", **more)
 
     assert "\n" not in error.value.message and not (tmp_path / "out").exists()

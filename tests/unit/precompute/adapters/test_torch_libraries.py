@@ -80,9 +80,9 @@ def dataset(users, items, times):
 
 
 def test_a_general_recommender_loses_its_padding_and_keeps_its_tokens(tmp_path):
-    given = dataset([1, 2, 3, 4], [1, 2, 3, 4], [9, 8, 7, 6])
+    recbole_dataset = dataset([1, 2, 3, 4], [1, 2, 3, 4], [9, 8, 7, 6])
 
-    from_recbole(Factors(), given, to=tmp_path)
+    from_recbole(Factors(), recbole_dataset, to=tmp_path)
 
     table = pq.read_table(tmp_path / "user_vectors.parquet")
     assert table["user"].to_pylist() == ["a", "b", "c", "d"]
@@ -101,25 +101,28 @@ def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_histo
 ):
     caught = []
     monkeypatch.setattr(torch_libraries, "import_vectors", lambda *given, **_: caught.extend(given))
-    given = dataset([1, 1, 2], [2, 3, 4], [5, 6, 5])
-    given.item_list_field, given.item_list_length_field = "item_list", "length"
-    given.inter_feat |= {"item_list": np.array([[1, 0], [1, 2], [3, 0]]), "length": [1, 2, 1]}
+    recbole_dataset = dataset([1, 1, 2], [2, 3, 4], [5, 6, 5])
+    recbole_dataset.item_list_field, recbole_dataset.item_list_length_field = "item_list", "length"
+    recbole_dataset.inter_feat |= {
+        "item_list": np.array([[1, 0], [1, 2], [3, 0]]),
+        "length": [1, 2, 1],
+    }
 
-    from_recbole(Factors(), given, to=tmp_path)
+    from_recbole(Factors(), recbole_dataset, to=tmp_path)
 
     clicks = caught[3].matrix
     assert clicks.indptr.tolist()[:3] == [0, 3, 5] and clicks.indices.tolist() == [0, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("model", "why"),
+    ("model", "message_pattern"),
     [
         (Factors(bias=1.0), "scores by something else than products of its embeddings"),
         (nn.Linear(2, 2), "gives no vectors of users and items"),
     ],
 )
-def test_a_recommender_that_scores_otherwise_is_refused(model, why, tmp_path):
-    with pytest.raises(SourceError, match=why):
+def test_a_recommender_that_scores_otherwise_is_refused(model, message_pattern, tmp_path):
+    with pytest.raises(SourceError, match=message_pattern):
         from_recbole(model, dataset([1], [1], [1]), to=tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
@@ -137,8 +140,8 @@ def test_two_towers_in_one_module_are_told_apart_by_their_mode(tmp_path):
     rows = model.table.weight.detach().numpy()
     assert model.mode is None
     np.testing.assert_array_equal(run(tmp_path, "item_tower", item=np.arange(ITEMS)), rows[1:])
-    found = run(tmp_path, "user_tower", history=Histories.of([[0, 5], []]), **ages)
-    np.testing.assert_allclose(found, [rows[1] + rows[6] + 1, np.full(8, 2.0)], rtol=1e-6)
+    user_vectors = run(tmp_path, "user_tower", history=Histories.of([[0, 5], []]), **ages)
+    np.testing.assert_allclose(user_vectors, [rows[1] + rows[6] + 1, np.full(8, 2.0)], rtol=1e-6)
 
 
 def test_a_feature_that_nothing_is_given_for_is_named(tmp_path):

@@ -41,30 +41,32 @@ def test_a_model_gives_what_torch_gives(kind, features, rows, exported, tmp_path
     model.write(tmp_path / "tower.onnx")
     rng = np.random.default_rng(rows)
     histories = [rng.integers(0, ITEMS, rng.integers(1, 41)) for _ in range(rows)]
-    more = {name: each.numpy()[np.arange(rows) % 3] for name, each in features.items()}
+    more = {name: tensor.numpy()[np.arange(rows) % 3] for name, tensor in features.items()}
 
-    found = Tower.open(tmp_path / "tower.onnx", spec).run(
+    vectors = Tower.open(tmp_path / "tower.onnx", spec).run(
         {"history": Histories.of(histories), **more}
     )
 
     with torch.no_grad():
         for row, history in enumerate(histories):
-            own = [torch.from_numpy(each[row : row + 1]) for each in more.values()]
-            wanted = tower(torch.from_numpy(history)[None], *own)[0].numpy()
-            np.testing.assert_allclose(found[row], wanted, rtol=1e-5, atol=1e-5)
+            row_features = [
+                torch.from_numpy(feature_values[row : row + 1]) for feature_values in more.values()
+            ]
+            expected_vector = tower(torch.from_numpy(history)[None], *row_features)[0].numpy()
+            np.testing.assert_allclose(vectors[row], expected_vector, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def exported():
     """Each kind is exported once."""
-    done = {}
+    export_by_kind = {}
 
     def of(kind, features):
-        if kind not in done:
+        if kind not in export_by_kind:
             torch.manual_seed(0)
             tower = bound(getattr(towers, kind)(), example(**features))
-            done[kind] = tower, *export(tower)[:2]
-        return done[kind]
+            export_by_kind[kind] = tower, *export(tower)[:2]
+        return export_by_kind[kind]
 
     return of
 
@@ -72,19 +74,19 @@ def exported():
 def test_a_folder_holds_the_user_tower_and_what_features_it_wants(tmp_path):
     user_tower, item_tower = towers.Featured().eval(), towers.Items().eval()
     users = ["u1", "u2"]
-    given = {"country": torch.tensor([1, 2]), "sizes": torch.rand(2, 3)}
+    user_features = {"country": torch.tensor([1, 2]), "sizes": torch.rand(2, 3)}
 
     report = from_torch(
         user_tower, item_tower, example(**FEATURES), to=tmp_path, item_ids=IDS, user_ids=users,
-        user_features=given,
+        user_features=user_features,
     )  # fmt: skip
 
     assert report.fold_in == "the user tower itself" and report.items == ITEMS
     assert 'user_features = "user_features.parquet"' in (tmp_path / "larder.toml").read_text()
     table = pq.read_table(tmp_path / "user_features.parquet")
     assert table.column_names == ["user", "country", "sizes"]
-    found = bundled(tmp_path, "item_tower", item=np.arange(ITEMS))
-    np.testing.assert_array_equal(found, item_tower.table.weight.detach().numpy())
+    item_vectors = bundled(tmp_path, "item_tower", item=np.arange(ITEMS))
+    np.testing.assert_array_equal(item_vectors, item_tower.table.weight.detach().numpy())
 
 
 def test_a_tower_whose_items_start_at_1_keeps_its_padding_0(tmp_path):
@@ -97,24 +99,29 @@ def test_a_tower_whose_items_start_at_1_keeps_its_padding_0(tmp_path):
             return self.table(item) if item.ndim == 1 else self.table(item).sum(1)
 
     tower = FromOne().eval()
-    given = Example(
+    export_example = Example(
         {"history": towers.HISTORY}, {"item": INDEX}, pad=0, max_length=20, first_item=1
     )
 
-    from_torch(tower, tower, given, to=tmp_path, item_ids=IDS)
+    from_torch(tower, tower, export_example, to=tmp_path, item_ids=IDS)
 
     rows = tower.table.weight.detach().numpy()
     np.testing.assert_array_equal(bundled(tmp_path, "item_tower", item=np.arange(ITEMS)), rows[1:])
-    found = bundled(tmp_path, "user_tower", history=Histories.of([[0, ITEMS - 1]]))
-    np.testing.assert_allclose(found[0], rows[1] + rows[-1], rtol=1e-6)
+    user_vectors = bundled(tmp_path, "user_tower", history=Histories.of([[0, ITEMS - 1]]))
+    np.testing.assert_allclose(user_vectors[0], rows[1] + rows[-1], rtol=1e-6)
 
 
 def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path):
     tower = towers.Items().eval()
-    given = Example({"user": INDEX}, {"item": INDEX})
+    export_example = Example({"user": INDEX}, {"item": INDEX})
 
     report = from_torch(
-        tower, towers.Items().eval(), given, to=tmp_path, item_ids=IDS, user_ids=["a", "b", "c"]
+        tower,
+        towers.Items().eval(),
+        export_example,
+        to=tmp_path,
+        item_ids=IDS,
+        user_ids=["a", "b", "c"],
     )
 
     table = pq.read_table(tmp_path / "user_vectors.parquet")
@@ -125,32 +132,34 @@ def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path
 
 
 def test_a_fixed_length_is_said_to_hang_on_the_training_and_a_night_to_want_clicks(tmp_path):
-    given = Example(
+    export_example = Example(
         {"history": towers.HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=20, is_fixed=True
     )
 
     report = from_torch(
-        towers.Mean().eval(), towers.Items().eval(), given, to=tmp_path, item_ids=IDS
+        towers.Mean().eval(), towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS
     )
 
-    assert any(f"filled up with {ITEMS} to 20 items" in each for each in report.cannot), (
-        report.cannot
-    )
+    assert any(
+        f"filled up with {ITEMS} to 20 items" in limitation for limitation in report.cannot
+    ), report.cannot
     assert "name what users did in [sources] interactions" in report.lines()[-1]
     assert '# user_column = "user"' in (tmp_path / "larder.toml").read_text()
 
 
 def test_items_of_features_alone_bring_their_table(tmp_path):
     prices = torch.rand(ITEMS, DIMS)
-    given = Example({"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20)
+    export_example = Example(
+        {"history": towers.HISTORY}, {"price": prices[:4]}, pad=ITEMS, max_length=20
+    )
 
     report = from_torch(
-        towers.Mean().eval(), torch.nn.Linear(DIMS, DIMS).eval(), given, to=tmp_path, item_ids=IDS,
+        towers.Mean().eval(), torch.nn.Linear(DIMS, DIMS).eval(), export_example, to=tmp_path, item_ids=IDS,
         item_features={"price": prices},
     )  # fmt: skip
 
     assert pq.read_table(tmp_path / "item_features.parquet").column_names == ["item", "price"]
-    assert not any("was not fitted on" in each for each in report.cannot)
+    assert not any("was not fitted on" in limitation for limitation in report.cannot)
 
 
 @pytest.mark.parametrize("kind", ["path", "csv", "arrow", "polars", "arrays"])
@@ -170,12 +179,14 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
         "polars": SimpleNamespace(to_arrow=lambda: table),
         "arrays": {"price": price, "category": category},
     }[kind]
-    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+    export_example = Example(
+        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
+    )
 
     report = from_torch(
         towers.Mean().eval(),
         towers.Priced().eval(),
-        given,
+        export_example,
         to=tmp_path / "out",
         item_ids=IDS,
         item_features=features,
@@ -187,26 +198,28 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message_pattern"),
     [
         ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "no row of 1 item ids, 'i00' among them"),
         ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is there twice"),
         ({"price": [1.0]}, "has 1 rows for"),
     ],
 )
-def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, tmp_path):
-    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message_pattern, tmp_path):
+    export_example = Example(
+        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
+    )
 
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         from_torch(
-            towers.Mean().eval(), towers.Priced().eval(), given, to=tmp_path, item_ids=IDS,
+            towers.Mean().eval(), towers.Priced().eval(), export_example, to=tmp_path, item_ids=IDS,
             item_features=pa.table(table),
         )  # fmt: skip
     with pytest.raises(SourceError, match="item_features is a list: give arrays by name, a table"):
         from_torch(
             towers.Mean().eval(),
             towers.Priced().eval(),
-            given,
+            export_example,
             to=tmp_path,
             item_ids=IDS,
             item_features=[1],
@@ -214,7 +227,7 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, t
 
 
 @pytest.mark.parametrize(
-    ("prices", "said"),
+    ("prices", "message_pattern"),
     [
         (["dear"] * ITEMS, r"item_features: 'price' holds texts, and the item tower takes float32"),
         (
@@ -228,27 +241,29 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, said, t
         ),
     ],
 )
-def test_a_feature_that_an_item_tower_cannot_take_is_named(prices, said, tmp_path):
-    given = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+def test_a_feature_that_an_item_tower_cannot_take_is_named(prices, message_pattern, tmp_path):
+    export_example = Example(
+        {"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20
+    )
 
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         from_torch(
-            towers.Mean().eval(), towers.Priced().eval(), given, to=tmp_path, item_ids=IDS,
+            towers.Mean().eval(), towers.Priced().eval(), export_example, to=tmp_path, item_ids=IDS,
             item_features=pa.table({"item": IDS, "price": prices}),
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("country", [1.5, None])
 def test_a_code_of_a_user_that_is_no_whole_number_is_named(country, tmp_path):
-    given = Example(
-        {"history": towers.HISTORY, **{name: each[:2] for name, each in FEATURES.items()}},
+    export_example = Example(
+        {"history": towers.HISTORY, **{name: tensor[:2] for name, tensor in FEATURES.items()}},
         {"item": INDEX}, pad=ITEMS, max_length=20,
     )  # fmt: skip
     users = {"country": pa.array([0, 1, country], pa.float64()), "sizes": torch.rand(3, 3)}
 
     with pytest.raises(SourceError, match=r"user_features: 'country' is .* for 'u2'"):
         from_torch(
-            towers.Featured().eval(), towers.Items().eval(), given, to=tmp_path, item_ids=IDS,
+            towers.Featured().eval(), towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS,
             user_ids=["u0", "u1", "u2"], user_features=users,
         )  # fmt: skip
 
@@ -272,11 +287,11 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
     table = pq.read_table(tmp_path / "out" / "clicks.parquet").to_pydict()
     assert table["user"] == ["u1", "u1", "u1", "u2"]
     assert table["item"] == ["i05", "i03", "i09", "i01"]
-    assert report.clicks == 4 and not any("order" in each for each in report.cannot)
+    assert report.clicks == 4 and not any("order" in limitation for limitation in report.cannot)
 
 
 @pytest.mark.parametrize(
-    ("given", "remedy"),
+    ("export_example", "remedy"),
     [
         (Example({"user": INDEX}, {"item": INDEX}), "give user_ids"),
         (Example({"history": towers.HISTORY, "age": INDEX}, {"item": INDEX}, pad=ITEMS), "user_features"),
@@ -286,12 +301,12 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
         (Example({"history": towers.HISTORY}, {"item": INDEX}), "wrap a tower that pads with another"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(given, remedy, tmp_path):
+def test_what_is_missing_is_named(export_example, remedy, tmp_path):
     with pytest.raises(SourceError, match=remedy) as raised:
         from_torch(
-            towers.Mean().eval(), towers.Items().eval(), given, to=tmp_path / "out", item_ids=IDS,
+            towers.Mean().eval(), towers.Items().eval(), export_example, to=tmp_path / "out", item_ids=IDS,
             user_features={},
-            user_ids=["u"] if "history" in given.user else None,
+            user_ids=["u"] if "history" in export_example.user else None,
         )  # fmt: skip
 
     assert "\n" not in raised.value.message and not (tmp_path / "out").exists()
@@ -303,12 +318,12 @@ def test_weights_that_no_file_holds_stand_beside_it(monkeypatch, tmp_path):
         monkeypatch.setattr(onnx_model, "GRAPH_BYTES_MAX", limit)
         monkeypatch.setattr(onnx_model, "_SMALL", 64)
         model, spec_of[name], error = export(tower)
-        beside = model.write(tmp_path / f"{name}.onnx")
-        assert error < 1e-6 and (beside is None) == (name == "inside")
+        weights_file = model.write(tmp_path / f"{name}.onnx")
+        assert error < 1e-6 and (weights_file is None) == (name == "inside")
     histories = {"history": Histories.of([[1, 2, 3], [4]])}
 
-    found = [
+    tower_outputs = [
         Tower.open(tmp_path / f"{name}.onnx", spec).run(histories) for name, spec in spec_of.items()
     ]
 
-    assert found[0].tobytes() == found[1].tobytes()
+    assert tower_outputs[0].tobytes() == tower_outputs[1].tobytes()

@@ -26,7 +26,7 @@ from tests.unit.precompute.adapters.torch_examples import (
 
 class FrozenLength(towers.Mean):
     def forward(self, history):
-        return sum(self.table(history[:, place]) for place in range(history.shape[1]))
+        return sum(self.table(history[:, position]) for position in range(history.shape[1]))
 
 
 class Twice(towers.Mean):
@@ -113,9 +113,11 @@ def test_a_model_that_differs_is_refused():
 
 
 def test_a_fixed_length_is_what_a_frozen_tower_may_have():
-    given = Example({"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=12, is_fixed=True)
+    export_example = Example(
+        {"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=12, is_fixed=True
+    )
 
-    _, spec, worst = export(bound(FrozenLength(), given))
+    _, spec, worst = export(bound(FrozenLength(), export_example))
 
     assert worst <= traps.TOLERANCE and spec.inputs[0].max_length == 12
 
@@ -156,10 +158,10 @@ def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
 
 @pytest.mark.parametrize("pad", [0, ITEMS - 1, -1])
 def test_a_padding_that_is_an_item_is_refused(pad):
-    given = Example({"history": HISTORY}, {"item": INDEX}, pad=pad)
+    export_example = Example({"history": HISTORY}, {"item": INDEX}, pad=pad)
 
     with pytest.raises(SourceError, match="say first_item=1 in Example"):
-        bound(towers.Mean(), given)
+        bound(towers.Mean(), export_example)
 
 
 def test_flags_are_no_input():
@@ -168,10 +170,10 @@ def test_flags_are_no_input():
 
 
 def test_a_history_longer_than_its_table_of_places_is_named():
-    given = Example({"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=100)
+    export_example = Example({"history": HISTORY}, {"item": INDEX}, pad=ITEMS, max_length=100)
 
     with pytest.raises(SourceError, match="pad, max_length and the number of items must be those"):
-        export(bound(towers.Transformer(), given))
+        export(bound(towers.Transformer(), export_example))
 
 
 def test_towers_of_two_widths_are_refused_and_nothing_is_written(tmp_path):
@@ -190,16 +192,16 @@ def test_a_pickled_module_is_loaded_only_with_trust(tmp_path):
     path = tmp_path / "tower.pt"
     torch.save(towers.Items().eval(), path)
 
-    def made(**more):
+    def import_tower(**more):
         return from_torch(
             path, path, Example({"user": INDEX}, {"item": INDEX}), to=tmp_path / "out", item_ids=range(ITEMS),
             user_ids=range(ITEMS), **more,
         )  # fmt: skip
 
     with pytest.raises(SourceError, match=r"give the module, or trust=True"):
-        made()
+        import_tower()
     assert not (tmp_path / "out").exists()
-    assert made(trust=True).items == ITEMS
+    assert import_tower(trust=True).items == ITEMS
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ def vectors(items: Any = ITEMS, users: Any = USERS, ids: list[str] = IDS) -> Wro
     np.save("users.npy", users)
     sp.save_npz("clicks.npz", CLICKS)
     Path("ids.txt").write_text("\n".join(ids), encoding="utf-8")
-    words = "vectors --items items.npy --users users.npy --clicks clicks.npz --item-ids ids.txt --to out"
+    command_line = "vectors --items items.npy --users users.npy --clicks clicks.npz --item-ids ids.txt --to out"
     return Wrong(
         lambda: from_vectors(
             "ids.txt", "items.npy", None, "users.npy", clicks="clicks.npz", to="out"
         ),
-        tuple(words.split()),
+        tuple(command_line.split()),
     )
 
 
@@ -92,9 +92,9 @@ def unlisted() -> Wrong:
     for number, tensor in enumerate(model.graph.initializer):
         onnx.external_data_helper.set_external_data(tensor, f"table.{number}")
     onnx.save(model, path)
-    told = orjson.loads((bundle.path / "bundle.json").read_bytes())
-    told["user_tower"]["sha256"] = sha256_of(path)
-    (bundle.path / "bundle.json").write_bytes(orjson.dumps(told))
+    bundle_json = orjson.loads((bundle.path / "bundle.json").read_bytes())
+    bundle_json["user_tower"]["sha256"] = sha256_of(path)
+    (bundle.path / "bundle.json").write_bytes(orjson.dumps(bundle_json))
     return Wrong(lambda: Bundle.open(bundle.path))
 
 
@@ -119,7 +119,7 @@ def told() -> dict[str, str]:
     """Messages by wrong input, as the table of the page has them."""
     lines = PAGE.read_text(encoding="utf-8").partition("|---|---|---|\n")[2].splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    return {name: f"{said}: {remedy}" for name, said, remedy in cells}
+    return {name: f"{problem}: {remedy}" for name, problem, remedy in cells}
 
 
 @pytest.fixture(autouse=True)
@@ -142,16 +142,16 @@ def test_it_is_refused_in_one_line_that_names_the_remedy_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", [each for each in WRONG if each not in NO_FILE])
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in NO_FILE])
 def test_larder_import_says_the_same(name, tmp_path, capsys):
     wrong = WRONG[name]()
-    before = sorted(tmp_path.iterdir())
+    files_before = sorted(tmp_path.iterdir())
 
     code = main(["import", *wrong.words])
 
-    out, err = capsys.readouterr()
-    assert (code, out, err) == (USAGE, "", f"larder: {told()[name]}\n")
-    assert sorted(tmp_path.iterdir()) == before
+    stdout, err = capsys.readouterr()
+    assert (code, stdout, err) == (USAGE, "", f"larder: {told()[name]}\n")
+    assert sorted(tmp_path.iterdir()) == files_before
 
 
 def test_what_is_right_is_imported():

@@ -92,7 +92,7 @@ class Priced(nn.Module):  # type: ignore[misc]
         return self.weights(price[:, None])
 
 
-def bound(module: nn.Module, given: Example | None = None) -> BoundTower:
+def bound(module: nn.Module, export_example: Example | None = None) -> BoundTower:
     """The module, which is made fit for an import, as the user tower."""
-    given = given or example()
-    return BoundTower(module.eval(), given.user, given, ITEMS, "the user tower")
+    export_example = export_example or example()
+    return BoundTower(module.eval(), export_example.user, export_example, ITEMS, "the user tower")

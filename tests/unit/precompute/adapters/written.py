@@ -27,8 +27,8 @@ def taste_clicks(users: int = 120, items: int = 80, *, seed: int = 0) -> sp.csr_
 
 def histories_of(clicks: sp.csr_matrix) -> Histories:
     """Items of each row, ascending."""
-    found = clicks.sorted_indices()
-    return Histories(found.indptr.astype(np.int64), found.indices.astype(np.int64))
+    sorted_clicks = clicks.sorted_indices()
+    return Histories(sorted_clicks.indptr.astype(np.int64), sorted_clicks.indices.astype(np.int64))
 
 
 def item_vectors(folder: Path) -> NDArray[np.float32]:
@@ -51,14 +51,23 @@ def user_vectors(folder: Path) -> NDArray[np.float32]:
     return flat.reshape(len(column), -1)
 
 
-def lists(folder: Path, users: NDArray[np.float32], seen: Histories, k: int) -> NDArray[np.uint32]:
+def lists(
+    folder: Path, users: NDArray[np.float32], excluded_histories: Histories, k: int
+) -> NDArray[np.uint32]:
     """Best k items of each user, history left out, as a night scores them."""
-    return Scorer.of(item_vectors(folder)).top(users, k, seen)[0]
+    return Scorer.of(item_vectors(folder)).top(users, k, excluded_histories)[0]
 
 
-def ranking(scores: NDArray[np.floating], seen: Histories, k: int) -> NDArray[np.int64]:
+def ranking(
+    scores: NDArray[np.floating], excluded_histories: Histories, k: int
+) -> NDArray[np.int64]:
     """Best k items of each row of scores, history left out: what a library itself would list."""
-    left = np.array(scores, np.float64)
-    for row in range(len(left)):
-        left[row, seen.indices[seen.indptr[row] : seen.indptr[row + 1]]] = -np.inf
-    return np.argsort(-left, axis=1, kind="stable")[:, :k]
+    remaining_scores = np.array(scores, np.float64)
+    for row in range(len(remaining_scores)):
+        remaining_scores[
+            row,
+            excluded_histories.indices[
+                excluded_histories.indptr[row] : excluded_histories.indptr[row + 1]
+            ],
+        ] = -np.inf
+    return np.argsort(-remaining_scores, axis=1, kind="stable")[:, :k]

@@ -31,7 +31,7 @@ def test_scoring_took_as_long_as_any_shard_was_under_way(
 
 
 @pytest.mark.parametrize(
-    ("noted", "told"),
+    ("recorded_facts", "expected_namespace"),
     [
         ({"events_namespace": "a"}, "a"),
         ({"events_namespace": "own"}, ""),
@@ -39,13 +39,16 @@ def test_scoring_took_as_long_as_any_shard_was_under_way(
     ],  # none: an older program
 )
 def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
-    noted: dict[str, str], told: str
+    recorded_facts: dict[str, str], expected_namespace: str
 ) -> None:
     config = NightConfig(namespace="own", events=EventsConfig(enabled=True, namespace="b"))
 
-    found = seal._events(config, {"events": {"until": "5-1", "files": 1}, **noted})
+    events_read = seal._events(config, {"events": {"until": "5-1", "files": 1}, **recorded_facts})
 
-    assert found is not None and (found.until, found.namespace) == ("5-1", told)
+    assert events_read is not None and (events_read.until, events_read.namespace) == (
+        "5-1",
+        expected_namespace,
+    )
 
 
 def test_another_stream_makes_another_generation() -> None:

@@ -66,7 +66,7 @@ def with_clicks(config: NightConfig, users: Floats, items: Floats, at: datetime)
 
 
 def made(config: NightConfig, folder: str = "bundle", **more: Any) -> Bundle:
-    return make_bundle(config, config.path(folder), **{"before": None, **more})
+    return make_bundle(config, config.path(folder), **{"interactions_before": None, **more})
 
 
 def test_the_same_tables_make_the_same_bytes_and_other_items_others(
@@ -74,23 +74,25 @@ def test_the_same_tables_make_the_same_bytes_and_other_items_others(
 ) -> None:
     config = with_clicks(config, users, items, DAY)
 
-    first, again = made(config, "a/bundle"), made(config, "b/bundle")
+    first, repeated_bundle = made(config, "a/bundle"), made(config, "b/bundle")
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], items[::-1])
-    other = made(replace(config, sources=replace(config.sources, interactions=())), "c/bundle")
+    other_bundle = made(
+        replace(config, sources=replace(config.sources, interactions=())), "c/bundle"
+    )
 
     assert np.array_equal(item_vectors(first.path.parent), items)
     for file in first.path.iterdir():
-        assert file.read_bytes() == (again.path / file.name).read_bytes()
-    assert first.digest == again.digest != other.digest
+        assert file.read_bytes() == (repeated_bundle.path / file.name).read_bytes()
+    assert first.digest == repeated_bundle.digest != other_bundle.digest
 
 
 def test_other_vectors_of_users_alone_are_the_same_model(
     config: NightConfig, users: Floats
 ) -> None:
-    before = made(config, "before")
+    original_bundle = made(config, "before")
     write(config.path("users.parquet"), "user", [f"u{row}" for row in range(USERS)], users + 1)
 
-    assert made(config, "after").digest == before.digest
+    assert made(config, "after").digest == original_bundle.digest
 
 
 def test_the_fold_is_chosen_by_what_users_did_before_the_cut(
@@ -99,37 +101,37 @@ def test_the_fold_is_chosen_by_what_users_did_before_the_cut(
     config = with_clicks(config, users, items, DAY)
     alone = replace(config, sources=replace(config.sources, user_vectors=None))
 
-    def recalls(config: NightConfig, folder: str, before: datetime | None) -> Any:
-        made(config, folder, before=before)
+    def recalls(config: NightConfig, folder: str, interactions_before: datetime | None) -> Any:
+        made(config, folder, interactions_before=interactions_before)
         text = (tmp_path / folder / "bundle.json").read_text()
         return orjson.loads(text)["training"]["recalls"]
 
-    chosen = recalls(config, "after", None)
-    assert chosen.keys() == {"mean", "ridge 0.1", "ridge 1", "ridge 10"}
+    recall_by_fold = recalls(config, "after", None)
+    assert recall_by_fold.keys() == {"mean", "ridge 0.1", "ridge 1", "ridge 10"}
     assert recalls(config, "before", DAY) == {}
-    assert recalls(alone, "alone", None).keys() == chosen.keys()
+    assert recalls(alone, "alone", None).keys() == recall_by_fold.keys()
 
 
 def test_a_fold_is_chosen_by_few_users_of_many(
     config: NightConfig, items: Floats, users: Floats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_clicks(config, users, items, DAY)
-    seen: list[int] = []
+    sample_sizes: list[int] = []
     monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
 
-    def noted(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
-        seen.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
+    def record_sizes(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
+        sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
         return model_of(items, users, clicks, **more)
 
-    monkeypatch.setattr(vector_bundle, "model_of", noted)
+    monkeypatch.setattr(vector_bundle, "model_of", record_sizes)
     made(config)
 
-    assert seen == [7, 7, 70]
+    assert sample_sizes == [7, 7, 70]
 
 
 def remarks_of(bundle: Bundle) -> list[str]:
-    found: list[str] = bundle.training.get("remarks", [])
-    return found
+    remarks: list[str] = bundle.training.get("remarks", [])
+    return remarks
 
 
 def test_clicks_that_vectors_do_not_explain_are_a_remark_and_no_end(
@@ -138,8 +140,8 @@ def test_clicks_that_vectors_do_not_explain_are_a_remark_and_no_end(
     """What is only to be left out of lists may be what nobody would choose again."""
     odd = made(with_clicks(config, -users, items, DAY), "odd")
 
-    (told,) = remarks_of(odd)
-    assert "as by chance" in told and "only to be left out" in told
+    (remark,) = remarks_of(odd)
+    assert "as by chance" in remark and "only to be left out" in remark
     assert remarks_of(made(with_clicks(config, users, items, DAY), "usual")) == []
 
 
@@ -160,10 +162,10 @@ def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
     strangers = pa.array([f"new-{row}" for row in range(len(table))])
     pq.write_table(table.set_column(0, "user", strangers), config.path("clicks.parquet"))
 
-    (told,) = remarks_of(made(config, "everybody"))
+    (remark,) = remarks_of(made(config, "everybody"))
     monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
 
-    assert "not one click is of a known user on a known item" in told
+    assert "not one click is of a known user on a known item" in remark
     assert remarks_of(made(config, "sample")) == []
 
 
@@ -187,9 +189,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("ids", "rows", "said"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("ids", "rows", "message_pattern"), WRONG.values(), ids=WRONG)
 def test_a_table_that_makes_no_bundle_is_told_in_one_line(
-    config: NightConfig, ids: Any, rows: Any, said: str
+    config: NightConfig, ids: Any, rows: Any, message_pattern: str
 ) -> None:
     if rows:
         write(config.path("items.parquet"), "item", ids, rows)
@@ -197,7 +199,7 @@ def test_a_table_that_makes_no_bundle_is_told_in_one_line(
         column = pa.array([], pa.list_(pa.float64()))
         pq.write_table(pa.table({"item": ids, "vector": column}), config.path("items.parquet"))
 
-    with pytest.raises(SourceError, match=said) as error:
+    with pytest.raises(SourceError, match=message_pattern) as error:
         made(config)
 
     assert "\n" not in error.value.message
@@ -226,14 +228,25 @@ def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_do_beside_the
     config: NightConfig, items: Floats
 ) -> None:
     good = {b"new": [2.0] * DIMS, b"longest": [-65_504.0] * DIMS}
-    bad = {b"huge": [65_600.0] + [0.0] * (DIMS - 1), b"end": [-3e38] * DIMS, b"short": [1.0]}
+    invalid_vectors = {
+        b"huge": [65_600.0] + [0.0] * (DIMS - 1),
+        b"end": [-3e38] * DIMS,
+        b"short": [1.0],
+    }
 
-    first, both = made(config, "a", brought=good), made(config, "b", brought={**good, **bad})
+    first, mixed_bundle = (
+        made(config, "a", event_vectors=good),
+        made(config, "b", event_vectors={**good, **invalid_vectors}),
+    )
 
-    assert first.digest == both.digest and len(both.vocabulary) == ITEMS + 2
+    assert first.digest == mixed_bundle.digest and len(mixed_bundle.vocabulary) == ITEMS + 2
     # A table of longer vectors takes longer ones.
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], 1e5 * items)
-    assert {*made(config, "c", brought={**good, **bad}).item_ids} >= {b"new", b"longest", b"huge"}
+    assert {*made(config, "c", event_vectors={**good, **invalid_vectors}).item_ids} >= {
+        b"new",
+        b"longest",
+        b"huge",
+    }
 
 
 def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: NightConfig) -> None:
@@ -243,9 +256,9 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
         "with": {b"new": [0.25] * DIMS},
         "damaged": {b"other": [2.0] * DIMS},
     }
-    for name, brought in vectors.items():
+    for name, event_vectors in vectors.items():
         key = hashlib.sha256(name.encode()).hexdigest()
-        make = partial(make_bundle, config, before=None, brought=brought)
+        make = partial(make_bundle, config, interactions_before=None, event_vectors=event_vectors)
         with bundle_made_of(store, key, make) as bundle:
             digests[name] = bundle.digest
     store.local(f"bundles/{digests['damaged']}/items.parquet").write_bytes(b"{")
@@ -253,8 +266,8 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     assert forget_items(store, []) == 0
     assert forget_items(store, [b"nobody", b"new"]) == 2
 
-    assert [each.digest for each in made_of_tables(store)] == [digests["without"]]
-    files = [each for each in store.local("bundles").rglob("*") if each.is_file()]
-    assert {each.parent.name for each in files} == {"bundles", digests["without"]}
-    assert not any(np.full(DIMS, 0.25, "f4").tobytes() in each.read_bytes() for each in files)
+    assert [bundle_record.digest for bundle_record in made_of_tables(store)] == [digests["without"]]
+    files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
+    assert {file.parent.name for file in files} == {"bundles", digests["without"]}
+    assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)
     assert forget_items(store, [b"nobody", b"new"]) == 0

@@ -62,13 +62,13 @@ class Plant:
 
     def work(self, governor: Governor, seconds: float) -> float:
         """Send pieces for that long; bytes per second."""
-        began, done = self.now, 0
-        while self.now - began < seconds:
+        started_at, sent_bytes = self.now, 0
+        while self.now - started_at < seconds:
             governor.pace(PIECE)
             self.felt_rate += PIECE / SMOOTHED_S
-            done += PIECE
+            sent_bytes += PIECE
             self._pass(PIECE / self.most)
-        return done / (self.now - began)
+        return sent_bytes / (self.now - started_at)
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds
@@ -88,8 +88,8 @@ class Plant:
         return Look(self.now, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes)
 
     def round_trips(self) -> list[float]:
-        found, self.trips = self.trips, []
-        return found
+        recent_trips, self.trips = self.trips, []
+        return recent_trips
 
     def own_reads(self, count: int) -> None:
         pass
@@ -102,16 +102,16 @@ class Plant:
 
     def felt(self, governor: Governor, seconds: float) -> float:
         """p99 of readers while work goes on for that long."""
-        before = len(self.trips)
-        seen: list[float] = []
-        until = self.now + seconds
-        kept = self.round_trips
-        self.round_trips = lambda: seen.extend(found := kept()) or found  # type: ignore[method-assign,func-returns-value]
-        while self.now < until:
-            self.work(governor, min(0.1, until - self.now))
-        seen += self.trips[min(before, len(self.trips)) :]
-        self.round_trips = kept  # type: ignore[method-assign]
-        return p99(seen)
+        earlier_trip_count = len(self.trips)
+        observed_trips: list[float] = []
+        ends_at = self.now + seconds
+        read_round_trips = self.round_trips
+        self.round_trips = lambda: observed_trips.extend(found := read_round_trips()) or found  # type: ignore[method-assign,func-returns-value]
+        while self.now < ends_at:
+            self.work(governor, min(0.1, ends_at - self.now))
+        observed_trips += self.trips[min(earlier_trip_count, len(self.trips)) :]
+        self.round_trips = read_round_trips  # type: ignore[method-assign]
+        return p99(observed_trips)
 
 
 def governed(plant: Plant, **settings: object) -> Governor:
@@ -198,7 +198,7 @@ def test_it_never_presses_for_long():
 def test_when_readers_slow_down_it_falls_and_when_they_recover_it_rises_again():
     plant = Plant(knee=400 * MIB)
     governor = governed(plant)
-    before = plant.work(governor, 8.0)
+    initial_rate = plant.work(governor, 8.0)
 
     plant.knee = 60 * MIB
     plant.work(governor, 6.0)
@@ -207,8 +207,8 @@ def test_when_readers_slow_down_it_falls_and_when_they_recover_it_rises_again():
     plant.work(governor, 14.0)
     after = plant.work(governor, 4.0)
 
-    assert during < 100 * MIB < 0.5 * before
-    assert after > 0.7 * before
+    assert during < 100 * MIB < 0.5 * initial_rate
+    assert after > 0.7 * initial_rate
 
 
 def test_readers_that_come_are_noticed_and_those_that_leave_forgotten():
@@ -247,8 +247,8 @@ def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
     plant = Plant()
     governor = governed(plant, idle_s=0.5, ceiling_mib_s=64.0)
     plant.work(governor, 5.0)
-    rests, was, until = 0, plant.now, plant.now + 40 * STEP_S
-    while plant.now < until:
+    rests, was, ends_at = 0, plant.now, plant.now + 40 * STEP_S
+    while plant.now < ends_at:
         governor.pace(PIECE)
         rests += plant.now - was > 0.9 * REST_S
         was = plant.now
@@ -298,77 +298,80 @@ def test_never_is_an_open_loop_and_always_asks_nobody():
 
 
 def throttle() -> Throttle:
-    made = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
-    made.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
-    return made
+    calibrated_throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    calibrated_throttle.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
+    return calibrated_throttle
 
 
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
-    done = {"done_bytes": 10**9, "spent_s": 0.1, "rested": [IDLE_S] * 20, **more}
-    return throttle.step(Signals(worked, **done), readers=True)
+    signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "rested": [IDLE_S] * 20, **more}
+    return throttle.step(Signals(worked, **signal_fields), readers=True)
 
 
 def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
-    found = throttle()
-    rate = found.rate
+    calibrated_throttle = throttle()
+    rate = calibrated_throttle.rate
 
-    assert step(found, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 1.2}) > rate
-    rate = found.rate
-    assert step(found, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 3.0}) < rate
-    assert found.reason == "p99 of a"
+    assert step(calibrated_throttle, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 1.2}) > rate
+    rate = calibrated_throttle.rate
+    assert step(calibrated_throttle, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 3.0}) < rate
+    assert calibrated_throttle.reason == "p99 of a"
 
 
 def test_one_late_reply_of_many_moves_nothing_and_one_in_ten_is_enough_to_fall():
-    found = throttle()
-    rates = [step(found, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * STEPS_MIN)]
+    calibrated_throttle = throttle()
+    rates = [step(calibrated_throttle, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * STEPS_MIN)]
     assert rates == sorted(rates) and rates[-1] > rates[0]
 
     for _ in range(2 * STEPS_MIN):
-        step(found, [*[IDLE_S] * 90, *[1.0] * 10])
-        if found.reason:
+        step(calibrated_throttle, [*[IDLE_S] * 90, *[1.0] * 10])
+        if calibrated_throttle.reason:
             break
-    assert found.reason == "probe p99"
+    assert calibrated_throttle.reason == "probe p99"
 
 
 def test_two_steps_of_nothing_but_late_replies_need_no_more():
-    found = throttle()
+    calibrated_throttle = throttle()
     reasons = []
     for _ in range(2):
-        step(found, [math.inf] * 100)
-        reasons.append(found.reason)
+        step(calibrated_throttle, [math.inf] * 100)
+        reasons.append(calibrated_throttle.reason)
     assert reasons == ["", "probe p99"]
 
 
 def test_what_is_as_late_at_rest_is_not_the_works_doing():
-    found = throttle()
+    calibrated_throttle = throttle()
     slow = [*[IDLE_S] * 14, *[1.0] * 6]
 
     for _ in range(4 * STEPS_MIN):
-        step(found, slow * 5, rested=slow)
-        assert not found.reason
+        step(calibrated_throttle, slow * 5, rested=slow)
+        assert not calibrated_throttle.reason
 
 
 def test_after_a_decrease_the_rate_comes_back_fast_and_waits_below_where_it_was():
     """The shape of CUBIC: concave up to the last congestion, flat there, convex beyond."""
-    found = throttle()
-    found.rate = 100.0 * MIB
+    calibrated_throttle = throttle()
+    calibrated_throttle.rate = 100.0 * MIB
     for _ in range(2):
-        step(found, [1.0] * 100)
-    rates = [found.rate, *(step(found, [IDLE_S] * 100) for _ in range(20))]
+        step(calibrated_throttle, [1.0] * 100)
+    rates = [
+        calibrated_throttle.rate,
+        *(step(calibrated_throttle, [IDLE_S] * 100) for _ in range(20)),
+    ]
 
-    grown = [after - before for before, after in itertools.pairwise(rates)]
+    grown = [after - previous_rate for previous_rate, after in itertools.pairwise(rates)]
     assert min(grown) >= 0 and grown[0] > 5 * grown[9] and grown[19] > 5 * grown[9]
     assert rates[10] == pytest.approx(rates[0] / 0.7)
 
 
 def test_a_rate_that_is_not_reached_does_not_grow():
-    found = throttle()
-    rate = found.rate
+    calibrated_throttle = throttle()
+    rate = calibrated_throttle.rate
 
-    step(found, [IDLE_S] * 100, done_bytes=int(rate / 10), spent_s=1.0)
+    step(calibrated_throttle, [IDLE_S] * 100, done_bytes=int(rate / 10), spent_s=1.0)
 
-    assert found.rate == rate
+    assert calibrated_throttle.rate == rate
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,17 @@ def edit(bundle, change):
 
 
 def test_a_written_bundle_opens_with_everything_in_it(bundle):
-    again = Bundle.open(bundle.path)
+    reopened_bundle = Bundle.open(bundle.path)
 
-    assert again.digest == bundle.digest
-    assert again.item_ids[:2] == (b"item-0", b"item-1")
-    assert len(again.item_ids) == ITEMS
-    assert set(again.values) == {"user_affinity"}
-    assert [model.name for model in again.models] == ["user_tower", "item_tower", "user_affinity"]
+    assert reopened_bundle.digest == bundle.digest
+    assert reopened_bundle.item_ids[:2] == (b"item-0", b"item-1")
+    assert len(reopened_bundle.item_ids) == ITEMS
+    assert set(reopened_bundle.values) == {"user_affinity"}
+    assert [model.name for model in reopened_bundle.models] == [
+        "user_tower",
+        "item_tower",
+        "user_affinity",
+    ]
 
 
 def test_an_altered_file_is_refused_before_it_is_loaded(bundle):
@@ -90,7 +94,7 @@ def forget(data):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message_parts"),
     [
         (rename, ("'history'", "'past'")),
         (widen, ("16", "99")),
@@ -102,18 +106,18 @@ def forget(data):
         (forget, ("item_tower",)),
     ],
 )
-def test_a_mismatch_names_both_sides(bundle, change, words):
+def test_a_mismatch_names_both_sides(bundle, change, message_parts):
     edit(bundle, change)
 
     with pytest.raises(BundleError) as caught:
         Bundle.open(bundle.path)
 
-    for word in words:
-        assert word in caught.value.message
+    for message_part in message_parts:
+        assert message_part in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message_pattern"),
     [
         (pa.table({"id": pa.array([1] * ITEMS)}), "string column"),
         (pa.table({"item": pa.array(["a"] * ITEMS)}), "string column"),
@@ -121,12 +125,12 @@ def test_a_mismatch_names_both_sides(bundle, change, words):
         (pa.table({"id": pa.array([""] * ITEMS)}), "1 to 256 bytes"),
     ],
 )
-def test_items_that_are_no_list_of_ids_are_refused(bundle, table, words):
+def test_items_that_are_no_list_of_ids_are_refused(bundle, table, message_pattern):
     path = bundle.path / "items.parquet"
     pq.write_table(table, path)
     edit(bundle, lambda data: data["items"].update(sha256=sha256_of(path)))
 
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(BundleError, match=message_pattern):
         Bundle.open(bundle.path)
 
 
@@ -136,23 +140,26 @@ def test_a_folder_without_a_bundle_says_so(tmp_path):
 
 
 def test_weights_beside_a_model_are_part_of_it(bundle):
-    before = bundle.user_tower
-    beside = put_weights_beside(bundle.path, "user_tower")
+    original_tower = bundle.user_tower
+    weights_file = put_weights_beside(bundle.path, "user_tower")
 
     model = Bundle.open(bundle.path).user_tower
 
-    assert model.weights == beside and Bundle.read(bundle.path).has_weights
+    assert model.weights == weights_file and Bundle.read(bundle.path).has_weights
     assert [name for _, name, _ in model.files] == [
         "models/user_tower.fp32.onnx",
         "models/user_tower.weights",
     ]
-    assert model.digest not in (model.sha256, before.digest) and before.digest == before.sha256
+    assert (
+        model.digest not in (model.sha256, original_tower.digest)
+        and original_tower.digest == original_tower.sha256
+    )
     assert not bundle.has_weights
 
 
 def test_altered_weights_are_refused_before_they_are_loaded(bundle):
-    beside = put_weights_beside(bundle.path, "user_tower")
-    beside.write_bytes(b"x" + beside.read_bytes()[1:])
+    weights_file = put_weights_beside(bundle.path, "user_tower")
+    weights_file.write_bytes(b"x" + weights_file.read_bytes()[1:])
 
     with pytest.raises(BundleError, match=r"user_tower\.weights has SHA-256"):
         Bundle.open(bundle.path)
@@ -177,9 +184,9 @@ def outside(bundle):
 
 
 def elsewhere(bundle):
-    beside = put_weights_beside(bundle.path, "user_tower")
+    weights_file = put_weights_beside(bundle.path, "user_tower")
     (bundle.path / "more").mkdir()
-    beside.rename(bundle.path / "more/user_tower.weights")
+    weights_file.rename(bundle.path / "more/user_tower.weights")
     edit(
         bundle,
         lambda data: data["user_tower"]["weights"].update(path="more/user_tower.weights"),
@@ -191,7 +198,7 @@ def gone(bundle):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message_pattern"),
     [
         (
             unlist,
@@ -203,10 +210,10 @@ def gone(bundle):
         (gone, r"names user_tower\.weights, which is missing"),
     ],
 )
-def test_weights_that_would_not_be_found_again_are_refused(bundle, change, words):
+def test_weights_that_would_not_be_found_again_are_refused(bundle, change, message_pattern):
     change(bundle)
 
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(BundleError, match=message_pattern):
         Bundle.open(bundle.path)
 
 
@@ -220,7 +227,7 @@ def test_weights_have_a_limit(bundle, monkeypatch):
 
 def test_models_may_share_their_weights(bundle):
     """One table of items is enough for the tower that sums its rows and the one that gives a row."""
-    beside = put_weights_beside(bundle.path, "user_tower", "table.bin")
+    weights_file = put_weights_beside(bundle.path, "user_tower", "table.bin")
     shutil.copyfile(bundle.path / "user_tower.onnx", bundle.path / "user_affinity.onnx")
 
     def shared(data):
@@ -228,6 +235,8 @@ def test_models_may_share_their_weights(bundle):
 
     edit(bundle, shared)
 
-    again = Bundle.open(bundle.path)
+    reopened_bundle = Bundle.open(bundle.path)
 
-    assert {each.weights for each in (again.user_tower, again.values["vector"])} == {beside}
+    assert {
+        model.weights for model in (reopened_bundle.user_tower, reopened_bundle.values["vector"])
+    } == {weights_file}

@@ -90,8 +90,8 @@ def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
         digests.append(chosen(host("a")))
 
     assert sweep_bundles(host("a").store()) == 1
-    kept = {each for each in host("a").store().names("bundles") if len(each) == 64}
-    assert kept == set(digests[1:])
+    stored_digests = {name for name in host("a").store().names("bundles") if len(name) == 64}
+    assert stored_digests == set(digests[1:])
     assert chosen(host("b")) == digests[-1]
 
 
@@ -157,8 +157,8 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
 
     assert sweep_bundles(store) == 1
 
-    assert {each for each in store.names("bundles") if len(each) == 64} == {mine, *digests[1:]}
-    assert [each.digest for each in made_of_tables(store)] == digests[1:]
+    assert {name for name in store.names("bundles") if len(name) == 64} == {mine, *digests[1:]}
+    assert [bundle_record.digest for bundle_record in made_of_tables(store)] == digests[1:]
     assert (
         from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]
     )

@@ -14,16 +14,16 @@ from precompute.bundles.digests import sha256_unchanged
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were really read; the clock says that they have rested long enough."""
-    found: list[Path] = []
+    read_paths: list[Path] = []
 
     def read(path: Path) -> str:
-        found.append(path)
+        read_paths.append(path)
         return sha256_of(path)
 
     monkeypatch.setattr(digests, "sha256_of", read)
     digests._known.clear()
     monkeypatch.setattr(digests, "SETTLED_NS", -(10**12))
-    return found
+    return read_paths
 
 
 def digest(raw: bytes) -> str:
@@ -53,12 +53,12 @@ def test_a_file_that_changed_is_read_again_whatever_times_it_shows(
 
 
 def test_another_file_in_its_place_is_read(tmp_path: Path, reads: list[Path]) -> None:
-    path, other = tmp_path / "model", tmp_path / "other"
+    path, other_file = tmp_path / "model", tmp_path / "other"
     path.write_bytes(b"weights")
     sha256_unchanged(path)
-    other.write_bytes(b"WEIGHTS")
-    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-    other.replace(path)
+    other_file.write_bytes(b"WEIGHTS")
+    os.utime(other_file, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other_file.replace(path)
     assert sha256_unchanged(path) == digest(b"WEIGHTS")
 
 

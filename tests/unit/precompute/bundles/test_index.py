@@ -29,12 +29,12 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
     report = build_index(vectors, metric, path, kind)
 
     # Pitfall P14: the same figure when the index is opened again
-    again = measure_recall(
+    reopened_recall = measure_recall(
         Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors)
     )
-    assert again == report.recall
+    assert reopened_recall == report.recall
     assert report.recall > 0.85
-    assert [each.name for each in tmp_path.iterdir()] == ["index.faiss"]
+    assert [file.name for file in tmp_path.iterdir()] == ["index.faiss"]
 
 
 def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, vectors):
@@ -81,10 +81,10 @@ def test_candidates_do_not_depend_on_their_batch(tmp_path, vectors):
         build_index(vectors, "inner_product", path, kind)
         searcher = Searcher.open(path, "inner_product")
 
-        whole = searcher.search(vectors[:100], 40)
+        full_batch_candidates = searcher.search(vectors[:100], 40)
 
         for size in (1, 7, 16, 17, 50):
-            assert np.array_equal(searcher.search(vectors[:size], 40), whole[:size])
+            assert np.array_equal(searcher.search(vectors[:size], 40), full_batch_candidates[:size])
 
 
 @pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
@@ -93,9 +93,9 @@ def test_blocked_items_are_filtered_inside_the_index(tmp_path, vectors, kind):
     build_index(vectors, "inner_product", path, kind)
     blocked = np.arange(0, 4000, 2)
 
-    found = Searcher.open(path, "inner_product").search(vectors[:5], 30, blocked)
+    candidates = Searcher.open(path, "inner_product").search(vectors[:5], 30, blocked)
 
-    assert (found % 2 == 1).all()
+    assert (candidates % 2 == 1).all()
 
 
 def test_the_candidates_wanted_depend_on_a_rows_own_exclusions():
@@ -125,39 +125,47 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     """256 queries x all items as scores, ordinals and keys were 10 KB an item: 100 GB for ten million."""
     monkeypatch.setattr(indexes, "TILE_ITEMS", 1024)
     rng = np.random.default_rng(3)
-    many = rng.standard_normal((20_000, 8), np.float32)
-    sample = sample_queries(many)[::4]
+    item_vectors = rng.standard_normal((20_000, 8), np.float32)
+    sample = sample_queries(item_vectors)[::4]
 
     tracemalloc.start()
-    found = indexes.exact_neighbours(many, sample, metric)
+    neighbours = indexes.exact_neighbours(item_vectors, sample, metric)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    stored, queries = ((unit(each) if metric == "cosine" else each) for each in (many, sample[:4]))
-    expected = np.argsort(-(queries @ stored.T), axis=1, kind="stable")[:, :100]
-    assert all(set(a) == set(b) for a, b in zip(found[:4], expected, strict=True))
+    item_rows, queries = (
+        (unit(matrix) if metric == "cosine" else matrix) for matrix in (item_vectors, sample[:4])
+    )
+    expected = np.argsort(-(queries @ item_rows.T), axis=1, kind="stable")[:, :100]
+    assert all(set(a) == set(b) for a, b in zip(neighbours[:4], expected, strict=True))
     assert peak < 5 << 20
 
 
 def test_agreement_compares_a_tile_of_the_items_at_a_time(monkeypatch):
     monkeypatch.setattr(indexes, "TILE_ITEMS", 1024)
     rng = np.random.default_rng(4)
-    many = rng.standard_normal((20_000, 8), np.float32)
+    item_vectors = rng.standard_normal((20_000, 8), np.float32)
     exact = rng.standard_normal((64, 8), np.float32)
     close = exact + np.float32(0.01) * rng.standard_normal((64, 8), np.float32)
-    scores, others = exact[:3] @ many.T, close[:3] @ many.T
-    gone = Histories.of([np.argsort(-scores[row])[:2] for row in range(3)] + [()] * 61)
+    scores, approximate_scores = exact[:3] @ item_vectors.T, close[:3] @ item_vectors.T
+    exclusions = Histories.of([np.argsort(-scores[row])[:2] for row in range(3)] + [()] * 61)
 
     tracemalloc.start()
-    overlap, errors = agreement._compare(exact, close, many, 20, "inner_product", gone)
+    overlap, errors = agreement._compare(
+        exact, close, item_vectors, 20, "inner_product", exclusions
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
     for row in range(3):
-        left = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
-        first, second = (np.argsort(-each[row])[:22] for each in (scores, others))
-        first, second = (each[~np.isin(each, left)][:20] for each in (first, second))
+        row_exclusions = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
+        first, second = (
+            np.argsort(-score_matrix[row])[:22] for score_matrix in (scores, approximate_scores)
+        )
+        first, second = (
+            ordinals[~np.isin(ordinals, row_exclusions)][:20] for ordinals in (first, second)
+        )
         assert overlap[row] == len(np.intersect1d(first, second)) / 20
-        error = np.abs(scores[row] - others[row]).max() / np.abs(scores[row]).max()
+        error = np.abs(scores[row] - approximate_scores[row]).max() / np.abs(scores[row]).max()
         assert errors[row] == pytest.approx(error, rel=1e-5)
     assert peak < 5 << 20

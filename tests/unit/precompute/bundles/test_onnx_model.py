@@ -48,7 +48,7 @@ def test_a_model_is_the_same_with_its_weights_beside_it(tmp_path_factory, items,
         model = graphs.history_tower(rows)
     written = [model.write(folder / name) for name in ("outside.onnx", "again.onnx")]
 
-    found = [
+    outputs = [
         Tower.open(folder / f"{name}.onnx", spec).run({"history": histories})
         for name in ("inside", "outside")
     ]
@@ -57,24 +57,26 @@ def test_a_model_is_the_same_with_its_weights_beside_it(tmp_path_factory, items,
         for name in ("inside", "outside")
     ]
 
-    assert found[0].tobytes() == found[1].tobytes()
+    assert outputs[0].tobytes() == outputs[1].tobytes()
     assert forms[0] == forms[1] == (1, 0)
     assert (folder / "inside.i8").read_bytes() == (folder / "outside.i8").read_bytes()
     assert written == [folder / "outside.weights", folder / "again.weights"]
-    assert {each.read_bytes() for each in folder.glob("*.weights")} == {rows.tobytes()}
+    assert {file.read_bytes() for file in folder.glob("*.weights")} == {rows.tobytes()}
     assert (folder / "outside.onnx").stat().st_size < 1000
 
 
 def test_several_arrays_begin_at_pages(tmp_path, outside):
     centroids = table(7, 8, 1)
 
-    beside = graphs.affinity_model(table(9, 8), centroids).write(tmp_path / "affinity.onnx")
+    weights_file = graphs.affinity_model(table(9, 8), centroids).write(tmp_path / "affinity.onnx")
 
-    assert beside is not None and beside.stat().st_size == 4096 + centroids.nbytes
+    assert weights_file is not None and weights_file.stat().st_size == 4096 + centroids.nbytes
     spec = TowerSpec(spec_of(9, 8).inputs, "probabilities", 8)
-    found = Tower.open(tmp_path / "affinity.onnx", spec).run({"history": Histories.of([[1, 2]])})
-    assert found.sum() == pytest.approx(1)
-    demand_weights("affinity", tmp_path / "affinity.onnx", beside)
+    probabilities = Tower.open(tmp_path / "affinity.onnx", spec).run(
+        {"history": Histories.of([[1, 2]])}
+    )
+    assert probabilities.sum() == pytest.approx(1)
+    demand_weights("affinity", tmp_path / "affinity.onnx", weights_file)
 
 
 def test_weights_inside_are_one_file(tmp_path):
@@ -87,13 +89,13 @@ def test_weights_inside_are_one_file(tmp_path):
 
 
 def test_weights_that_are_not_listed_are_refused_with_what_to_write(tmp_path, outside):
-    beside = graphs.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
+    weights_file = graphs.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
 
     with pytest.raises(BundleError, match=r'in tower\.weights .* lists none: .*"weights" of'):
         demand_weights("item_tower", tmp_path / "tower.onnx", None)
     with pytest.raises(BundleError, match=r"in tower\.weights .* lists other\.weights"):
         demand_weights("item_tower", tmp_path / "tower.onnx", tmp_path / "other.weights")
-    demand_weights("item_tower", tmp_path / "tower.onnx", beside)
+    demand_weights("item_tower", tmp_path / "tower.onnx", weights_file)
 
 
 def test_weights_that_no_tensor_uses_are_refused(tmp_path):
@@ -113,8 +115,8 @@ def external(name, location):
 
 def in_a_branch():
     """Weights of a subgraph, which `onnx.load` would look for as well."""
-    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, [4])
-    branch = helper.make_graph([], "branch", [], [out], [external("out", "../secret")])
+    output_info = helper.make_tensor_value_info("out", TensorProto.FLOAT, [4])
+    branch = helper.make_graph([], "branch", [], [output_info], [external("out", "../secret")])
     return [helper.make_node("If", ["flag"], ["vector"], then_branch=branch, else_branch=branch)]
 
 

@@ -32,7 +32,9 @@ NAMES = ("user_tower", "item_tower", "user_affinity")
 def data():
     rng = np.random.default_rng(0)
     return ReferenceData(
-        rng.integers(0, 90, 900), rng.integers(0, ITEMS, 900), [f"i{each}" for each in range(ITEMS)]
+        rng.integers(0, 90, 900),
+        rng.integers(0, ITEMS, 900),
+        [f"i{number}" for number in range(ITEMS)],
     )
 
 
@@ -48,7 +50,7 @@ def bundle(tmp_path_factory):
 
 
 def model_of(bundle, name):
-    return next(each for each in bundle.models if each.name == name)
+    return next(model for model in bundle.models if model.name == name)
 
 
 def inputs_of(model, rows=30):
@@ -60,15 +62,15 @@ def inputs_of(model, rows=30):
 
 
 def tower_of(model, program=None):
-    names = [each.name for each in model.spec.inputs]
+    names = [input_spec.name for input_spec in model.spec.inputs]
     running = program or Program.open(model.program, names, DEVICE)
     return DeviceTower(model.name, Tower.open(model.path, model.spec), running)
 
 
 def alone(program, values):
     """Outputs of a program of one input for one batch."""
-    (found,) = program.outputs([[values]])
-    return found
+    (batch_output,) = program.outputs([[values]])
+    return batch_output
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,17 +79,19 @@ def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
     model = model_of(bundle, name)
     inputs = inputs_of(model, rows)
 
-    found = tower_of(model).run(inputs)
+    outputs = tower_of(model).run(inputs)
 
-    wanted = Tower.open(model.path, model.spec).run(inputs)
-    assert found.dtype == np.float32 and found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    expected_outputs = Tower.open(model.path, model.spec).run(inputs)
+    assert outputs.dtype == np.float32 and outputs.shape == expected_outputs.shape
+    assert np.abs(outputs - expected_outputs).max() <= 1e-5 * np.abs(expected_outputs).max()
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
-    again = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
+    retrained_bundle = train(
+        data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True
+    )
 
-    assert again.digest == bundle.digest
+    assert retrained_bundle.digest == bundle.digest
     assert (
         train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program
         is None
@@ -95,11 +99,11 @@ def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
 
 
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
-    other = train(
+    other_bundle = train(
         replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
         programs=True,
     )  # fmt: skip
-    model = replace(bundle.user_tower, program=other.user_tower.program)
+    model = replace(bundle.user_tower, program=other_bundle.user_tower.program)
 
     with pytest.raises(BundleError, match="user_tower on the device differs") as caught:
         tower_of(model).run(inputs_of(model))
@@ -138,22 +142,24 @@ def test_a_device_without_room_takes_smaller_batches_from_then_on(bundle, monkey
     small = Small(model, 9)
     tower = tower_of(model, small)
 
-    found = tower.run(inputs)
-    asked, small.asked = small.asked, []
-    again = tower.run(inputs)
+    outputs = tower.run(inputs)
+    first_batch_sizes, small.asked = small.asked, []
+    repeated_outputs = tower.run(inputs)
 
-    wanted = Tower.open(model.path, model.spec).run(inputs)
-    assert np.allclose(found, wanted, rtol=0, atol=1e-6) and np.array_equal(found, again)
-    assert max(asked) > 9 >= max(small.asked)
+    expected_outputs = Tower.open(model.path, model.spec).run(inputs)
+    assert np.allclose(outputs, expected_outputs, rtol=0, atol=1e-6) and np.array_equal(
+        outputs, repeated_outputs
+    )
+    assert max(first_batch_sizes) > 9 >= max(small.asked)
 
 
 def test_a_device_without_any_room_leaves_the_rows_to_onnx(bundle, caplog):
     model = bundle.user_tower
     inputs = inputs_of(model)
 
-    found = tower_of(model, Small(model, 0)).run(inputs)
+    outputs = tower_of(model, Small(model, 0)).run(inputs)
 
-    assert np.array_equal(found, Tower.open(model.path, model.spec).run(inputs))
+    assert np.array_equal(outputs, Tower.open(model.path, model.spec).run(inputs))
     assert "ONNX Runtime goes on" in caplog.text
 
 
@@ -170,26 +176,26 @@ def test_a_chunk_of_short_histories_is_one_batch_of_a_device(bundle):
 
 
 def test_the_next_batch_is_sent_before_one_is_waited_for():
-    seen = []
+    call_log = []
 
-    def nothing(*_):
+    def fail_if_called(*_):
         raise AssertionError("is not called")
 
     class Slow(Program):
         def _started(self, feed, stream):
-            seen.append(f"sent {feed[0][0]}")
+            call_log.append(f"sent {feed[0][0]}")
 
             def settled():
-                seen.append(f"there {feed[0][0]}")
+                call_log.append(f"there {feed[0][0]}")
                 return feed[0]
 
             return settled
 
-    feeds = [[np.array([each])] for each in range(3)]
-    found = list(Slow(nothing, [0], torch.device("cpu")).outputs(feeds))
+    feeds = [[np.array([number])] for number in range(3)]
+    outputs = list(Slow(fail_if_called, [0], torch.device("cpu")).outputs(feeds))
 
-    assert np.concatenate(found).tolist() == [0, 1, 2]
-    assert seen == ["sent 0", "sent 1", "there 0", "sent 2", "there 1", "there 2"]
+    assert np.concatenate(outputs).tolist() == [0, 1, 2]
+    assert call_log == ["sent 0", "sent 1", "there 0", "sent 2", "there 1", "there 2"]
 
 
 def test_out_of_memory_is_a_memory_error_and_gives_the_stream_back(bundle):
@@ -210,21 +216,21 @@ def test_a_compiler_that_stumbles_over_a_new_shape_leaves_the_program_as_it_was(
 
     program._run = compiled
 
-    (found,) = program.outputs([[np.ones((2, 3), np.int32)]])
+    (batch_output,) = program.outputs([[np.ones((2, 3), np.int32)]])
 
-    assert found.tolist() == [[1, 1, 1]] * 2 and "goes on uncompiled" in caplog.text
+    assert batch_output.tolist() == [[1, 1, 1]] * 2 and "goes on uncompiled" in caplog.text
 
 
 def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
-    changed = tmp_path / "bundle"
-    changed.mkdir()
-    for each in bundle.path.iterdir():
-        (changed / each.name).write_bytes(each.read_bytes())
-    with (changed / "item_tower.pt2").open("ab") as file:
+    changed_folder = tmp_path / "bundle"
+    changed_folder.mkdir()
+    for source_file in bundle.path.iterdir():
+        (changed_folder / source_file.name).write_bytes(source_file.read_bytes())
+    with (changed_folder / "item_tower.pt2").open("ab") as file:
         file.write(b"x")
 
     with pytest.raises(BundleError, match=r"item_tower\.pt2 has SHA-256"):
-        Bundle.open(changed)
+        Bundle.open(changed_folder)
 
 
 def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
@@ -238,17 +244,22 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
 
 def changed(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
     """The item tower's archive with one member changed, or added."""
-    out = io.BytesIO()
+    buffer = io.BytesIO()
     with (
         zipfile.ZipFile(bundle.item_tower.program) as archive,
-        zipfile.ZipFile(out, "w", compression) as written,
+        zipfile.ZipFile(buffer, "w", compression) as written,
     ):
         root = archive.namelist()[0].partition("/")[0]
-        names = {each.partition("/")[2]: archive.read(each) for each in archive.namelist()}
-        for each, content in {name: b"", **names}.items():
-            written.writestr(f"{root}/{each}", change(content) if each == name else content)
+        names = {
+            member_path.partition("/")[2]: archive.read(member_path)
+            for member_path in archive.namelist()
+        }
+        for member_name, content in {name: b"", **names}.items():
+            written.writestr(
+                f"{root}/{member_name}", change(content) if member_name == name else content
+            )
     path = tmp_path / "changed.pt2"
-    path.write_bytes(out.getvalue())
+    path.write_bytes(buffer.getvalue())
     return path
 
 
@@ -265,44 +276,46 @@ def pickled():
 
 def graph(change):
     def changed_graph(raw):
-        found = orjson.loads(raw)
-        change(found)
-        return orjson.dumps(found)
+        program_json = orjson.loads(raw)
+        change(program_json)
+        return orjson.dumps(program_json)
 
     return changed_graph
 
 
 def call(target):
-    def change(found):
-        found["graph_module"]["graph"]["nodes"][-1]["target"] = target
+    def change(program_json):
+        program_json["graph_module"]["graph"]["nodes"][-1]["target"] = target
 
     return graph(change)
 
 
 def expression(text):
-    def change(found):
-        for each in found["graph_module"]["graph"]["tensor_values"].values():
-            for size in each["sizes"]:
+    def change(program_json):
+        for tensor_value in program_json["graph_module"]["graph"]["tensor_values"].values():
+            for size in tensor_value["sizes"]:
                 if "as_expr" in size:
                     size["as_expr"]["expr_str"] = text
 
     return graph(change)
 
 
-def container(found):
-    signature = found["graph_module"]["module_call_graph"][0]["signature"]
+def container(program_json):
+    signature = program_json["graph_module"]["module_call_graph"][0]["signature"]
     signature["in_spec"] = signature["in_spec"].replace("builtins.dict", "collections.defaultdict")
 
 
-def operator(found):
-    found["graph_module"]["graph"]["nodes"][-1]["inputs"][0]["arg"] = {"as_operator": "torch.load"}
+def operator(program_json):
+    program_json["graph_module"]["graph"]["nodes"][-1]["inputs"][0]["arg"] = {
+        "as_operator": "torch.load"
+    }
 
 
 def pickled_weight(raw):
-    found = orjson.loads(raw)
-    for each in found["config"].values():
-        each["use_pickle"] = True
-    return orjson.dumps(found)
+    weights_config = orjson.loads(raw)
+    for weight_config in weights_config["config"].values():
+        weight_config["use_pickle"] = True
+    return orjson.dumps(weights_config)
 
 
 EVIL = {
@@ -324,11 +337,11 @@ EVIL = {
 }
 
 
-@pytest.mark.parametrize("what", EVIL)
-def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, what):
-    name, change, words = EVIL[what]
+@pytest.mark.parametrize("attack_name", EVIL)
+def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, attack_name):
+    name, change, message_pattern = EVIL[attack_name]
 
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(BundleError, match=message_pattern):
         Program.open(changed(bundle, tmp_path, name, change), ["item_index"], DEVICE)
 
 
@@ -336,28 +349,30 @@ def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path
     path = changed(bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled())
     Program.open(path, ["item_index"], DEVICE)
 
-    def guard(found):
-        found["guards_code"] = ["__import__('pytest').fail('a guard ran')"]
-        for each in found["graph_module"]["graph"]["nodes"]:
-            each["metadata"] = {"stack_trace": "x", "source_fn_stack": "a,torch.os.system"}
+    def guard(program_json):
+        program_json["guards_code"] = ["__import__('pytest').fail('a guard ran')"]
+        for node in program_json["graph_module"]["graph"]["nodes"]:
+            node["metadata"] = {"stack_trace": "x", "source_fn_stack": "a,torch.os.system"}
 
     path = changed(bundle, tmp_path, "models/model.json", graph(guard))
     program = Program.open(path, ["item_index"], DEVICE)
 
-    wanted = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
+    expected_outputs = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
         {"item_index": np.arange(3)}
     )
-    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), wanted)
+    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), expected_outputs)
 
 
 def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
-    same = changed(bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED)
+    compressed_archive = changed(
+        bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED
+    )
     with pytest.raises(BundleError, match="no exported tower needs"):
-        Program.open(same, ["item_index"], DEVICE)
-    nothing = tmp_path / "nothing.pt2"
-    nothing.write_bytes(b"nothing")
+        Program.open(compressed_archive, ["item_index"], DEVICE)
+    invalid_file = tmp_path / "nothing.pt2"
+    invalid_file.write_bytes(b"nothing")
     with pytest.raises(BundleError, match="not an exported program"):
-        Program.open(nothing, ["item_index"], DEVICE)
+        Program.open(invalid_file, ["item_index"], DEVICE)
 
 
 def test_programs_may_be_opened_at_the_same_time(bundle):
@@ -369,7 +384,7 @@ def test_programs_may_be_opened_at_the_same_time(bundle):
         )
 
     history = np.zeros((2, 3), np.int32)
-    assert len({alone(each, history).tobytes() for each in opened}) == 1
+    assert len({alone(program, history).tobytes() for program in opened}) == 1
 
 
 def test_other_inputs_than_specified_are_named(bundle):
@@ -385,10 +400,10 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
 
     monkeypatch.setattr(torch, "compile", broken)
     program = Program.open(bundle.item_tower.program, ["item_index"], DEVICE)
-    plain = alone(program, np.arange(3, dtype=np.int32))
+    uncompiled_outputs = alone(program, np.arange(3, dtype=np.int32))
     program._is_warm = False  # as on a GPU
 
-    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), plain)
+    assert np.array_equal(alone(program, np.arange(3, dtype=np.int32)), uncompiled_outputs)
     assert "no compiler here" in caplog.text
 
 
@@ -398,14 +413,14 @@ def test_a_compiled_program_takes_any_number_of_rows(bundle):
     model = bundle.user_tower
     program = Program.open(model.program, ["history"], DEVICE)
     program._is_warm = False  # as on a GPU
-    plain = program._run
+    uncompiled_run = program._run
 
     for rows in (30, 1, 7):
         inputs = inputs_of(model, rows)
-        wanted = Tower.open(model.path, model.spec).run(inputs)
-        found = tower_of(model, program).run(inputs)
-        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
-    assert program._run is not plain
+        expected_outputs = Tower.open(model.path, model.spec).run(inputs)
+        outputs = tower_of(model, program).run(inputs)
+        assert np.abs(outputs - expected_outputs).max() <= 1e-5 * np.abs(expected_outputs).max()
+    assert program._run is not uncompiled_run
 
 
 def test_the_comparison_is_made_once(bundle, monkeypatch):

@@ -62,23 +62,23 @@ def make_inputs(count, seed=1):
 
 def test_tables_and_products_of_a_general_tower_become_int8(perceptron, tmp_path):
     path, spec = perceptron
-    out = tmp_path / "int8.onnx"
+    int8_path = tmp_path / "int8.onnx"
 
-    found = quantize_tower(path, spec, make_inputs(300), out)
+    quantized_counts = quantize_tower(path, spec, make_inputs(300), int8_path)
 
-    assert found == (1, 2)
-    assert out.stat().st_size < 0.4 * path.stat().st_size
-    kinds = {each.name: each.data_type for each in onnx.load(out).graph.initializer}
+    assert quantized_counts == (1, 2)
+    assert int8_path.stat().st_size < 0.4 * path.stat().st_size
+    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(int8_path).graph.initializer}
     assert kinds["table_int8"] == TensorProto.INT8
     assert "table" not in kinds
 
 
 def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path):
     path, spec = perceptron
-    out = tmp_path / "int8.onnx"
+    int8_path = tmp_path / "int8.onnx"
     inputs = make_inputs(1200)
-    quantize_tower(path, spec, take(inputs, np.arange(400)), out)
-    exact, fast = Tower.open(path, spec), Tower.open(out, spec)
+    quantize_tower(path, spec, take(inputs, np.arange(400)), int8_path)
+    exact, fast = Tower.open(path, spec), Tower.open(int8_path, spec)
     items = np.random.default_rng(2).standard_normal((500, DIMS)).astype(np.float32)
 
     facts = agreement(exact, fast, inputs, items)
@@ -86,15 +86,15 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
     assert facts["batch_invariant"]
     assert facts["overlap_at_20"] > 0.85
     assert facts["score_error_p99"] < 0.1
-    whole = fast.run(inputs)
+    all_vectors = fast.run(inputs)
     for size in (1, 2, 31, 700):
         rows = np.random.default_rng(size).choice(1200, size, replace=False)
-        assert np.array_equal(fast.run(take(inputs, rows)), whole[rows])
+        assert np.array_equal(fast.run(take(inputs, rows)), all_vectors[rows])
 
 
 def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
     # Given activations and weights that are all as large as they get, which AVX2 multiplies two at a time
-    path, out = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
+    path, int8_path = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Gather", ["table", "history"], ["rows"], name="embedding"),
@@ -109,11 +109,14 @@ def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
     save(path, nodes, constants, [history], DIMS)
     spec, inputs = TowerSpec((HISTORY,), "vector", DIMS), make_inputs(300)
 
-    quantize_tower(path, spec, inputs, out)
+    quantize_tower(path, spec, inputs, int8_path)
 
-    values = {each.name: numpy_helper.to_array(each) for each in onnx.load(out).graph.initializer}
+    values = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in onnx.load(int8_path).graph.initializer
+    }
     assert np.abs(values["weights_quantized"].astype(int)).max() == 64
-    exact, fast = (Tower.open(each, spec).run(inputs) for each in (path, out))
+    exact, fast = (Tower.open(tower_path, spec).run(inputs) for tower_path in (path, int8_path))
     assert np.abs(fast - exact).max() < 0.02 * np.abs(exact).max()
 
 
@@ -124,11 +127,11 @@ def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
     vectors = item.run({"item_index": np.arange(len(bundle.item_ids))})
 
     for model in (bundle.user_tower, bundle.values["user_affinity"]):
-        out = tmp_path / f"{model.name}.onnx"
-        quantize_tower(model.path, model.spec, inputs, out)
+        int8_path = tmp_path / f"{model.name}.onnx"
+        quantize_tower(model.path, model.spec, inputs, int8_path)
         facts = agreement(
             Tower.open(model.path, model.spec),
-            Tower.open(out, model.spec),
+            Tower.open(int8_path, model.spec),
             inputs,
             vectors if model is bundle.user_tower else None,
         )

@@ -78,11 +78,11 @@ def test_what_killed_trainings_left_goes_only_when_it_is_old_and_a_bundle_stands
     target = tmp_path / "bundle"
     bundle(tmp_path / ".bundle.0a1b2c3d.part", "half")
     later = time.time() + 60
-    assert sweep_training(target, before=later) == 0
+    assert sweep_training(target, changed_before_s=later) == 0
     bundle(target, "1")
 
-    assert sweep_training(target, before=time.time() - 60) == 0
-    assert sweep_training(target, before=later) == 1
+    assert sweep_training(target, changed_before_s=time.time() - 60) == 0
+    assert sweep_training(target, changed_before_s=later) == 1
     assert version_of(target) == "1"
 
 
@@ -95,28 +95,30 @@ def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
     monkeypatch.setattr("precompute.sources.interactions.MERGED_AT_ONCE", 3)
     rng = np.random.default_rng(5)
     batches = [[f"item-{number}" for number in rng.integers(0, 40, 30)] for _ in range(10)]
-    numbered, counted = Numbered(), Counted()
-    for each in batches:
-        numbered.add(ids_of(each))
-        counted.add(ids_of(each))
+    numbered, hashed_ids = Numbered(), Counted()
+    for batch in batches:
+        numbered.add(ids_of(batch))
+        hashed_ids.add(ids_of(batch))
 
-    whole = pc.dictionary_encode(pa.array([text for each in batches for text in each]))
+    expected_encoding = pc.dictionary_encode(
+        pa.array([text for batch in batches for text in batch])
+    )
 
-    assert numbered.names.to_pylist() == whole.dictionary.to_pylist()
-    assert numbered.codes().tolist() == whole.indices.to_pylist()
-    codes, count = counted.codes()
-    pairs = set(zip(codes.tolist(), whole.indices.to_pylist(), strict=True))
-    assert count == len(pairs) == len(whole.dictionary)
+    assert numbered.names.to_pylist() == expected_encoding.dictionary.to_pylist()
+    assert numbered.codes().tolist() == expected_encoding.indices.to_pylist()
+    codes, count = hashed_ids.codes()
+    pairs = set(zip(codes.tolist(), expected_encoding.indices.to_pylist(), strict=True))
+    assert count == len(pairs) == len(expected_encoding.dictionary)
     assert set(codes.tolist()) == set(range(count))
 
 
 def test_no_step_of_the_training_holds_the_texts_of_all_rows():
     """Two billion bytes of user ids ended a training as an internal error; a row costs 12 bytes now."""
-    before = pa.total_allocated_bytes()
+    allocated_before_bytes = pa.total_allocated_bytes()
     users, items = Counted(), Numbered()
     for number in range(100):
         texts = [f"{'user' * 50}-{number}-{row % 100}" for row in range(1_000)]
         users.add(ids_of(texts))
         items.add(ids_of([f"{'item' * 50}-{row % 100}" for row in range(1_000)]))
     items.codes()
-    assert pa.total_allocated_bytes() - before < 2 << 20  # of 40 MB
+    assert pa.total_allocated_bytes() - allocated_before_bytes < 2 << 20  # of 40 MB

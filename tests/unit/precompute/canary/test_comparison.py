@@ -33,7 +33,7 @@ def arm(
                 "keys": keys,
                 "weight": 1,
                 "kinds": {"stored": keys - defaults, "default": defaults},
-                "scores": Counter(bucket(float(each)) for each in scores),
+                "scores": Counter(bucket(float(score)) for score in scores),
                 "score_sum": float(scores.sum()),
                 "feedback": {"click": clicks},
             }
@@ -42,12 +42,12 @@ def arm(
 
 
 def test_a_canary_like_the_live_one_is_published() -> None:
-    found = Comparison.of(arm(), arm(requests=2_000, keys=1_000, defaults=43, clicks=208))
+    comparison = Comparison.of(arm(), arm(requests=2_000, keys=1_000, defaults=43, clicks=208))
 
-    verdict, against = decide(found, LIMITS)
+    verdict, against = decide(comparison, LIMITS)
 
     assert (verdict, against) == ("publish", [])
-    assert found.feedback["click"] == pytest.approx(1.04)
+    assert comparison.feedback["click"] == pytest.approx(1.04)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
 ) -> None:
     verdict, against = decide(Comparison.of(arm(), canary), LIMITS)
 
-    assert verdict == "abandon" and any(says in each for each in against)
+    assert verdict == "abandon" and any(says in reason for reason in against)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +81,21 @@ def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
 def test_what_was_counted_too_seldom_decides_nothing(canary: Totals, says: str) -> None:
     verdict, against = decide(Comparison.of(arm(), canary), LIMITS)
 
-    assert verdict == "undecided" and any(says in each for each in against)
+    assert verdict == "undecided" and any(says in reason for reason in against)
 
 
 def test_feedback_that_was_asked_for_and_never_came_is_no_consent() -> None:
-    found = Comparison.of(arm(clicks=0), arm(clicks=0))
+    comparison = Comparison.of(arm(clicks=0), arm(clicks=0))
 
-    assert decide(found, LIMITS)[0] == "undecided"
-    assert decide(found, CanaryConfig(requests_min=100))[0] == "publish"
+    assert decide(comparison, LIMITS)[0] == "undecided"
+    assert decide(comparison, CanaryConfig(requests_min=100))[0] == "publish"
 
 
 def test_a_measure_that_is_not_a_number_is_no_consent() -> None:
     enough, chance = {"live": 1_000, "canary": 1_000}, {"source_shift": 0.01, "score_psi": 0.01}
-    found = Comparison(enough, enough, math.nan, math.nan, chance, {}, {}, {})
+    comparison = Comparison(enough, enough, math.nan, math.nan, chance, {}, {}, {})
 
-    assert decide(found, CanaryConfig(requests_min=1))[0] == "undecided"
+    assert decide(comparison, CanaryConfig(requests_min=1))[0] == "undecided"
 
 
 def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
@@ -103,10 +103,10 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
     counts = [ArmCounts() for _ in range(3)]
     for number in range(300):
         top = [float(rng.lognormal())]
-        for each in counts:
-            each.answered(b"key-%d" % number, [{"source": "l2", "scores": top}])
+        for replica_counts in counts:
+            replica_counts.answered(b"key-%d" % number, [{"source": "l2", "scores": top}])
 
-    total = Totals.of(each.to_json() for each in counts)
+    total = Totals.of(replica_counts.to_json() for replica_counts in counts)
 
     assert total.certain == pytest.approx(300)
 
@@ -127,10 +127,21 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
     assert shift({"l1": 90, "l2": 10}, {"l1": 9, "l2": 1}) == pytest.approx(0)
     assert shift({"l1": 10}, {"default": 10}) == 1 and shift({}, {"l1": 1}) == 1
     rng = np.random.default_rng(SEED)
-    one, other = (Counter(rng.poisson(40, size).tolist()) for size in (20_000, 1_000))
-    assert psi(one, one) == pytest.approx(0) and psi(one, other) < 0.03
-    assert psi(one, {each + 8: count for each, count in other.items()}) > 0.25
-    assert psi(one, {}) == math.inf
+    large_histogram, small_histogram = (
+        Counter(rng.poisson(40, size).tolist()) for size in (20_000, 1_000)
+    )
+    assert (
+        psi(large_histogram, large_histogram) == pytest.approx(0)
+        and psi(large_histogram, small_histogram) < 0.03
+    )
+    assert (
+        psi(
+            large_histogram,
+            {bucket_index + 8: count for bucket_index, count in small_histogram.items()},
+        )
+        > 0.25
+    )
+    assert psi(large_histogram, {}) == math.inf
 
 
 def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
@@ -156,10 +167,10 @@ def test_buckets_grow_with_the_score_and_are_bounded() -> None:
         + [sign * 2.0**power for sign in (-1, 1) for power in range(-20, 21)]
     )
 
-    found = [bucket(each) for each in scores]
+    buckets = [bucket(score) for score in scores]
 
-    assert found == sorted(found) and -256 <= found[0] <= found[-1] <= 256
-    assert len({bucket(each) for each in (1.0, 1.1, 1.2, 1.3)}) == 4
+    assert buckets == sorted(buckets) and -256 <= buckets[0] <= buckets[-1] <= 256
+    assert len({bucket(score) for score in (1.0, 1.1, 1.2, 1.3)}) == 4
 
 
 def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_the_others() -> None:

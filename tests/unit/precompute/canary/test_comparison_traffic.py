@@ -18,9 +18,9 @@ KEYS = [b"u-%06d" % number for number in range(USERS)]
 def traffic(rng: np.random.Generator, skew: float) -> NDArray[np.int64]:
     """(user, replica) of every pair that met, in the order of users; requests follow Zipf's law."""
     weights = 1 / np.arange(1, USERS + 1) ** skew
-    asked = rng.permutation(rng.multinomial(REQUESTS, weights / weights.sum()))
-    met = np.stack([rng.binomial(asked, 0.5), np.zeros(USERS, np.int64)])
-    met[1] = asked - met[0]
+    request_counts = rng.permutation(rng.multinomial(REQUESTS, weights / weights.sum()))
+    met = np.stack([rng.binomial(request_counts, 0.5), np.zeros(USERS, np.int64)])
+    met[1] = request_counts - met[0]
     return met
 
 
@@ -33,20 +33,25 @@ def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) 
     arms = {name: [ArmCounts() for _ in range(REPLICAS)] for name in ("live", "canary")}
     for user, key in enumerate(KEYS):
         arm = "canary" if split.takes(key) else "live"
-        share, factor = (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)
+        default_share, factor = (
+            (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)
+        )
         answer = (
             {"source": "default"}
-            if falls[user] < share
+            if falls[user] < default_share
             else {"source": "l2", "scores": [tops[user] * factor]}
         )
         for replica, counts in enumerate(arms[arm]):
             if times := int(met[replica, user]):
                 counts.answered(key, [answer])
                 counts.requests += times - 1  # what is known by now changes no more than this
-    totals = [Totals.of(each.to_json() for each in arms[name]) for name in ("live", "canary")]
-    found = Comparison.of(*totals)
-    verdict, against = decide(found, CanaryConfig())
-    print(seed, skew, verdict, against, found.keys, found.score_psi, found.chance)
+    totals = [
+        Totals.of(replica_counts.to_json() for replica_counts in arms[name])
+        for name in ("live", "canary")
+    ]
+    comparison = Comparison.of(*totals)
+    verdict, against = decide(comparison, CanaryConfig())
+    print(seed, skew, verdict, against, comparison.keys, comparison.score_psi, comparison.chance)
     return verdict
 
 

@@ -7,23 +7,23 @@ from rich.console import Console
 from precompute.cli.console import show
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(command_result: dict[str, Any]) -> list[str]:
     """The lines that a command prints of it."""
-    out = Console(width=100, no_color=True, force_terminal=True)
-    with out.capture() as captured:
-        show(found, out)
+    console = Console(width=100, no_color=True, force_terminal=True)
+    with console.capture() as captured:
+        show(command_result, console)
     return [" ".join(line.split()) for line in captured.get().splitlines()]
 
 
 def test_counts_by_name_are_words_and_no_dictionaries() -> None:
-    found = {
+    command_result = {
         "requests": {"live": 44, "canary": 16},
         "sources": {"live": {"l1": 40, "l2": 4}, "canary": {"l2": 16}},
         "against": [],
         "generation": "G",
     }
 
-    assert lines(found) == [
+    assert lines(command_result) == [
         "requests live 44, canary 16",
         "sources live l1 40, l2 4",
         "sources canary l2 16",

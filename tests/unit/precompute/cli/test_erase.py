@@ -26,11 +26,11 @@ def config(tmp_path: Path) -> NightConfig:
 
 def asked(**options: Any) -> Namespace:
     """Arguments of the command."""
-    words = {
+    default_options = {
         "entity": None, "kind": "user", "forget": False, "reason": None, "status": False, "list": False,
         "gone": None, "json": False,
     }  # fmt: skip
-    return Namespace(**words | options)
+    return Namespace(**default_options | options)
 
 
 def run(config: NightConfig, **options: Any) -> Any:
@@ -38,13 +38,13 @@ def run(config: NightConfig, **options: Any) -> Any:
 
 
 def test_programs_get_each_erasure_with_all_that_hold_it(config: NightConfig) -> None:
-    found = run(config, entity="u1", json=True)
+    report = run(config, entity="u1", json=True)
 
-    (row,) = found["erasures"]
+    (row,) = report["erasures"]
     assert (row["entity"], row["as"], row["stands"]) == ("u1", "user", "pending")
     assert row["done_at"] is None and row["reason"] == ""
     assert row["held_by"] == [{"holder": G1, "until": ""}, {"holder": G2, "until": ""}]
-    assert found["overlays_dropped"] is None and found["notes"] == []
+    assert report["overlays_dropped"] is None and report["notes"] == []
 
 
 def test_people_get_a_line_for_each_holder_and_the_entity_once(config: NightConfig) -> None:
@@ -67,11 +67,11 @@ def test_only_the_entity_that_is_named_is_shown(config: NightConfig) -> None:
     run(config, entity="u1")
     run(config, entity="u1", kind="item")
 
-    shown = run(config, entity="u1", status=True, json=True)["erasures"]
-    listed = run(config, list=True, json=True)["erasures"]
+    entity_erasures = run(config, entity="u1", status=True, json=True)["erasures"]
+    all_erasures = run(config, list=True, json=True)["erasures"]
 
-    assert [row["as"] for row in shown] == ["user"]
-    assert [row["as"] for row in listed] == ["user", "item"]
+    assert [row["as"] for row in entity_erasures] == ["user"]
+    assert [row["as"] for row in all_erasures] == ["user", "item"]
     assert run(config, entity="u2", status=True) == ["no such erasure"]
 
 

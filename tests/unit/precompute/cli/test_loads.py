@@ -38,28 +38,34 @@ for line in sys.stdin:
 def places() -> list[CommandPlace]:
     """Places of all commands, each once."""
     (commands,) = (
-        each
-        for each in parser_of_commands()._actions
-        if isinstance(each, argparse._SubParsersAction)
+        action
+        for action in parser_of_commands()._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
-    return sorted({each.get_default("run") for each in commands.choices.values()}, key=str)
+    return sorted(
+        {command_parser.get_default("run") for command_parser in commands.choices.values()}, key=str
+    )
 
 
-def loaded(found: list[CommandPlace]) -> tuple[list[int], str]:
+def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
     """Exit status of the load of each, and what was said of those that failed."""
-    told = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input="".join(f"{each.name} {' '.join(each.loads)}\n" for each in found),
+        input="".join(f"{command_place.name} {' '.join(command_place.loads)}\n" for command_place in command_places),
         cwd=ROOT, capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip
-    return [int(line.split()[0]) for line in told.stdout.splitlines()], told.stderr
+    return [
+        int(line.split()[0]) for line in completed_process.stdout.splitlines()
+    ], completed_process.stderr
 
 
 def test_each_command_loads_in_a_process_in_which_no_other_ran() -> None:
-    found = places()
+    command_places = places()
     lacking = [CommandPlace("cli.commands.nobody"), CommandPlace("cli.nowhere.night")]
-    statuses, said = loaded([*found, *lacking])
+    statuses, error_output = loaded([*command_places, *lacking])
 
-    assert len(found) > 20 and statuses[: -len(lacking)] == [0] * len(found), said
-    assert all(statuses[-len(lacking) :]) and "nobody" in said and "nowhere" in said
+    assert len(command_places) > 20 and statuses[: -len(lacking)] == [0] * len(command_places), (
+        error_output
+    )
+    assert all(statuses[-len(lacking) :]) and "nobody" in error_output and "nowhere" in error_output

@@ -56,9 +56,9 @@ def test_a_gpu_that_is_demanded_must_be_there():
     if torch.cuda.is_available():
         pytest.skip("there is one")
 
-    for wanted in ("cuda", "cuda:1"):
+    for device_setting in ("cuda", "cuda:1"):
         with pytest.raises(ConfigError, match="torch sees no GPU"):
-            devices.devices(wanted)
+            devices.devices(device_setting)
     assert devices.devices("cpu") == ("cpu",)
 
 
@@ -71,7 +71,7 @@ def test_several_gpus_take_the_shards_in_turn(monkeypatch, tmp_path):
     scorers = Scorers("auto")
 
     assert devices.devices("auto") == ("cuda:0", "cuda:1")
-    assert [devices.device_of("auto", each) for each in range(3)] == [
+    assert [devices.device_of("auto", shard_number) for shard_number in range(3)] == [
         "cuda:0",
         "cuda:1",
         "cuda:0",
@@ -94,30 +94,33 @@ def test_the_device_decides_nothing_of_a_generation():
 
 
 def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
-    monkeypatch.setattr(shard, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(shard, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(shard, "share_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
-    assert [scorers.at(each).device for each in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert [scorers.at(shard_number).device for shard_number in range(4)] == [
+        "cuda:0",
+        "cuda:1",
+    ] * 2
     scorers.done(1)
     scorers.done(3)
 
-    assert [scorers.at(each).device for each in (4, 5)] == ["cuda:1", "cuda:1"]
+    assert [scorers.at(shard_number).device for shard_number in (4, 5)] == ["cuda:1", "cuda:1"]
     assert scorers.at(0).device == "cuda:0"
 
 
 def share(device, tasks):
     """Bytes of an 8 GB GPU that one of so many tasks is given, and the part of it that torch is kept to."""
     torch = pytest.importorskip("torch", reason="make torch-env")
-    kept = []
+    fraction_calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            torch.cuda, "set_per_process_memory_fraction", lambda *each: kept.append(each)
+            torch.cuda, "set_per_process_memory_fraction", lambda *each: fraction_calls.append(each)
         )
         patch.setattr(
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30)
         )
-        return devices.share_memory(device, tasks), kept
+        return devices.share_memory(device, tasks), fraction_calls
 
 
 def test_tasks_that_share_a_gpu_share_its_memory_by_declaration():
@@ -138,7 +141,9 @@ def test_a_gpu_has_one_name_whatever_a_process_sees(monkeypatch, visible, names)
     torch = pytest.importorskip("torch", reason="make torch-env")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda each: SimpleNamespace(uuid=f"UUID {each[-1]}")
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=f"UUID {device[-1]}"),
     )
 
     assert [devices.identity(f"cuda:{number}") for number in range(2)] == names
@@ -162,68 +167,72 @@ def holding(folder, shard_number):
     command = [sys.executable, "-c", HOLD, str(folder), str(shard_number)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        yield other, other.stdout.readline().strip()
-        other.kill()
+    ) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
 
 
 def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_path, caplog):
     """Shards 0 and 2 ran on GPU 0 while GPU 1 idled."""
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1", "cuda:2"))
+    monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1", "cuda:2"))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
 
-    def taken(number):
+    def choose_device(number):
         with devices.least_busy("auto", number, 2, tmp_path) as device:
             return device
 
     with ExitStack() as stack:
-        both = [stack.enter_context(holding(tmp_path, 0)) for _ in range(5)]
-        assert [device[-1] for _, device in both] == ["0", "1", "2", "0", "1"]
-        assert taken(0) == "cuda:2"  # one scores there, two on the others
+        scoring_processes = [stack.enter_context(holding(tmp_path, 0)) for _ in range(5)]
+        assert [device[-1] for _, device in scoring_processes] == ["0", "1", "2", "0", "1"]
+        assert choose_device(0) == "cuda:2"  # one scores there, two on the others
 
         # When one of those on GPU 1 is killed, and both on GPU 0
-        for killed in (both[4], both[0], both[3]):
+        for killed in (scoring_processes[4], scoring_processes[0], scoring_processes[3]):
             killed[0].kill()
             killed[0].wait()
-        assert taken(1) == "cuda:0"  # its claims are gone with it
+        assert choose_device(1) == "cuda:0"  # its claims are gone with it
         with devices.least_busy("auto", 0, 2, tmp_path) as first:
             assert first == "cuda:0"
-            assert [taken(number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:2"]
+            assert [choose_device(number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:2"]
         assert "device_tasks" not in caplog.text
 
         # When more come than were declared
         more = [stack.enter_context(holding(tmp_path, 0)) for _ in range(4)]
         assert sorted(device for _, device in more) == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
-        assert taken(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text
+        assert choose_device(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text
 
 
 def test_no_gpu_is_taken_without_a_lock(monkeypatch, tmp_path):
-    for found, taken in (((), None), (("cpu",), "cpu")):
-        monkeypatch.setattr(devices, "devices", lambda wanted, found=found: found)
+    for visible_devices, expected_device in (((), None), (("cpu",), "cpu")):
+        monkeypatch.setattr(
+            devices,
+            "devices",
+            lambda device_setting, visible_devices=visible_devices: visible_devices,
+        )
         with devices.least_busy("auto", 3, 1, tmp_path) as device:
-            assert device == taken
+            assert device == expected_device
     assert not list(tmp_path.iterdir())
 
 
 def test_more_tasks_than_declared_on_the_one_gpu_are_told(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:1",))
+    monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:1",))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
 
     with ExitStack() as stack:
-        taken = [
+        claimed_devices = [
             stack.enter_context(devices.least_busy("auto", number, 2, tmp_path))
             for number in range(2)
         ]
         assert not caplog.text
-        taken.append(stack.enter_context(devices.least_busy("auto", 2, 2, tmp_path)))
+        claimed_devices.append(stack.enter_context(devices.least_busy("auto", 2, 2, tmp_path)))
 
-    assert taken == ["cuda:1"] * 3
+    assert claimed_devices == ["cuda:1"] * 3
     assert "3 processes score on cuda:1, and device_tasks is 2" in caplog.text
 
 
 def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(devices, "_CHOICE_S", 0.0)
     path = tmp_path / devices._lock_name("choice")
 
@@ -249,7 +258,7 @@ def test_no_lock_follows_a_link_that_somebody_else_has_laid(monkeypatch, tmp_pat
     shared.mkdir()
     for name in ("choice", "0.0"):
         (shared / f"larder-{os.getuid()}-{name}.lock").symlink_to(victim)
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
 
@@ -260,29 +269,31 @@ def test_no_lock_follows_a_link_that_somebody_else_has_laid(monkeypatch, tmp_pat
         assert (first, second) == ("cuda:0", "cuda:1")
 
     assert not victim.exists()
-    (own,) = [path for path in shared.iterdir() if path.is_dir()]
-    assert own.stat().st_mode & 0o777 == 0o700
+    (lock_folder,) = [path for path in shared.iterdir() if path.is_dir()]
+    assert lock_folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("laid", ["a link", "a folder for all", "a file"])
 def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(
     laid, monkeypatch, tmp_path, caplog
 ):
-    elsewhere, place = tmp_path / "elsewhere", tmp_path / f"larder-{os.getuid()}"
+    elsewhere, lock_folder = tmp_path / "elsewhere", tmp_path / f"larder-{os.getuid()}"
     elsewhere.mkdir()
     if laid == "a link":
-        place.symlink_to(elsewhere)
+        lock_folder.symlink_to(elsewhere)
     elif laid == "a file":
-        place.touch()
+        lock_folder.touch()
     else:
-        place.mkdir()
-        place.chmod(0o777)
-    monkeypatch.setattr(devices, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+        lock_folder.mkdir()
+        lock_folder.chmod(0o777)
+    monkeypatch.setattr(devices, "devices", lambda device_setting: ("cuda:0", "cuda:1"))
     monkeypatch.setattr(devices, "identity", lambda device: device[-1])
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
 
     with devices.least_busy("auto", 3, 1) as device:
         assert device == "cuda:1"
 
-    assert f"{place} is no folder that this user alone may enter" in caplog.text
-    assert not list(elsewhere.iterdir()) and (place.is_file() or not list(place.iterdir()))
+    assert f"{lock_folder} is no folder that this user alone may enter" in caplog.text
+    assert not list(elsewhere.iterdir()) and (
+        lock_folder.is_file() or not list(lock_folder.iterdir())
+    )

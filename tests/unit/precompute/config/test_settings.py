@@ -14,7 +14,7 @@ def read(folder, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message_pattern"),
     [
         ('index = "ivv"', "index must be auto or flat or ivf or hnsw, not 'ivv'"),
         ("artifacts = 5", "artifacts must be a string, not 5"),
@@ -72,9 +72,9 @@ def read(folder, text):
     ],
 )
 def test_a_setting_that_cannot_work_is_named_with_its_file_and_what_is_allowed(
-    tmp_path, text, said
+    tmp_path, text, message_pattern
 ):
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message_pattern) as caught:
         read(tmp_path, text)
     assert str(tmp_path / "larder.toml") in caught.value.message
 
@@ -123,8 +123,8 @@ def test_a_file_is_read_as_its_byte_order_mark_says(tmp_path, encoding):
     text = '\ufeff[sources]\r\ninteractions = ["größe.csv"]\r\n'
     text = "\ufeff" + text if encoding == "utf-8" else text
     (tmp_path / "larder.toml").write_bytes(text.encode(encoding))
-    found = NightConfig.configured({}, tmp_path / "larder.toml").sources.interactions
-    assert found == ("größe.csv",)
+    interaction_paths = NightConfig.configured({}, tmp_path / "larder.toml").sources.interactions
+    assert interaction_paths == ("größe.csv",)
 
 
 def test_a_file_that_is_not_utf_8_is_refused_with_what_to_do(tmp_path):
@@ -136,8 +136,8 @@ def test_a_file_that_is_not_utf_8_is_refused_with_what_to_do(tmp_path):
 @pytest.mark.parametrize("quote", ["false", '"\'"'])
 def test_quotes_of_csv_files_can_be_another_sign_or_none(tmp_path, quote):
     (tmp_path / "larder.toml").write_text(f"[sources]\nquote = {quote}\n")
-    found = NightConfig.configured({}, tmp_path / "larder.toml").sources.quote
-    assert found == ("" if quote == "false" else "'")
+    configured_quote = NightConfig.configured({}, tmp_path / "larder.toml").sources.quote
+    assert configured_quote == ("" if quote == "false" else "'")
 
 
 def test_a_whole_file_is_read_as_it_is_meant(tmp_path):

@@ -25,8 +25,8 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     environ = written(tmp_path, "[dag]\nretries = 2\nretry_delay_s = 30.0\n")
 
     assert DagConfig.configured(environ).retry_delay_s == 30.0
-    found = DagConfig.configured({**environ, "LARDER_RETRY_DELAY_S": "1"})
-    assert (found.retries, found.retry_delay_s) == (2, 1.0)
+    dag_config = DagConfig.configured({**environ, "LARDER_RETRY_DELAY_S": "1"})
+    assert (dag_config.retries, dag_config.retry_delay_s) == (2, 1.0)
 
 
 def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message_pattern"),
     [
         ("[dag]\nretires = 2\n", "unknown setting 'retires'; known are load_timeout_s"),
         ("[dag]\nload_timeout_s = 0.0\n", "load_timeout_s"),
@@ -47,8 +47,8 @@ def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
         ("[dag", "cannot read"),
     ],
 )
-def test_what_cannot_be_meant_is_named(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_meant_is_named(tmp_path: Path, text: str, message_pattern: str) -> None:
+    with pytest.raises(ConfigError, match=message_pattern):
         DagConfig.configured(written(tmp_path, text))
 
 

@@ -13,9 +13,16 @@ from cache.store.releases import MOVES, Action, Canary, Release
 from precompute.control.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 
 
-def release(epoch, action, generation, *, done=True, expires_at=None):
+def release(epoch, action, generation, *, is_done=True, expires_at=None):
     return Release(
-        epoch, action, generation, None, f"a{epoch}", float(epoch), done=done, expires_at=expires_at
+        epoch,
+        action,
+        generation,
+        None,
+        f"a{epoch}",
+        float(epoch),
+        done=is_done,
+        expires_at=expires_at,
     )
 
 
@@ -47,13 +54,13 @@ def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
     ledger = fold([*history, release(4, "roll_back", "a")])
     assert (ledger.live, ledger.previous) == ("a", None)
     assert ledger.state("b") is ledger.state("c") is State.ROLLED_BACK
-    again = [
+    republished_history = [
         *history,
         release(4, "roll_back", "a"),
         release(5, "verify", "b"),
         release(6, "publish", "b"),
     ]
-    assert (fold(again).live, fold(again).previous) == ("b", "a")
+    assert (fold(republished_history).live, fold(republished_history).previous) == ("b", "a")
     # What was left before the target stays one to go back to.
     assert (
         fold([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous == "b"
@@ -67,7 +74,7 @@ def test_previous_follows_the_order_of_releases_and_no_clock():
 
 
 def test_an_intent_that_was_never_completed_moves_nothing():
-    ledger = fold([release(1, "publish", "a"), release(2, "publish", "b", done=False)])
+    ledger = fold([release(1, "publish", "a"), release(2, "publish", "b", is_done=False)])
     assert ledger.live == "a" and ledger.epoch == 2 and ledger.state("b") is None
 
 
@@ -78,7 +85,7 @@ def test_a_rolled_back_generation_needs_a_verification_before_it_is_published():
     demand("publish", "b", State.VERIFIED)
 
 
-@pytest.mark.parametrize("state", [each for each in State if each is not State.SUPERSEDED])
+@pytest.mark.parametrize("state", [state for state in State if state is not State.SUPERSEDED])
 def test_a_rollback_lands_on_superseded_generations_only(state):
     with pytest.raises(Conflict):
         demand("roll_back", "x", state)
@@ -120,8 +127,11 @@ def test_a_canary_moves_the_pointer_and_makes_nothing_live():
     assert (ledger.live, ledger.live_epoch, ledger.canary) == ("a", 2, Canary("b", 5.0, 2.0))
     undone = fold([history[0], replace(history[1], done=False)])
     assert (undone.live_epoch, undone.epoch, undone.canary) == (1, 2, None)
-    ended = fold([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
-    assert (ended.live_epoch, ended.canary) == (3, None) and ended.state("b") is State.ABANDONED
+    abandoned_ledger = fold([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
+    assert (abandoned_ledger.live_epoch, abandoned_ledger.canary) == (
+        3,
+        None,
+    ) and abandoned_ledger.state("b") is State.ABANDONED
     assert fold([*history, release(3, "publish", "b")]).canary is None
 
 
@@ -165,7 +175,7 @@ def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(st
     """Random operations, each taken only if the state machine allows it from the ledger's own state."""
     history: list[Release] = []
     states: dict[str, State] = {}
-    for epoch, (action, generation, done) in enumerate(steps, 1):
+    for epoch, (action, generation, is_done) in enumerate(steps, 1):
         ledger = fold(history)
         state = ledger.state(generation) or states.get(generation, State.LOADED)
         if action == "restore":
@@ -174,19 +184,28 @@ def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(st
             generation = ledger.live
         elif action != "pin" and state not in ALLOWED[action]:
             continue
-        history.append(release(epoch, action, generation, done=done))
+        history.append(release(epoch, action, generation, is_done=is_done))
         if action == "verify":
             states[generation] = State.VERIFIED
     ledger = fold(history)
-    live = [each for each, state in (ledger.states or {}).items() if state is State.LIVE]
+    live = [
+        generation_id
+        for generation_id, state in (ledger.states or {}).items()
+        if state is State.LIVE
+    ]
     assert live == ([ledger.live] if ledger.live else [])
     if ledger.previous is not None:
         assert ledger.state(ledger.previous) is State.SUPERSEDED and ledger.previous != ledger.live
-    completed = [each for each in history if each.action in ("publish", "roll_back") and each.done]
-    for before, after in itertools.pairwise(completed):
-        bad = {
-            each.generation
-            for each in history
-            if before.epoch < each.epoch < after.epoch and each.action in ("refuse", "retire")
+    completed = [
+        release_record
+        for release_record in history
+        if release_record.action in ("publish", "roll_back") and release_record.done
+    ]
+    for preceding_release, after in itertools.pairwise(completed):
+        rejected_generations = {
+            release_record.generation
+            for release_record in history
+            if preceding_release.epoch < release_record.epoch < after.epoch
+            and release_record.action in ("refuse", "retire")
         }
-        assert after.action != "roll_back" or after.generation not in bad
+        assert after.action != "roll_back" or after.generation not in rejected_generations

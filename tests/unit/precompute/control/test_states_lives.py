@@ -58,27 +58,27 @@ def live(count: int, first: int) -> str:
 
 
 def test_no_rule_breaks_in_a_random_life(capsys: pytest.CaptureFixture[str]) -> None:
-    said = live(QUICK, 0)  # the same ones in every run; the long count looks for new ones
+    run_summary = live(QUICK, 0)  # the same ones in every run; the long count looks for new ones
     with capsys.disabled():
-        print(said)
+        print(run_summary)
 
 
 @pytest.mark.storm
 def test_no_rule_breaks_in_a_hundred_thousand_random_lives(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = live(STORM, SEED * 1_000_000)
+    run_summary = live(STORM, SEED * 1_000_000)
     with capsys.disabled():
-        print(said)
+        print(run_summary)
 
 
 def test_a_life_is_the_same_whenever_its_seed_is() -> None:
-    told = []
+    step_logs = []
     for _ in range(2):
         life = Life(SEED)
         life.run()
-        told.append(life.told)
-    assert told[0] == told[1]
+        step_logs.append(life.told)
+    assert step_logs[0] == step_logs[1]
 
 
 def find(name: str) -> None:
@@ -98,8 +98,8 @@ def find(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(each, marks=[pytest.mark.slow] if each in RARE else [])
-        for each in sorted(DEFECTS)
+        pytest.param(defect, marks=[pytest.mark.slow] if defect in RARE else [])
+        for defect in sorted(DEFECTS)
     ],
 )
 def test_a_planted_mistake_is_found(name: str) -> None:

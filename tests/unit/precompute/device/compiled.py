@@ -28,21 +28,26 @@ TYPES = {
 def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
     """Compiles one kernel, and counts what matters in it."""
     tile = f"tensordesc<fp16[{constants.get('tile')},{constants.get('depth')}]>"
-    types = [each or tile for each in TYPES[kernel]] + ["constexpr"] * len(constants)
+    types = [argument_type or tile for argument_type in TYPES[kernel]] + ["constexpr"] * len(
+        constants
+    )
     source = ASTSource(
         fn=kernel,
         signature=dict(zip(kernel.arg_names, types, strict=True)),
-        constexprs={(kernel.arg_names.index(each),): value for each, value in constants.items()},
+        constexprs={
+            (kernel.arg_names.index(constant_name),): value
+            for constant_name, value in constants.items()
+        },
         attrs={(at,): [["tt.divisibility", 16]] for at, kind in enumerate(types) if kind[0] == "*"},
     )
-    done = triton.compile(source, target=HOPPER, options=options)
-    code = done.asm["ptx"]
+    compiled_kernel = triton.compile(source, target=HOPPER, options=options)
+    code = compiled_kernel.asm["ptx"]
     spilled, registers = used_by(code)
     return {
         "registers": registers,
         "spilled_bytes": spilled,
         "name": kernel.__name__,
-        "shared_bytes": done.metadata.shared,
+        "shared_bytes": compiled_kernel.metadata.shared,
         "warpgroup_products": code.count("wgmma.mma_async"),
         "fused_multiply_adds": code.count("fma.rn"),
         "approximate_divisions": code.count("div.full") + code.count("div.approx"),
@@ -62,10 +67,12 @@ def used_by(code: str) -> tuple[int, int]:
             "-o",
             str(path.with_suffix(".cubin")),
         ]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assembler_output = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stderr
     (spilled,), (registers,) = (
-        re.findall(r"(\d+) bytes spill stores", told),
-        re.findall(r"Used (\d+) registers", told),
+        re.findall(r"(\d+) bytes spill stores", assembler_output),
+        re.findall(r"Used (\d+) registers", assembler_output),
     )
     return int(spilled), int(registers)
 
@@ -89,7 +96,7 @@ def main() -> None:
         shape = {"steps": 32, "unroll": 8, "size": 4, "capacity": 256, "part": 64}
         options = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": fused.EXACT_REGISTERS}
         print(json.dumps(compiled(keys.exact, options, **shape, cosine=cosine)), flush=True)
-    shape = {"height": 1, "size": 4, "wide": 256, "most": 128}
+    shape = {"height": 1, "size": 4, "wide": 256, "padded_k": 128}
     print(json.dumps(compiled(keys.leading, {"num_warps": 1}, **shape)), flush=True)
 
 

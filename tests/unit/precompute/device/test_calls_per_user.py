@@ -31,27 +31,27 @@ def calls(folder: Path, users: int, redis_url: str) -> Counter[str]:
     """Calls of all functions, those of C among them, in the threads that score shards of so many users."""
     shards = drawn(folder, users, redis_url)
     shards.run()
-    seen: Counter[str] = Counter()
+    call_counts: Counter[str] = Counter()
 
-    def count(frame: Any, event: str, what: Any) -> None:
+    def count(frame: Any, event: str, callee: Any) -> None:
         if event in ("call", "c_call"):
-            name = frame.f_code.co_name if event == "call" else getattr(what, "__name__", "")
-            seen[f"{frame.f_code.co_filename}:{name}"] += 1
+            name = frame.f_code.co_name if event == "call" else getattr(callee, "__name__", "")
+            call_counts[f"{frame.f_code.co_filename}:{name}"] += 1
 
     threading.setprofile(count)
     try:
         shards.run()
     finally:
         threading.setprofile(None)
-    return seen
+    return call_counts
 
 
 def test_no_function_is_called_once_per_user(tmp_path: Path, redis_url: str) -> None:
-    few = calls(tmp_path / "few", USERS, redis_url)
-    many = calls(tmp_path / "many", 2 * USERS, redis_url)
+    base_call_counts = calls(tmp_path / "few", USERS, redis_url)
+    doubled_call_counts = calls(tmp_path / "many", 2 * USERS, redis_url)
 
-    grown = {name: count - few[name] for name, count in many.items()}
-    assert sum(many.values()) > 500
+    grown = {name: count - base_call_counts[name] for name, count in doubled_call_counts.items()}
+    assert sum(doubled_call_counts.values()) > 500
     assert {name: more for name, more in grown.items() if more > USERS / 10} == {}
 
 
@@ -65,24 +65,24 @@ def objects(folder: Path, users: int, redis_url: str) -> int:
 
     def chunks() -> list[Any]:
         return [
-            each.encode(chunk)
-            for each in works
-            for chunk in read_users(each, build.root / "scratch")
+            work.encode(chunk)
+            for work in works
+            for chunk in read_users(work, build.root / "scratch")
         ]
 
-    assert sum(len(each.ids) for each in chunks()) == users
+    assert sum(len(encoded_chunk.ids) for encoded_chunk in chunks()) == users
     gc.collect()
-    before = sys.getallocatedblocks()
-    held = chunks()
+    blocks_before = sys.getallocatedblocks()
+    encoded_chunks = chunks()
     gc.collect()
-    found = sys.getallocatedblocks() - before
-    held.clear()
-    return found
+    new_block_count = sys.getallocatedblocks() - blocks_before
+    encoded_chunks.clear()
+    return new_block_count
 
 
 def test_no_object_is_held_for_each_user(tmp_path: Path, redis_url: str) -> None:
-    few = objects(tmp_path / "few", USERS, redis_url)
-    many = objects(tmp_path / "many", 4 * USERS, redis_url)
+    base_object_count = objects(tmp_path / "few", USERS, redis_url)
+    fourfold_object_count = objects(tmp_path / "many", 4 * USERS, redis_url)
 
-    assert few > 0
-    assert many - few < USERS / 10
+    assert base_object_count > 0
+    assert fourfold_object_count - base_object_count < USERS / 10

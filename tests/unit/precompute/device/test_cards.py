@@ -20,8 +20,8 @@ LINE = ("--users", "400000", "--items", "1000000", "--dims", "128")
 
 def results(bench: str, name: str) -> dict[str, Any]:
     """What a bench on a card left."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{bench}-{name}.json").read_text())
-    return found
+    bench_results: dict[str, Any] = json.loads((RESULTS / f"{bench}-{name}.json").read_text())
+    return bench_results
 
 
 def test_the_table_is_what_the_benches_found() -> None:
@@ -58,8 +58,8 @@ def test_lists_are_predicted_as_the_bench_made_them(name: str, dims: int, case: 
 
 @pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.shard])
 def test_a_night_up_to_its_pages_is_predicted_as_its_bench_ran_it(name: str) -> None:
-    found = results("shard", name)
-    figures, (row,) = found["figures"], found["rows"].values()
+    bench_results = results("shard", name)
+    figures, (row,) = bench_results["figures"], bench_results["rows"].values()
     users = figures["users"]
 
     night = CARDS[name].night(users, figures["items"], figures["dims"], 100)
@@ -96,13 +96,13 @@ def test_what_was_not_measured_is_named() -> None:
 
 def test_a_card_is_found_by_its_name_and_others_are_refused_with_the_known_ones() -> None:
     card = CARDS["h200"]
-    known = {"h200": card, "h100-80gb-hbm3": card, "rtx-5090": card, "rtx-5080": card}
+    cards_by_name = {"h200": card, "h100-80gb-hbm3": card, "rtx-5090": card, "rtx-5080": card}
 
     assert find_card("NVIDIA H200") is find_card("h200") is card
-    assert find_card("h100", known) is card
+    assert find_card("h100", cards_by_name) is card
     for name in ("rtx", "h20", ""):
         with pytest.raises(ConfigError, match="measured were h100-80gb-hbm3, h200, rtx-5080"):
-            find_card(name, known)
+            find_card(name, cards_by_name)
 
 
 def test_a_line_with_all_numbers_is_answered_before_any_library_is_loaded() -> None:
@@ -114,21 +114,21 @@ def test_a_line_with_all_numbers_is_answered_before_any_library_is_loaded() -> N
     )
     command = [sys.executable, "-c", code, "plan", "--card", "h200", *LINE, "--json"]
 
-    done = subprocess.run(
+    completed_process = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[4]
     )
 
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["topk_s"] == CARDS["h200"].night(400_000, 1_000_000, 128, 100).topk_s
-    assert told["card"] == "NVIDIA H200" and told["night_s"] > told["pages_s"] >= told["topk_s"]
+    assert completed_process.returncode == 0, completed_process.stderr
+    plan = json.loads(completed_process.stdout)
+    assert plan["topk_s"] == CARDS["h200"].night(400_000, 1_000_000, 128, 100).topk_s
+    assert plan["card"] == "NVIDIA H200" and plan["night_s"] > plan["pages_s"] >= plan["topk_s"]
 
 
 def test_a_table_for_people_names_each_step() -> None:
-    told = str(quick_answer(["--card", "h200", *LINE]))
+    plan_text = str(quick_answer(["--card", "h200", *LINE]))
 
     for part in ("lists", "begin", "item vectors", "partition to pages", "sources to pages"):
-        assert f"\n  {part}" in told
+        assert f"\n  {part}" in plan_text
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,18 @@ def test_kernels_compile_into_products_of_warpgroups_and_sums_that_are_rounded_t
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.unit.precompute.device.compiled"]
 
-    done = subprocess.run(
+    completed_process = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=600
     )
 
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["name"] for each in found] == ["above"] * 4 + ["keep"] + ["exact"] * 2 + [
-        "leading"
-    ]
-    for each in found:
-        assert each["shared_bytes"] <= SHARED_BYTES
-        assert (each["warpgroup_products"] > 0) == (each["name"] == "above")
-        assert each["approximate_divisions"] == 0
-        assert each["spilled_bytes"] <= SPILLED_BYTES
-        if each["name"] == "exact":
-            assert each["fused_multiply_adds"] == 0
+    kernel_reports = [json.loads(line) for line in completed_process.stdout.splitlines()]
+    assert [kernel_report["name"] for kernel_report in kernel_reports] == ["above"] * 4 + [
+        "keep"
+    ] + ["exact"] * 2 + ["leading"]
+    for kernel_report in kernel_reports:
+        assert kernel_report["shared_bytes"] <= SHARED_BYTES
+        assert (kernel_report["warpgroup_products"] > 0) == (kernel_report["name"] == "above")
+        assert kernel_report["approximate_divisions"] == 0
+        assert kernel_report["spilled_bytes"] <= SPILLED_BYTES
+        if kernel_report["name"] == "exact":
+            assert kernel_report["fused_multiply_adds"] == 0

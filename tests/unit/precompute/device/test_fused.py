@@ -49,33 +49,33 @@ def agreed():
 @pytest.fixture
 def looked_again(monkeypatch):
     """Users that the kernels left to the operators, from now on."""
-    seen = []
-    plain = operators.search
+    searched_user_counts = []
+    original_search = operators.search
 
-    def spy(items, columns, queries, gone, k, shape):
-        seen.append(len(queries.codes))
-        return plain(items, columns, queries, gone, k, shape)
+    def spy(items, columns, queries, excluded_pairs, k, shape):
+        searched_user_counts.append(len(queries.codes))
+        return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
-    return seen
+    return searched_user_counts
 
 
 def by_kernels(items, metric="inner_product"):
-    found = DeviceScorer.of(items, metric, DEVICE, dtype=torch.float16, fused=True)
-    assert found is not None
-    return found
+    scorer = DeviceScorer.of(items, metric, DEVICE, dtype=torch.float16, fused=True)
+    assert scorer is not None
+    return scorer
 
 
-def same(left, right):
+def same(left_lists, right):
     """Same ordinals, same bits."""
-    return np.array_equal(left[0], right[0]) and np.array_equal(
-        left[1].view(np.uint32), right[1].view(np.uint32)
+    return np.array_equal(left_lists[0], right[0]) and np.array_equal(
+        left_lists[1].view(np.uint32), right[1].view(np.uint32)
     )
 
 
 def assert_same(users, items, k, excluded, metric="inner_product", allowed=None):
-    wanted = Scorer.of(items, metric, engine=False).top(users, k, excluded, allowed=allowed)
-    assert same(by_kernels(items, metric).top(users, k, excluded, allowed=allowed), wanted)
+    expected_lists = Scorer.of(items, metric, engine=False).top(users, k, excluded, allowed=allowed)
+    assert same(by_kernels(items, metric).top(users, k, excluded, allowed=allowed), expected_lists)
 
 
 @pytest.mark.usefixtures("agreed")
@@ -158,8 +158,8 @@ def test_a_user_like_no_other_leaves_the_others_their_lists(looked_again, metric
     assert sum(looked_again) <= 2
 
 
-def any_case(data, most):
-    items = data.draw(st.sampled_from([1, 2, 255, 257, most]), "items")
+def any_case(data, max_items):
+    items = data.draw(st.sampled_from([1, 2, 255, 257, max_items]), "items")
     dims = data.draw(st.sampled_from([1, 3, 16, 17, 40, 66]), "dims")
     users = data.draw(st.sampled_from([1, 2, 17]), "users")
     k = data.draw(st.integers(1, 90), "k")
@@ -212,28 +212,35 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
         rng.standard_normal((900, dims)) * np.exp(spread * rng.standard_normal((900, 1)))
     ).astype("f4")
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
-    held = DeviceItems.of(Compared.of(items, metric), WHERE, torch.float16, 4)
+    device_items = DeviceItems.of(Compared.of(items, metric), WHERE, torch.float16, 4)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = held.queries(users, queried), held.whole
+    queries, columns = device_items.queries(users, queried), device_items.whole
 
-    bounds = fused.bounds_of(held, columns, queries, tiles_of(16, queries.codes.shape[1], WHERE))
+    bounds = fused.bounds_of(
+        device_items, columns, queries, tiles_of(16, queries.codes.shape[1], WHERE)
+    )
 
     ordinals = columns.ordinals.cpu().numpy()
     exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(
         np.float64
     )
-    exact *= queries.scale.double().cpu().numpy()[:, None] * held.scale
+    exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
     exact[:, ordinals == 900] = -np.inf
     members = columns.columns_of(torch.arange(len(columns.longest)))
     highest = exact[:, members.numpy()].max(2)
-    found, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
-    margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    reach, weight = queries.length + queries.residual, fused.weight_of(held, columns, queries)
+    computed_bounds, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
+    margin = (
+        device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
+    )
+    reach, weight = (
+        queries.length + queries.residual,
+        fused.weight_of(device_items, columns, queries),
+    )
     # A block's groups share their margin, and users the largest part that is residual.
     widest = (reach[:, None] * weight.repeat_interleave(LANES)).cpu().numpy() + UNDERFLOW
-    assert (found >= highest).all()
-    assert (found <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
-    assert np.isneginf(found[:, ~real]).all()
+    assert (computed_bounds >= highest).all()
+    assert (computed_bounds <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
+    assert np.isneginf(computed_bounds[:, ~real]).all()
 
 
 @pytest.fixture
@@ -266,7 +273,7 @@ def check_kept_groups(data, item_counts):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     count = data.draw(st.sampled_from(item_counts), "items")
     kind = data.draw(st.sampled_from(["normal", "ties", "alike", "falling", "rising"]), "vectors")
-    items, users = (rng.standard_normal((each, 8)).astype("f4") for each in (count, 3))
+    items, users = (rng.standard_normal((row_count, 8)).astype("f4") for row_count in (count, 3))
     if kind == "ties":
         items, users = np.rint(items), np.rint(users)
     if kind == "alike":
@@ -274,27 +281,29 @@ def check_kept_groups(data, item_counts):
     if kind in ("falling", "rising"):  # the first to be seen are the best, or the worst
         items = np.abs(items) * np.exp(rng.standard_normal((count, 1))).astype("f4")
         users = np.abs(users) * (1 if kind == "falling" else -1)
-    held = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP)
-    queries, columns = held.queries(users, users), held.whole
+    device_items = DeviceItems.of(
+        Compared.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP
+    )
+    queries, columns = device_items.queries(users, users), device_items.whole
     tiles = tiles_of(3, queries.codes.shape[1], WHERE)
-    wanted = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
+    required_counts = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
     is_estimating = data.draw(st.booleans(), "estimating")
 
-    kept, left_out = fused.kept_of(
-        held, columns, queries, wanted, 64, tiles, estimating=is_estimating
+    kept_entries, left_out = fused.kept_of(
+        device_items, columns, queries, required_counts, 64, tiles, estimating=is_estimating
     )
 
-    bounds = fused.bounds_of(held, columns, queries, tiles)
+    bounds = fused.bounds_of(device_items, columns, queries, tiles)
     for row in range(3):
-        taken = kept[row, :, 1][kept[row, :, 1] != fused.NONE]
-        rest = np.delete(bounds[row].cpu().numpy(), taken.cpu().numpy())
+        kept_groups = kept_entries[row, :, 1][kept_entries[row, :, 1] != fused.NONE]
+        remaining_bounds = np.delete(bounds[row].cpu().numpy(), kept_groups.cpu().numpy())
         limit, real = left_out[row].item(), (count + 3) // 4
-        assert len(set(taken.tolist())) == len(taken)
-        assert rest.max(initial=-np.inf) <= limit
+        assert len(set(kept_groups.tolist())) == len(kept_groups)
+        assert remaining_bounds.max(initial=-np.inf) <= limit
         if kind not in ("ties", "alike") and not is_estimating:
-            assert len(taken) >= min(wanted[row], real)
-            assert limit <= bounds[row].sort()[0][-wanted[row]]
+            assert len(kept_groups) >= min(required_counts[row], real)
+            assert limit <= bounds[row].sort()[0][-required_counts[row]]
 
 
 @settings(max_examples=12, deadline=None)
@@ -302,7 +311,7 @@ def check_kept_groups(data, item_counts):
 def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     kind = data.draw(st.sampled_from(["normal", "ties", "alike", "special", "endless"]), "bounds")
-    capacity, wanted, room = 64, np.array([1, 20, 63, 64]), 32
+    capacity, required_counts, room = 64, np.array([1, 20, 63, 64]), 32
     bounds = rng.standard_normal((4, SEGMENTS * room)).astype("f4")
     if kind == "ties":
         bounds = np.rint(bounds * 3)
@@ -313,35 +322,45 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
     if kind == "endless":
         bounds = rng.choice([np.inf, -np.inf, 1.0], bounds.shape).astype("f4")
     counts = rng.integers(0, room + 1, (4, SEGMENTS)).astype("i4")
-    there = (np.arange(room) < counts[..., None]).reshape(4, -1)
+    is_filled = (np.arange(room) < counts[..., None]).reshape(4, -1)
     numbers = np.tile(np.arange(bounds.shape[1], dtype="i4"), (4, 1))
     entries = np.stack([bounds.view("i4"), numbers, numbers + 7, numbers * 3], 2)
-    held = [torch.from_numpy(each).to(WHERE) for each in (entries, counts, wanted.astype("i4"))]
+    kernel_inputs = [
+        torch.from_numpy(array).to(WHERE)
+        for array in (entries, counts, required_counts.astype("i4"))
+    ]
     guard = torch.full((6, capacity, 4), -7, dtype=torch.int32, device=WHERE)
     guard[1:5] = fused.NONE
     limits, left_out = (torch.full((4,), -torch.inf, device=WHERE) for _ in range(2))
 
     keep[1,](
-        *held, guard[1:], limits, left_out, 4,
+        *kernel_inputs, guard[1:], limits, left_out, 4,
         height=4, segments=SEGMENTS, room=room, capacity=capacity, halvings=14, num_warps=4,
     )  # fmt: skip
 
     assert (guard[[0, 5]] == -7).all()
     for row in range(4):
-        found = guard[1 + row][guard[1 + row, :, 1] != fused.NONE].cpu().numpy()
-        taken = found[:, 1]
-        assert np.array_equal(found, entries[row][taken])
-        rest = np.delete(bounds[row], np.union1d(taken, np.flatnonzero(~there[row])))
-        assert len(set(taken.tolist())) == len(taken) and there[row][taken].all()
-        assert rest.max(initial=-np.inf) <= left_out[row].item() or kind == "endless"
+        kept_entries = guard[1 + row][guard[1 + row, :, 1] != fused.NONE].cpu().numpy()
+        kept_numbers = kept_entries[:, 1]
+        assert np.array_equal(kept_entries, entries[row][kept_numbers])
+        remaining_bounds = np.delete(
+            bounds[row], np.union1d(kept_numbers, np.flatnonzero(~is_filled[row]))
+        )
+        assert (
+            len(set(kept_numbers.tolist())) == len(kept_numbers)
+            and is_filled[row][kept_numbers].all()
+        )
+        assert remaining_bounds.max(initial=-np.inf) <= left_out[row].item() or kind == "endless"
         if kind == "normal":
-            assert len(taken) >= min(wanted[row], there[row].sum())
-            assert left_out[row].item() <= np.sort(bounds[row][there[row]])[-wanted[row]]
+            assert len(kept_numbers) >= min(required_counts[row], is_filled[row].sum())
+            assert (
+                left_out[row].item() <= np.sort(bounds[row][is_filled[row]])[-required_counts[row]]
+            )
 
 
 def test_a_member_whose_product_was_rounded_down_is_scored():
     # Given a group whose second member is hardly above what was left out, until its product is written in half
-    held = DeviceItems.of(
+    device_items = DeviceItems.of(
         Compared.of(np.ones((4, 1), np.float32), "inner_product"), WHERE, torch.float16, fused.GROUP
     )
     users = np.ones((1, 1), np.float32)
@@ -352,11 +371,11 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
     entry[0, 0, 1] = 0
     entry[0, 0, 2:] = scores.astype(np.float16).view(np.int32)
     left_out = torch.tensor([float(scores[1] + margin) - 1e-5], device=WHERE)
-    nobody = torch.empty(0, dtype=torch.int64, device=WHERE)
-    hidden = fused.hidden_of((nobody, nobody), 1, 4)
+    no_indices = torch.empty(0, dtype=torch.int64, device=WHERE)
+    hidden = fused.hidden_of((no_indices, no_indices), 1, 4)
 
     keys = fused.keys_of(
-        held, held.whole, held.queries(users, users), hidden, torch.from_numpy(entry).to(WHERE),
+        device_items, device_items.whole, device_items.queries(users, users), hidden, torch.from_numpy(entry).to(WHERE),
         left_out, tiles_of(1, 8, WHERE),
     )  # fmt: skip
 
@@ -379,9 +398,9 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
 def test_stages_look_at_every_block_once(blocks, room):
     stages = list(stages_of(blocks, room))
 
-    seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
+    block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
-    assert sorted(seen) == list(range(blocks))
+    assert sorted(block_numbers) == list(range(blocks))
     assert stages[0].blocks <= SEGMENTS * room // LANES
 
 
@@ -390,9 +409,9 @@ def test_stages_look_at_every_block_once(blocks, room):
 def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(blocks, room):
     stages = list(estimating_stages_of(blocks, room))
 
-    seen = [stage.block(at) for stage in stages for at in range(stage.blocks)]
+    block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
 
-    assert sorted(seen) == list(range(blocks))
+    assert sorted(block_numbers) == list(range(blocks))
     assert 0 < stages[0].blocks <= SEGMENTS * room // LANES
     for stage in stages[
         :-1
@@ -404,13 +423,13 @@ def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(bloc
 def test_ranks_of_a_sample_have_the_best_of_all():
     # Given samples of a quarter and a hundredth of all scores
     rng = np.random.default_rng(3)
-    wanted = torch.tensor([20, 160, 1000], dtype=torch.int32)
-    for share in (0.25, 0.01):
-        ranks = fused.rank_of(wanted, share).tolist()
-        for most, rank in zip(wanted.tolist(), ranks, strict=True):
-            in_sample = rng.binomial(most, share, 2000)
-            assert rank <= most and (in_sample > rank).mean() < 0.01
-    assert torch.equal(fused.rank_of(wanted, 1.0), wanted)
+    required_counts = torch.tensor([20, 160, 1000], dtype=torch.int32)
+    for sample_fraction in (0.25, 0.01):
+        ranks = fused.rank_of(required_counts, sample_fraction).tolist()
+        for required_count, rank in zip(required_counts.tolist(), ranks, strict=True):
+            in_sample = rng.binomial(required_count, sample_fraction, 2000)
+            assert rank <= required_count and (in_sample > rank).mean() < 0.01
+    assert torch.equal(fused.rank_of(required_counts, 1.0), required_counts)
 
 
 @long_where_interpreted
@@ -441,14 +460,14 @@ def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again,
 def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
     # Given kernels whose bounds are a little too low
     monkeypatch.setattr(fused, "agrees", AGREES)
-    plain = fused.bounds_of
-    monkeypatch.setattr(fused, "bounds_of", lambda *given: plain(*given) - 0.02)
+    original_bounds_of = fused.bounds_of
+    monkeypatch.setattr(fused, "bounds_of", lambda *given: original_bounds_of(*given) - 0.02)
 
-    found = DeviceScorer.of(
+    scorer = DeviceScorer.of(
         np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
     )
 
-    assert found is not None and found._fused is None
+    assert scorer is not None and scorer._fused is None
     assert "kernels' lists differ" in caplog.text
 
 
@@ -458,11 +477,11 @@ def test_kernels_that_cannot_be_run_are_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr(fused, "agrees", broken)
 
-    found = DeviceScorer.of(
+    scorer = DeviceScorer.of(
         np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True
     )
 
-    assert found is not None and found._fused is None
+    assert scorer is not None and scorer._fused is None
     assert "RuntimeError: no compiler" in caplog.text
 
 
@@ -471,27 +490,27 @@ def test_out_of_memory_halves_the_users_of_a_search(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     users, items, excluded = make(8, 200, 8, seed=6)
     scorer = by_kernels(items)
-    plain = fused.search
+    original_search = fused.search
 
-    def small_device(items, columns, queries, gone, k, shape):
+    def small_device(items, columns, queries, excluded_pairs, k, shape):
         if len(queries.codes) > 4:
             raise torch.OutOfMemoryError("no room")
-        return plain(items, columns, queries, gone, k, shape)
+        return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(fused, "search", small_device)
     monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: 200_000)
 
-    found = scorer.top(users, 10, excluded)
+    device_lists = scorer.top(users, 10, excluded)
 
-    assert same(found, Scorer.of(items, engine=False).top(users, 10, excluded))
+    assert same(device_lists, Scorer.of(items, engine=False).top(users, 10, excluded))
     assert not scorer.has_failed and "out of memory" in caplog.text
 
 
 @pytest.mark.usefixtures("agreed")
 def test_long_lists_and_wide_vectors_are_left_to_the_operators():
-    held = by_kernels(np.ones((2000, 8), np.float32))._items
+    narrow_items = by_kernels(np.ones((2000, 8), np.float32))._items
     wide = by_kernels(np.ones((70, 600), np.float32))._items
 
-    assert fused.fits(held, held.whole, FETCH_MOST)
-    assert not fused.fits(held, held.whole, FETCH_MOST + 1)
+    assert fused.fits(narrow_items, narrow_items.whole, FETCH_MOST)
+    assert not fused.fits(narrow_items, narrow_items.whole, FETCH_MOST + 1)
     assert not fused.fits(wide, wide.whole, 10)

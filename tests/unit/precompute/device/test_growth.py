@@ -35,10 +35,10 @@ def test_minutes_of_shards_do_not_let_reserved_memory_grow(tmp_path: Path, redis
     shards = DrawnShards(tmp_path, SIZE, "cuda:0" if IS_GPU else DEVICE, redis_url)
     for _ in range(WARM):
         shards.run()
-    before, until, runs = held_bytes(), time.monotonic() + SECONDS, 0
+    initial_bytes, deadline, runs = held_bytes(), time.monotonic() + SECONDS, 0
 
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         shards.run()
         runs += 1
 
-    assert runs > 3 and held_bytes() <= before + SLACK_BYTES
+    assert runs > 3 and held_bytes() <= initial_bytes + SLACK_BYTES

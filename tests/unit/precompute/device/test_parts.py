@@ -33,16 +33,16 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
     rng = np.random.default_rng(seed)
     users = rng.standard_normal((5, dims)).astype(np.float32)
     items = (rng.standard_normal((9, dims)) * np.exp(rng.standard_normal((9, 1)) * 5)).astype("f4")
-    chosen = rng.integers(0, 9, (5, 7))
+    candidate_ordinals = rng.integers(0, 9, (5, 7))
 
-    found = dots(
+    dot_products = dots(
         in_order(torch.from_numpy(users).to(WHERE)),
-        in_order(torch.from_numpy(items).to(WHERE))[torch.from_numpy(chosen).to(WHERE)],
+        in_order(torch.from_numpy(items).to(WHERE))[torch.from_numpy(candidate_ordinals).to(WHERE)],
     )
 
     assert (
-        found.cpu().numpy().view(np.uint32).tolist()
-        == score(users, items, chosen).view("u4").tolist()
+        dot_products.cpu().numpy().view(np.uint32).tolist()
+        == score(users, items, candidate_ordinals).view("u4").tolist()
     )
     assert same_bits(dims, WHERE)
 
@@ -67,10 +67,12 @@ def test_keys_sort_and_read_like_those_of_the_night(values):
     assert unsigned.tolist() == pack(scores, ordinals).tolist()
     assert keys.cpu().argsort().tolist() == pack(scores, ordinals).argsort().tolist()
     assert np.array_equal(scores_of(keys).cpu().numpy(), scores)
-    found = unpacked(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
-    wanted = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
-    assert np.array_equal(found[0].cpu().numpy().view(np.uint32), wanted[0])
-    assert np.array_equal(found[1].cpu().numpy().view(np.uint32), wanted[1].view(np.uint32))
+    device_lists = unpacked(torch.cat([keys, torch.tensor([WORST], device=WHERE)])[None])
+    expected_lists = unpack(np.append(unsigned, np.uint64(0))[None], len(keys) + 1)
+    assert np.array_equal(device_lists[0].cpu().numpy().view(np.uint32), expected_lists[0])
+    assert np.array_equal(
+        device_lists[1].cpu().numpy().view(np.uint32), expected_lists[1].view(np.uint32)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,17 +88,19 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     ).astype("f4")
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
     compared = Compared.of(items, metric)
-    held = DeviceItems.of(compared, WHERE, dtype)
+    device_items = DeviceItems.of(compared, WHERE, dtype)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = held.queries(users, queried), held.whole
+    queries, columns = device_items.queries(users, queried), device_items.whole
     real = (columns.ordinals < 700).cpu().numpy()
 
     product = (queries.codes @ columns.codes.T).double().cpu().numpy()
 
-    which = np.minimum(columns.ordinals.cpu().numpy(), 699)
-    exact = score(users, items, np.tile(which, (20, 1)), metric).astype(np.float64)
-    exact *= queries.scale.double().cpu().numpy()[:, None] * held.scale
-    margin = held.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
+    item_ordinals = np.minimum(columns.ordinals.cpu().numpy(), 699)
+    exact = score(users, items, np.tile(item_ordinals, (20, 1)), metric).astype(np.float64)
+    exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
+    margin = (
+        device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
+    )
     group = groups_of(columns)
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
     assert over.max() <= 1
@@ -114,24 +118,26 @@ def groups_of(columns):
 @pytest.mark.parametrize("group", [2, 4, 8, 64])
 def test_the_largest_of_a_group_is_that_of_its_columns(group):
     vectors = np.random.default_rng(0).standard_normal((1000, 8)).astype("f4")
-    held = DeviceItems.of(Compared.of(vectors, "inner_product"), WHERE, torch.float16, group)
-    columns = held.whole
+    device_items = DeviceItems.of(
+        Compared.of(vectors, "inner_product"), WHERE, torch.float16, group
+    )
+    columns = device_items.whole
     product = torch.randn(5, len(columns.ordinals), device=WHERE)
 
-    found = columns.largest(product)
+    group_maxima = columns.largest(product)
 
     members = columns.columns_of(torch.arange(len(columns.longest), device=WHERE))
-    assert torch.equal(found, product[:, members].amax(2))
+    assert torch.equal(group_maxima, product[:, members].amax(2))
 
 
 def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
     rng = np.random.default_rng(3)
     items = (rng.standard_normal((5000, 8)) * np.exp(rng.standard_normal((5000, 1)))).astype("f4")
-    held = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16)
+    device_items = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16)
 
     for columns, count in (
-        (held.whole, 5000),
-        (held.only(torch.arange(5000, device=WHERE) % 7 == 0), 715),
+        (device_items.whole, 5000),
+        (device_items.only(torch.arange(5000, device=WHERE) % 7 == 0), 715),
     ):
         ordinals = columns.ordinals.cpu().numpy()
         real = np.flatnonzero(ordinals < 5000)
@@ -140,7 +146,9 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
         assert (columns.places.cpu().numpy() >= 0).sum() == count
         assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
         group = groups_of(columns)[real]
-        sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * held.scale
+        sizes = (
+            np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * device_items.scale
+        )
         assert (columns.longest.cpu().numpy()[group] >= sizes).all()
         starts = columns.longest.cpu().numpy()
         assert (starts[1:] <= starts[:-1]).all()
@@ -156,9 +164,9 @@ def many():
 def test_tiles_cover_every_column_once_in_whole_blocks(many, most):
     total, block = len(many.ordinals), many.block
 
-    found = list(tiles(many, most))
+    column_tiles = list(tiles(many, most))
 
-    assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
-    assert found[-1].stop == total
-    assert all((each.stop - each.start) % block == 0 for each in found)
-    assert all(each.stop - each.start <= max(most, block) for each in found)
+    assert [tile.start for tile in column_tiles] == [0, *(tile.stop for tile in column_tiles[:-1])]
+    assert column_tiles[-1].stop == total
+    assert all((tile.stop - tile.start) % block == 0 for tile in column_tiles)
+    assert all(tile.stop - tile.start <= max(most, block) for tile in column_tiles)

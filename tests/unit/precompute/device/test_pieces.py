@@ -25,32 +25,34 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
     users = rng.standard_normal((16, 16), np.float32)
     users[UNCERTAIN] = 0
     theirs = Scorer.of(items, engine=False)
-    best = theirs.top(users, 5)[0]
-    excluded = Histories.of([best[row][:3] if row == 8 else [] for row in range(len(users))])
-    ours = DeviceScorer.of(items, "inner_product", DEVICE, dtype=torch.float16, fused=False)
-    assert ours is not None
-    plain = device_search.search
+    best_ordinals = theirs.top(users, 5)[0]
+    excluded = Histories.of(
+        [best_ordinals[row][:3] if row == 8 else [] for row in range(len(users))]
+    )
+    torch_scorer = DeviceScorer.of(items, "inner_product", DEVICE, dtype=torch.float16, fused=False)
+    assert torch_scorer is not None
+    original_search = device_search.search
     searched = []
 
-    def small_device(items, columns, queries, gone, k, shape):
-        if len(queries.codes) == 8 and ours._parts == 1:
+    def small_device(items, columns, queries, excluded_pairs, k, shape):
+        if len(queries.codes) == 8 and torch_scorer._parts == 1:
             raise torch.OutOfMemoryError("no room")
         searched.append(len(queries.codes))
-        return plain(items, columns, queries, gone, k, shape)
+        return original_search(items, columns, queries, excluded_pairs, k, shape)
 
-    def shape_of(self, asked, fetch):
-        return SearchShape(8 // self._parts, len(asked.columns.ordinals), fetch)
+    def shape_of(self, search_request, fetch):
+        return SearchShape(8 // self._parts, len(search_request.columns.ordinals), fetch)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
     monkeypatch.setattr(device_scorer, "UNDER_WAY", 1)
     monkeypatch.setattr(DeviceScorer, "_shape", shape_of)
 
-    found = ours.top(users, 5, excluded)
+    device_lists = torch_scorer.top(users, 5, excluded)
 
-    wanted = theirs.top(users, 5, excluded)
-    assert not ours.has_failed and searched[:4] == [4, 4, 4, 4]
-    assert found[0].tolist() == wanted[0].tolist()
-    assert np.array_equal(found[1].view(np.uint32), wanted[1].view(np.uint32))
+    expected_lists = theirs.top(users, 5, excluded)
+    assert not torch_scorer.has_failed and searched[:4] == [4, 4, 4, 4]
+    assert device_lists[0].tolist() == expected_lists[0].tolist()
+    assert np.array_equal(device_lists[1].view(np.uint32), expected_lists[1].view(np.uint32))
 
 
 def test_only_neighbours_in_order_are_a_slice():

@@ -24,9 +24,9 @@ def test_the_table_grows_with_items_and_dimensions() -> None:
     at = [by_table(1_000_000, dims, 100).users_per_s for dims in (32, 128, 200, 256, 1024)]
     assert at == sorted(at, reverse=True) and min(at) > 0
     measured = f"{CARDS['h200'].lists[0].users_per_s:,}"
-    told = f"NVIDIA H200 did {measured} users/s with 1,000,000 items of 128, K = 100"
-    assert by_table(9, 8, 100).how.endswith(told)
-    assert by_table(9, 8, 1000).how.endswith(f"{told} (not 1000)")
+    measurement_text = f"NVIDIA H200 did {measured} users/s with 1,000,000 items of 128, K = 100"
+    assert by_table(9, 8, 100).how.endswith(measurement_text)
+    assert by_table(9, 8, 1000).how.endswith(f"{measurement_text} (not 1000)")
 
 
 def vectors(count: int) -> Any:
@@ -36,24 +36,24 @@ def vectors(count: int) -> Any:
 def test_a_rehearsal_is_of_the_device_itself() -> None:
     pytest.importorskip("torch", reason="make torch-env")
 
-    found = by_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
+    rate = by_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
 
-    assert found is not None and found.users_per_s > 0 and "64 users" in found.how
+    assert rate is not None and rate.users_per_s > 0 and "64 users" in rate.how
     assert by_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
     assert by_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
 
 
 def on(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], rate: DeviceRate | None
+    monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: DeviceRate | None
 ) -> DeviceRate:
     """What a plan for 2,000 items of 32 numbers goes by, from a sample with 500 items of 16."""
-    monkeypatch.setattr(trial, "devices", lambda wanted: found)
+    monkeypatch.setattr(trial, "devices", lambda device_setting: device_names)
     monkeypatch.setattr(trial, "by_rehearsal", lambda *_: rate)
-    own: Any = SimpleNamespace(
+    fake_trial: Any = SimpleNamespace(
         encoded=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
     )
     shape: Any = SimpleNamespace(items=2_000, dims=32)
-    return Trial.on_devices(own, "auto", shape, 100)
+    return Trial.on_devices(fake_trial, "auto", shape, 100)
 
 
 def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
@@ -63,8 +63,8 @@ def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
 
     assert on(monkeypatch, (), None) == table
     assert on(monkeypatch, ("cuda:0",), None) == table
-    one = on(monkeypatch, ("cuda:0",), DeviceRate(800.0, "a rehearsal"))
-    assert one == DeviceRate(100.0, "a rehearsal")  # eight times the numbers
+    single_gpu_rate = on(monkeypatch, ("cuda:0",), DeviceRate(800.0, "a rehearsal"))
+    assert single_gpu_rate == DeviceRate(100.0, "a rehearsal")  # eight times the numbers
     two = on(monkeypatch, ("cuda:0", "cuda:1"), DeviceRate(800.0, "a rehearsal"))
     assert two == DeviceRate(200.0, "2 x a rehearsal")
 
@@ -72,17 +72,17 @@ def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
 def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(_wanted: str) -> tuple[str, ...]:
+    def refused(_device_setting: str) -> tuple[str, ...]:
         raise ConfigError("device 'cuda' is not there", field="device")
 
     monkeypatch.setattr(trial, "devices", refused)
-    own, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)
+    fake_trial, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)
 
-    found = Trial.on_devices(own, "cuda", shape, 100)  # type: ignore[arg-type]
+    rate = Trial.on_devices(fake_trial, "cuda", shape, 100)  # type: ignore[arg-type]
 
     table = by_table(2_000, 32, 100)
-    assert found.users_per_s == table.users_per_s
-    assert found.how == f"{table.how}; device 'cuda' cannot be used on this host"
+    assert rate.users_per_s == table.users_per_s
+    assert rate.how == f"{table.how}; device 'cuda' cannot be used on this host"
 
 
 def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
@@ -90,4 +90,10 @@ def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
     from precompute.device import scorer
     from precompute.device.sizes import FETCH_MOST
 
-    assert max(K_MAX + K_MAX // share + some for share, some in scorer._FETCHED) <= FETCH_MOST
+    assert (
+        max(
+            K_MAX + K_MAX // k_divisor + extra_candidates
+            for k_divisor, extra_candidates in scorer._FETCHED
+        )
+        <= FETCH_MOST
+    )

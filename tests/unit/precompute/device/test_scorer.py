@@ -25,42 +25,42 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def on_device(items, metric="inner_product", dtype=torch.float16):
-    found = DeviceScorer.of(items, metric, DEVICE, dtype=dtype, fused=False)
-    assert found is not None
-    return found
+    scorer = DeviceScorer.of(items, metric, DEVICE, dtype=dtype, fused=False)
+    assert scorer is not None
+    return scorer
 
 
-def same(left, right):
+def same(left_lists, right):
     """Same ordinals, same bits."""
-    return np.array_equal(left[0], right[0]) and np.array_equal(
-        left[1].view(np.uint32), right[1].view(np.uint32)
+    return np.array_equal(left_lists[0], right[0]) and np.array_equal(
+        left_lists[1].view(np.uint32), right[1].view(np.uint32)
     )
 
 
 def searches(monkeypatch):
     """(users, columns) of each search from now on."""
-    seen = []
-    plain = device_search.search
+    search_shapes = []
+    original_search = device_search.search
 
-    def spy(items, columns, queries, gone, k, shape):
-        seen.append((len(queries.codes), shape.columns))
-        return plain(items, columns, queries, gone, k, shape)
+    def spy(items, columns, queries, excluded_pairs, k, shape):
+        search_shapes.append((len(queries.codes), shape.columns))
+        return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
-    return seen
+    return search_shapes
 
 
 def products(monkeypatch):
     """Rows times columns of each product from now on."""
-    seen = []
-    plain = device_search._look
+    product_sizes = []
+    original_scan_tile = device_search._look
 
-    def spy(items, columns, queries, found, rows, gone, tile):
-        seen.append(len(rows) * (tile.stop - tile.start))
-        return plain(items, columns, queries, found, rows, gone, tile)
+    def spy(items, columns, queries, candidates, rows, hidden_pairs, tile):
+        product_sizes.append(len(rows) * (tile.stop - tile.start))
+        return original_scan_tile(items, columns, queries, candidates, rows, hidden_pairs, tile)
 
     monkeypatch.setattr(device_search, "_look", spy)
-    return seen
+    return product_sizes
 
 
 @dtypes
@@ -73,12 +73,12 @@ def test_lists_have_the_bits_of_faiss_and_numpy(dtype, metric, users, items, dim
     queries[7] = 0
     vectors[11] = vectors[items // 2] = 0
     allowed = np.random.default_rng(k).random(items) < 0.2
-    ours = on_device(vectors, metric, dtype)
+    torch_scorer = on_device(vectors, metric, dtype)
     theirs = Scorer.of(vectors, metric, engine=False)
 
-    for some in (None, allowed, np.zeros(items, np.bool_)):
-        wanted = theirs.top(queries, k, excluded, allowed=some)
-        assert same(ours.top(queries, k, excluded, allowed=some), wanted)
+    for allowed_mask in (None, allowed, np.zeros(items, np.bool_)):
+        expected_lists = theirs.top(queries, k, excluded, allowed=allowed_mask)
+        assert same(torch_scorer.top(queries, k, excluded, allowed=allowed_mask), expected_lists)
 
 
 @settings(
@@ -105,10 +105,12 @@ def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
     allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
     monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: room)
 
-    ours = on_device(vectors, metric, data.draw(st.sampled_from(DTYPES), "dtype"))
+    torch_scorer = on_device(vectors, metric, data.draw(st.sampled_from(DTYPES), "dtype"))
 
-    wanted = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
-    assert same(ours.top(queries, k, excluded, allowed=allowed), wanted)
+    expected_lists = Scorer.of(vectors, metric, engine=False).top(
+        queries, k, excluded, allowed=allowed
+    )
+    assert same(torch_scorer.top(queries, k, excluded, allowed=allowed), expected_lists)
 
 
 def test_ties_in_masses_are_settled_by_ordinal():
@@ -130,9 +132,9 @@ def test_near_ties_come_in_the_order_of_their_bits(dtype):
     users = rng.standard_normal((9, 24)).astype(np.float32)
     excluded = Histories.of([rng.choice(4000, 40, replace=False) for _ in range(9)])
 
-    ours = on_device(items, dtype=dtype).top(users, 50, excluded)
+    device_lists = on_device(items, dtype=dtype).top(users, 50, excluded)
 
-    assert same(ours, Scorer.of(items, engine=False).top(users, 50, excluded))
+    assert same(device_lists, Scorer.of(items, engine=False).top(users, 50, excluded))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e17, 1e30])
@@ -141,9 +143,9 @@ def test_tiny_and_huge_vectors_are_exact(scale):
     users[::2] *= np.float32(scale)
     items[::3] *= np.float32(scale if scale < 1e20 else 1)
 
-    ours = on_device(items).top(users, 30, excluded)
+    device_lists = on_device(items).top(users, 30, excluded)
 
-    assert same(ours, Scorer.of(items, engine=False).top(users, 30, excluded))
+    assert same(device_lists, Scorer.of(items, engine=False).top(users, 30, excluded))
 
 
 def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
@@ -167,13 +169,19 @@ def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, ca
     vectors = np.random.default_rng(0).random((300, 128), np.float32)
     assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is not None
 
-    def rough(left, right):
-        total = torch.zeros(len(left), right.shape[1], dtype=torch.bfloat16, device=left.device)
-        for step in range(left.shape[1]):
-            total += left[:, step, None].bfloat16() * right[None, step].bfloat16()
-        return total.to(left.dtype) if left.dtype != torch.float64 else plain(left, right)
+    def rough(left_matrix, right):
+        total = torch.zeros(
+            len(left_matrix), right.shape[1], dtype=torch.bfloat16, device=left_matrix.device
+        )
+        for step in range(left_matrix.shape[1]):
+            total += left_matrix[:, step, None].bfloat16() * right[None, step].bfloat16()
+        return (
+            total.to(left_matrix.dtype)
+            if left_matrix.dtype != torch.float64
+            else original_matmul(left_matrix, right)
+        )
 
-    plain = torch.Tensor.__matmul__
+    original_matmul = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
 
     assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is None
@@ -184,25 +192,25 @@ def test_users_without_a_chance_are_not_multiplied_with_short_items(monkeypatch)
     # Given lengths as skewed as real ones, and more blocks than are multiplied at once
     users, items, excluded = make(200, 60_000, 32, skewed=True, seed=4)
     scorer = on_device(items)
-    seen = products(monkeypatch)
+    product_sizes = products(monkeypatch)
 
-    found = scorer.top(users, 20, excluded)
+    device_lists = scorer.top(users, 20, excluded)
 
-    assert sum(seen) < 0.5 * users.shape[0] * items.shape[0]
-    assert same(found, Scorer.of(items, engine=False).top(users, 20, excluded))
+    assert sum(product_sizes) < 0.5 * users.shape[0] * items.shape[0]
+    assert same(device_lists, Scorer.of(items, engine=False).top(users, 20, excluded))
 
 
 def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
     users, items, excluded = make(600, 30_000, 16, seed=5)
     scorer = on_device(items)
-    wanted = scorer.top(users, 50, excluded)
+    expected_lists = scorer.top(users, 50, excluded)
     monkeypatch.setattr(DeviceScorer, "_room_bytes", lambda _: 8 << 20)
-    seen = searches(monkeypatch)
+    search_shapes = searches(monkeypatch)
 
-    found = scorer.top(users, 50, excluded)
+    device_lists = scorer.top(users, 50, excluded)
 
-    assert max(rows * columns * 2 for rows, columns in seen) <= 8 << 20
-    assert same(found, wanted)
+    assert max(rows * columns * 2 for rows, columns in search_shapes) <= 8 << 20
+    assert same(device_lists, expected_lists)
 
 
 @pytest.mark.parametrize(
@@ -214,24 +222,24 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
     caplog.set_level(logging.INFO)
     users, items, excluded = make(300, 9000, 16, seed=6)
     scorer = on_device(items)
-    wanted = scorer.top(users, 50, excluded)
-    plain = device_search.search
-    seen = []
+    expected_lists = scorer.top(users, 50, excluded)
+    original_search = device_search.search
+    searched_user_counts = []
 
-    def small_device(items, columns, queries, gone, k, shape):
+    def small_device(items, columns, queries, excluded_pairs, k, shape):
         if len(queries.codes) * shape.columns > 500_000:
             raise error
-        seen.append(len(queries.codes))
-        return plain(items, columns, queries, gone, k, shape)
+        searched_user_counts.append(len(queries.codes))
+        return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
-    told: list[int] = []
+    progress_counts: list[int] = []
 
-    found = scorer.top(users, 50, excluded, progress=told.append)
+    device_lists = scorer.top(users, 50, excluded, progress=progress_counts.append)
 
-    assert same(found, wanted)
+    assert same(device_lists, expected_lists)
     assert not scorer.has_failed
-    assert sum(seen) == sum(told) == 300
+    assert sum(searched_user_counts) == sum(progress_counts) == 300
     assert "out of memory" in caplog.text
 
 
@@ -239,25 +247,27 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
 def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypatch, caplog, error):
     users, items, excluded = make(300, 2000, 16, seed=7)
     scorer = on_device(items)
-    wanted = scorer.top(users, 50, excluded)
+    expected_lists = scorer.top(users, 50, excluded)
     monkeypatch.setattr(device_search, "_ROWS_MOST", 100)
-    plain = device_search.search
+    original_search = device_search.search
     calls = []
 
-    def breaks(*given):
+    def breaks(*search_arguments):
         calls.append(1)
         if len(calls) > 1:
             raise error("broken")
-        return plain(*given)
+        return original_search(*search_arguments)
 
     monkeypatch.setattr(device_scorer, "search", breaks)
-    told: list[int] = []
+    progress_counts: list[int] = []
 
-    found = [scorer.top(users, 50, excluded, progress=told.append) for _ in range(2)]
+    all_device_lists = [
+        scorer.top(users, 50, excluded, progress=progress_counts.append) for _ in range(2)
+    ]
 
-    assert all(same(each, wanted) for each in found)
+    assert all(same(device_lists, expected_lists) for device_lists in all_device_lists)
     assert scorer.has_failed
-    assert sum(told) == 600
+    assert sum(progress_counts) == 600
     assert sum("the processor goes on" in line for line in caplog.messages) == 1
 
 
@@ -283,7 +293,7 @@ def with_kernels(items, kernels):
 )
 def test_what_fails_in_a_kernel_ends_no_night(caplog, error, has_failed, has_kernels):
     users, items, excluded = make(300, 2000, 16, seed=7)
-    wanted = on_device(items).top(users, 50, excluded)
+    expected_lists = on_device(items).top(users, 50, excluded)
     calls = []
 
     def breaks(*_):
@@ -292,10 +302,10 @@ def test_what_fails_in_a_kernel_ends_no_night(caplog, error, has_failed, has_ker
 
     scorer = with_kernels(items, breaks)
 
-    assert all(same(scorer.top(users, 50, excluded), wanted) for _ in range(2))
+    assert all(same(scorer.top(users, 50, excluded), expected_lists) for _ in range(2))
     assert (scorer.has_failed, scorer._fused is not None) == (has_failed, has_kernels)
     assert len(calls) == 1
-    assert len([each for each in caplog.messages if str(error.args[0]) in each]) == 1
+    assert len([message for message in caplog.messages if str(error.args[0]) in message]) == 1
 
 
 @pytest.mark.parametrize(
@@ -310,11 +320,11 @@ def test_a_kernel_that_finds_no_memory_is_given_less(error):
     users, items, excluded = make(300, 2000, 16, seed=7)
     sizes = []
 
-    def small(held, columns, queries, gone, k, shape):
+    def small(device_items, columns, queries, excluded_pairs, k, shape):
         sizes.append(len(queries.codes))
         if sizes[-1] > 100:
             raise error
-        return device_search.search(held, columns, queries, gone, k, shape)
+        return device_search.search(device_items, columns, queries, excluded_pairs, k, shape)
 
     scorer = with_kernels(items, small)
 
@@ -338,17 +348,17 @@ def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
     users, items, excluded = make(100, 5000, 24, skewed=False, seed=3)
     monkeypatch.setattr(device_scorer, "_FETCHED", ((4, 2), (4, 480)))
     scorer = on_device(items, dtype=torch.bfloat16)
-    seen = searches(monkeypatch)
+    search_shapes = searches(monkeypatch)
 
-    found = scorer.top(users, 2, excluded)
+    device_lists = scorer.top(users, 2, excluded)
 
-    assert len(seen) == 2 and 0 < seen[1][0] < 100
+    assert len(search_shapes) == 2 and 0 < search_shapes[1][0] < 100
     assert "_few" not in vars(scorer)
-    assert same(found, Scorer.of(items, engine=False).top(users, 2, excluded))
+    assert same(device_lists, Scorer.of(items, engine=False).top(users, 2, excluded))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message_pattern"),
     [
         ({"k": 0}, "k must be 1"),
         ({"users": np.ones((2, 7), np.float32)}, "7 dimensions, the items 8"),
@@ -357,15 +367,15 @@ def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
         ({"allowed": np.ones(29, np.bool_)}, r"bool \[30\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, words):
+def test_what_does_not_fit_is_refused(change, message_pattern):
     scorer = on_device(np.ones((30, 8), np.float32))
-    given = {"users": np.ones((2, 8), np.float32), "k": 3} | change
+    top_arguments = {"users": np.ones((2, 8), np.float32), "k": 3} | change
 
-    with pytest.raises(ConfigError, match=words):
-        scorer.top(**given)
+    with pytest.raises(ConfigError, match=message_pattern):
+        scorer.top(**top_arguments)
 
 
 def test_no_users_is_fine():
-    found = on_device(np.ones((30, 8), np.float32)).top(np.ones((0, 8), np.float32), 3)
+    device_lists = on_device(np.ones((30, 8), np.float32)).top(np.ones((0, 8), np.float32), 3)
 
-    assert found[0].shape == found[1].shape == (0, 3)
+    assert device_lists[0].shape == device_lists[1].shape == (0, 3)

@@ -30,8 +30,8 @@ class Known:
         )
 
     def run(self, inputs: Any) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self.vectors[inputs["row"]]
-        return found
+        row_vectors: NDArray[np.float32] = self.vectors[inputs["row"]]
+        return row_vectors
 
     def batches(self, inputs: Any, tile: Tile) -> Any:
         for start in range(0, len(inputs["row"]), tile.rows):
@@ -44,21 +44,23 @@ class Known:
 
 
 def on_device(
-    wanted: NDArray[np.float32], found: NDArray[np.float32], name: str = "user_tower"
+    processor_vectors: NDArray[np.float32],
+    device_vectors: NDArray[np.float32],
+    name: str = "user_tower",
 ) -> NDArray[np.float32]:
     """What the night takes of a device that finds other vectors; raises where it takes none."""
-    tower: Any = Known(wanted)
-    rows = np.arange(len(wanted))
-    return DeviceTower(name, tower, Known(found)).run({"row": rows})
+    tower: Any = Known(processor_vectors)
+    rows = np.arange(len(processor_vectors))
+    return DeviceTower(name, tower, Known(device_vectors)).run({"row": rows})
 
 
 def off_by(
-    vectors: NDArray[np.float32], towards: NDArray[np.float32], share: float
+    vectors: NDArray[np.float32], towards: NDArray[np.float32], length_share: float
 ) -> NDArray[np.float32]:
     """Vectors moved by a share of their length in the direction of others."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     direction = towards / np.linalg.norm(towards, axis=1, keepdims=True)
-    return np.asarray(vectors + share * lengths * direction, np.float32)
+    return np.asarray(vectors + length_share * lengths * direction, np.float32)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
@@ -73,20 +75,22 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(
     half /= np.linalg.norm(half, axis=1, keepdims=True)
     apart = rng.standard_normal((400, DIMS)).astype(np.float32)
     items = np.concatenate([half, half + 2e-5 * apart / np.linalg.norm(apart, axis=1)[:, None]])
-    best = Scorer.of(items, metric, engine=False).top(users, 1)[0][:, 0].astype(np.int64)
-    moved = off_by(users, items[(best + 400) % 800] - items[best], 0.98 * LENGTH_AGREEMENT)
+    best_ordinals = Scorer.of(items, metric, engine=False).top(users, 1)[0][:, 0].astype(np.int64)
+    moved = off_by(
+        users, items[(best_ordinals + 400) % 800] - items[best_ordinals], 0.98 * LENGTH_AGREEMENT
+    )
     moved[::2] = users[::2]  # half of them by the processor
 
-    found = on_device(users, moved)
-    ordinals, scores = Scorer.of(items, metric, engine=False).top(found, K)
+    tower_outputs = on_device(users, moved)
+    ordinals, scores = Scorer.of(items, metric, engine=False).top(tower_outputs, K)
 
     counts = (ordinals != NO_ITEM).sum(axis=1)
     right = exact._compare(
         users.astype(np.float64), items, Histories.of([()] * len(users)), ordinals, counts,
         scores.astype(np.float64), Layout("topk", K, "f4"), metric,
     )  # fmt: skip
-    plain = Scorer.of(items, metric, engine=False).top(users, K)[0]
-    assert right.all() and not np.array_equal(plain, ordinals)
+    processor_ordinals = Scorer.of(items, metric, engine=False).top(users, K)[0]
+    assert right.all() and not np.array_equal(processor_ordinals, ordinals)
 
 
 def test_the_gates_allow_what_a_device_may_be_off() -> None:
@@ -96,7 +100,7 @@ def test_the_gates_allow_what_a_device_may_be_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share", "is_taken"),
+    ("name", "length_share", "is_taken"),
     [
         ("user_tower", 0.9 * LENGTH_AGREEMENT, True),
         ("user_tower", 1.2 * LENGTH_AGREEMENT, False),
@@ -105,13 +109,13 @@ def test_the_gates_allow_what_a_device_may_be_off() -> None:
     ],
 )
 def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
-    name: str, share: float, is_taken: bool
+    name: str, length_share: float, is_taken: bool
 ) -> None:
     rng = np.random.default_rng(3)
     vectors = 7 * rng.standard_normal((20, DIMS)).astype(np.float32)
     largest = np.eye(DIMS, dtype=np.float32)[np.abs(vectors).argmax(axis=1)]
     scale = 1.0 if name == "user_tower" else 1 / np.sqrt(DIMS)  # a length is many numbers
-    moved = off_by(vectors, largest, share * scale)
+    moved = off_by(vectors, largest, length_share * scale)
 
     if is_taken:
         assert np.array_equal(on_device(vectors, moved, name), moved)
@@ -120,17 +124,17 @@ def test_a_tower_beyond_its_tolerance_is_refused_before_it_scores(
             on_device(vectors, moved, name)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_finite_on_neither_are_no_disagreement(bad: float) -> None:
+@pytest.mark.parametrize("non_finite", [np.nan, np.inf])
+def test_rows_that_are_finite_on_neither_are_no_disagreement(non_finite: float) -> None:
     vectors = np.random.default_rng(5).standard_normal((20, DIMS)).astype(np.float32)
-    vectors[5, 3] = bad
+    vectors[5, 3] = non_finite
     assert np.array_equal(on_device(vectors, vectors), vectors, equal_nan=True)
 
-    whole = vectors.copy()
-    whole[5, 3] = 1
-    for wanted, found in ((vectors, whole), (whole, vectors)):
+    finite_vectors = vectors.copy()
+    finite_vectors[5, 3] = 1
+    for processor_vectors, device_vectors in ((vectors, finite_vectors), (finite_vectors, vectors)):
         with pytest.raises(BundleError, match="differs from its ONNX file on the processor by nan"):
-            on_device(wanted, found)
+            on_device(processor_vectors, device_vectors)
 
 
 def test_a_device_without_room_is_compared_when_it_has_some() -> None:
@@ -143,8 +147,8 @@ def test_a_device_without_room_is_compared_when_it_has_some() -> None:
                 raise MemoryError("no room")
             yield from super().outputs(feeds)
 
-    known: Any = Known(vectors)
-    tower = DeviceTower("user_tower", known, Running(moved))
+    processor_tower: Any = Known(vectors)
+    tower = DeviceTower("user_tower", processor_tower, Running(moved))
     rows: Any = {"row": np.arange(20)}
 
     assert np.array_equal(tower.run(rows), vectors)
@@ -165,15 +169,15 @@ def test_a_tower_whose_device_fails_goes_on_on_the_processor(
             yield from super().outputs(feeds)
             raise errors[0]
 
-    known: Any = Known(vectors)
-    tower = DeviceTower("user_tower", known, Running(vectors))
+    processor_tower: Any = Known(vectors)
+    tower = DeviceTower("user_tower", processor_tower, Running(vectors))
     rows: Any = {"row": np.arange(20)}
 
     assert all(np.array_equal(tower.run(rows), vectors) for _ in range(2))
     assert caplog.text.count("user_tower stays on the processor: CUDA error") == 1
     errors.pop(0)
     with pytest.raises(RuntimeError, match="odd"):
-        DeviceTower("user_tower", known, Running(vectors)).run(rows)
+        DeviceTower("user_tower", processor_tower, Running(vectors)).run(rows)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +193,12 @@ def test_a_form_that_nobody_asked_for_and_is_off_leaves_the_model_to_the_process
 ) -> None:
     vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
     moved = off_by(vectors, vectors, 8 * AGREEMENT)
-    known = Known(vectors)
+    processor_tower = Known(vectors)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
     monkeypatch.setattr(towers, "_on_device", lambda *_: Known(moved))
-    monkeypatch.setattr(Tower, "open", lambda *_, **__: known)
+    monkeypatch.setattr(Tower, "open", lambda *_, **__: processor_tower)
     build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
-    model: Any = SimpleNamespace(name="item_tower", program=program, spec=known.spec)
+    model: Any = SimpleNamespace(name="item_tower", program=program, spec=processor_tower.spec)
     tower = towers.open_tower(build, model, "cuda:0")
     rows: Any = {"row": np.arange(20)}
 
@@ -217,9 +221,9 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=1))
     monkeypatch.setattr(towers, "share_memory", lambda *_: 0)
 
-    told = towers._on_device(build, model, "cuda:0")
+    refusal_reason = towers._on_device(build, model, "cuda:0")
 
-    assert isinstance(told, str) and "install onnxruntime-gpu" in told
+    assert isinstance(refusal_reason, str) and "install onnxruntime-gpu" in refusal_reason
     assert "cpu is no GPU" in str(towers._on_device(build, model, "cpu"))
 
 
@@ -227,11 +231,11 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bundle = SimpleNamespace(
-        models=[SimpleNamespace(program=each) for each in (None, None, "p", None)]
+        models=[SimpleNamespace(program=program) for program in (None, None, "p", None)]
     )
     opened: list[Accelerator] = []
 
-    def noted(_path: Any, spec: Any, *, accelerator: Accelerator) -> Any:
+    def record_open(_path: Any, spec: Any, *, accelerator: Accelerator) -> Any:
         opened.append(accelerator)
         return SimpleNamespace(provider="cuda", spec=spec)
 
@@ -239,7 +243,7 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
     monkeypatch.setattr(towers, "open_bundle", lambda _: bundle)
     monkeypatch.setattr(towers, "fetch_model", lambda *_: None)
     monkeypatch.setattr(towers, "share_memory", lambda _, tasks: (24 << 30) // tasks)
-    monkeypatch.setattr(Tower, "open", noted)
+    monkeypatch.setattr(Tower, "open", record_open)
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=2))
     model: Any = SimpleNamespace(name="user_tower", program=None, spec=SimpleNamespace(inputs=[]))
 
@@ -268,7 +272,7 @@ def test_providers_are_named_with_their_device_and_share() -> None:
         "CUDAExecutionProvider", {"device_id": 1, "use_tf32": 0, "gpu_mem_limit": 5},
     )  # fmt: skip
     assert processor == "CPUExecutionProvider"
-    assert [each[0] for each in Accelerator("tensorrt").providers()[:2]] == [
+    assert [provider[0] for provider in Accelerator("tensorrt").providers()[:2]] == [
         "TensorrtExecutionProvider",
         "CUDAExecutionProvider",
     ]

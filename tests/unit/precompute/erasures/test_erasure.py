@@ -54,8 +54,12 @@ def test_a_request_is_written_once_and_read_back_whole(store):
     mark_done(store, first, at=8.0)
     mark_done(store, first, at=9.0)
     mark_forgotten(store, item, at=10.0, reason="a mistake")
-    done, forgotten = all_erasures(store)
-    assert (done.done_at, done.is_in_force, done.is_pending) == (8.0, True, False)
+    done_erasure, forgotten = all_erasures(store)
+    assert (done_erasure.done_at, done_erasure.is_in_force, done_erasure.is_pending) == (
+        8.0,
+        True,
+        False,
+    )
     assert (forgotten.reason, forgotten.is_in_force) == ("a mistake", False)
     assert request(store, b"u1", "item", at=11.0).number == 3
 
@@ -80,11 +84,16 @@ def test_a_damaged_record_stops_the_night_instead_of_letting_somebody_slip_throu
 def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items(store):
     erased = Erased(frozenset({b"u1"}), frozenset({b"i9"}))
 
-    kept = erased.leave_out(batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1")))
+    remaining_interactions = erased.leave_out(
+        batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1"))
+    )
 
-    assert kept.users.raws() == [b"u2", b"i9"] and kept.users.codes.tolist() == [0, 1]
-    assert kept.items.texts().to_pylist() == ["i1", "u1"]
-    assert kept.times.tolist() == [2, 3]
+    assert remaining_interactions.users.raws() == [
+        b"u2",
+        b"i9",
+    ] and remaining_interactions.users.codes.tolist() == [0, 1]
+    assert remaining_interactions.items.texts().to_pylist() == ["i1", "u1"]
+    assert remaining_interactions.times.tolist() == [2, 3]
     assert erased.keeps_users(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]
     everything = batch(("u1", "i9"))
     assert NOBODY.leave_out(everything) is everything
@@ -96,8 +105,12 @@ def test_another_set_of_erasures_is_another_input_and_none_changes_no_name():
     assert NOBODY.digest("d") == "d"
     assert users.digest("d") == Erased(frozenset({b"b", b"a"}), numbers=(7,)).digest("d")
     digests = {
-        each.digest("d")
-        for each in (users, Erased(frozenset({b"ab"})), Erased(items=frozenset({b"a", b"b"})))
+        erased_entities.digest("d")
+        for erased_entities in (
+            users,
+            Erased(frozenset({b"ab"})),
+            Erased(items=frozenset({b"a", b"b"})),
+        )
     }
     assert len(digests) == 3
 
@@ -115,9 +128,9 @@ def test_forgotten_ones_are_not_left_out_and_done_ones_are():
 def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
     """Being made, damaged, or without the files to look into; but not one that says it left the entity out."""
     erasure = request(store, b"u1", "user", at=5.0)
-    begun = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
-    store.write(f"generations/{G1}/work/begin.json", orjson.dumps({**begun, "erased": [1]}))
-    store.write(f"generations/{G2}/work/begin.json", orjson.dumps(begun))
+    begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
+    store.write(f"generations/{G1}/work/begin.json", orjson.dumps({**begin_report, "erased": [1]}))
+    store.write(f"generations/{G2}/work/begin.json", orjson.dumps(begin_report))
     store.write(f"generations/{G3}/manifest.json", b"damaged")
     making, copied = f"20260104T000000Z-{'0' * 12}", f"20260105T000000Z-{'0' * 12}"
     store.local(f"generations/{copied}").mkdir(parents=True)
@@ -126,9 +139,9 @@ def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
         f"20260106T000000Z-{'0' * 12}": Row(State.RETIRED, 0.0),
     }
 
-    (held,) = holders(store, [erasure], rows).values()
+    (entity_holders,) = holders(store, [erasure], rows).values()
 
-    assert [(each.generation, each.is_copy) for each in held] == [
+    assert [(holder.generation, holder.is_copy) for holder in entity_holders] == [
         (G2, False), (G3, False), (making, False), (copied, True),
     ]  # fmt: skip
 
@@ -136,29 +149,31 @@ def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
 def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
     # Given a generation without the item, and no file of its users at hand
     erasure = request(store, b"ann", "item", at=5.0)
-    begun = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
-    store.write(f"generations/{G1}/work/begin.json", orjson.dumps(begun))
+    begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
+    store.write(f"generations/{G1}/work/begin.json", orjson.dumps(begin_report))
     store.write(f"generations/{G1}/directory/item/0000.u64", np.array([7], "<u8").tobytes())
     store.write(f"generations/{G1}/work/holdout.json", orjson.dumps({"ann": ["i1"]}))
 
     # When it is asked for what it holds
-    (held,) = holders(store, [erasure], {}).values()
+    (entity_holders,) = holders(store, [erasure], {}).values()
 
     # Then users are not looked at
-    assert held == ()
+    assert entity_holders == ()
 
 
 def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(store, tmp_path):
     """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
-    before, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
-    other = ArtefactStore(store.url, tmp_path / "other host")
-    note_left_out(store, G1, [before.number])
-    record_copies(other, G1)
+    earlier_erasure, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
+    other_store = ArtefactStore(store.url, tmp_path / "other host")
+    note_left_out(store, G1, [earlier_erasure.number])
+    record_copies(other_store, G1)
 
-    held = holders(store, [before, after], {})
+    holders_by_number = holders(store, [earlier_erasure, after], {})
 
-    assert not held[before.number]
-    assert [(each.generation, each.host) for each in held[after.number]] == [(G1, host_of(other))]
+    assert not holders_by_number[earlier_erasure.number]
+    assert [(holder.generation, holder.host) for holder in holders_by_number[after.number]] == [
+        (G1, host_of(other_store))
+    ]
 
 
 def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
@@ -170,10 +185,10 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
     with pytest.raises(Conflict, match="no copy is recorded of a host 'worker-9'"):
         declare_gone(store, "worker-9")
 
-    gone = declare_gone(store, "*")
+    gone_copies = declare_gone(store, "*")
 
-    assert {each.host for each in gone} == {host_of(pod) for pod in pods}
+    assert {copy.host for copy in gone_copies} == {host_of(pod) for pod in pods}
     assert not holders(store, [erasure], {})[erasure.number]
     note_left_out(store, G1, [])
-    sweep_notes(store, wanted=[G2])
+    sweep_notes(store, needed_generations=[G2])
     assert store.names("copies") == [G2]

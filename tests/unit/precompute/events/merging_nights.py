@@ -29,10 +29,10 @@ class Killed(ArtefactStore):
         self.beside()
         if self.left == 0 and not self.is_behind:
             raise Crash
-        found = change(*args)
+        change_result = change(*args)
         if self.left == 0:
             raise Crash
-        return found
+        return change_result
 
     def write_once(self, path: str, data: bytes) -> bool:
         return bool(self._step(super().write_once, path, data))
@@ -41,16 +41,18 @@ class Killed(ArtefactStore):
         self._step(super().delete, path)
 
 
-def published(stream: Stream, until: Position) -> None:
+def published(stream: Stream, until_position: Position) -> None:
     """A generation that has the events up to a position, the only one."""
     manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
-    told = replace(
+    manifest_with_events = replace(
         manifest,
         namespace=stream.keys.namespace,
-        events=EventsRead(str(until), 10),
+        events=EventsRead(str(until_position), 10),
         format=WITH_EVENTS,
     )
-    stream.store.write(generation_path(GENERATION, "manifest.json"), told.to_bytes())
+    stream.store.write(
+        generation_path(GENERATION, "manifest.json"), manifest_with_events.to_bytes()
+    )
 
 
 def erase(stream: Stream, user: str) -> None:

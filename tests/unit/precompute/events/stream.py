@@ -33,11 +33,11 @@ class TroubledStore(ArtefactStore):
         hook, self.before = self.before, None
         if hook is not None:
             hook()
-        found = super().write_once(path, data)
+        is_written = super().write_once(path, data)
         hook, self.behind = self.behind, None
         if hook is not None:
             hook()
-        return found
+        return is_written
 
 
 @dataclass
@@ -81,11 +81,11 @@ class Stream:
 
     def rows(self) -> list[tuple[int, str]]:
         """Position and id of every event in the files, in the order of files and rows."""
-        found: list[tuple[int, str]] = []
+        event_rows: list[tuple[int, str]] = []
         for file in taken(self.store):
             table = pq.read_table(io.BytesIO(self.store.read(file.path) or b""))
-            found += zip(table["position"].to_pylist(), table["id"].to_pylist(), strict=True)
-        return found
+            event_rows += zip(table["position"].to_pylist(), table["id"].to_pylist(), strict=True)
+        return event_rows
 
     def all_rows(self) -> list[tuple[int, str]]:
         """What the files have once everything was taken."""
@@ -94,6 +94,6 @@ class Stream:
     def bounds(self) -> list[tuple[Position, Position]]:
         """Beginning and end of each file."""
         return [
-            (each.after, until_of(self.store.read(each.path) or b"", each.path))
-            for each in taken(self.store)
+            (file.after, until_of(self.store.read(file.path) or b"", file.path))
+            for file in taken(self.store)
         ]

@@ -27,24 +27,26 @@ GENERATION = "20260131T000000Z-0123456789ab"
 @pytest.fixture
 def stream(redis_url: str, tmp_path: Path) -> Stream:
     """Six events, of which nights took the first four over."""
-    found = Stream.of(redis_url, tmp_path)
+    event_stream = Stream.of(redis_url, tmp_path)
     for count in (2, 2):
         for _ in range(count):
-            found.add()
-        take(found.store, found.client, found.keys)
-    found.add()
-    found.add()
-    return found
+            event_stream.add()
+        take(event_stream.store, event_stream.client, event_stream.keys)
+    event_stream.add()
+    event_stream.add()
+    return event_stream
 
 
-def begun(stream: Stream, until: Position | None) -> None:
+def begun(stream: Stream, until_position: Position | None) -> None:
     """A generation in the making."""
-    told = {} if until is None else {"events": {"until": str(until), "files": 1}}
-    stream.store.write(generation_path(GENERATION, "work/begin.json"), orjson.dumps(told))
+    begin_report = (
+        {} if until_position is None else {"events": {"until": str(until_position), "files": 1}}
+    )
+    stream.store.write(generation_path(GENERATION, "work/begin.json"), orjson.dumps(begin_report))
 
 
 def left(stream: Stream) -> list[Position]:
-    return [Position.parse(each) for each, _ in entries(stream.client, stream.keys.events)]
+    return [Position.parse(position) for position, _ in entries(stream.client, stream.keys.events)]
 
 
 def trimmed(stream: Stream, keep_s: float = -60.0, stream_bytes: int = 1 << 30) -> int:
@@ -74,14 +76,14 @@ def test_a_stream_that_is_half_full_keeps_nothing_for_its_age(stream: Stream) ->
     assert left(stream) == list(stream.added)[3:]
 
 
-@pytest.mark.parametrize(("place", "gone"), [(None, 4), (0, 1), (1, 2), (3, 4)])
+@pytest.mark.parametrize(("position_index", "trimmed_count"), [(None, 4), (0, 1), (1, 2), (3, 4)])
 def test_what_a_generation_does_not_have_stays(
-    stream: Stream, place: int | None, gone: int
+    stream: Stream, position_index: int | None, trimmed_count: int
 ) -> None:
-    begun(stream, None if place is None else list(stream.added)[place])
+    begun(stream, None if position_index is None else list(stream.added)[position_index])
 
-    assert trimmed(stream) == gone
-    assert left(stream) == list(stream.added)[gone:]
+    assert trimmed(stream) == trimmed_count
+    assert left(stream) == list(stream.added)[trimmed_count:]
 
 
 def test_a_generation_that_cannot_be_read_keeps_everything(stream: Stream) -> None:
@@ -105,16 +107,16 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert forget_in_stream(stream.client, stream.keys, erased) == 3
     assert forget_in_files(stream.store, erased) == 1
 
-    kept = [place for place in range(6) if place not in (1, 4)]
-    assert left(stream) == [list(stream.added)[place] for place in kept]
-    assert stream.rows() == [rows[place] for place in (0, 2, 3)]
+    remaining_indices = [index for index in range(6) if index not in (1, 4)]
+    assert left(stream) == [list(stream.added)[index] for index in remaining_indices]
+    assert stream.rows() == [rows[index] for index in (0, 2, 3)]
     assert stream.bounds() == bounds
     assert stream.client.xlen(stream.keys.rejected_events) == 0
     assert forget_in_stream(stream.client, stream.keys, erased) == 0
     assert forget_in_files(stream.store, erased) == 0
     # and what comes is taken from where it stood
     take(stream.store, stream.client, stream.keys)
-    assert [each for _, each in stream.rows()] == ["e0", "e2", "e3", "e5"]
+    assert [event_id for _, event_id in stream.rows()] == ["e0", "e2", "e3", "e5"]
 
 
 def test_nothing_is_forgotten_quietly_while_the_redis_of_events_is_away(
@@ -140,17 +142,17 @@ class Beside(ArtefactStore):
 
 
 def test_two_hosts_that_erase_at_once_bring_nobody_back(stream: Stream) -> None:
-    ours = Beside(stream.store.url)
+    interrupted_store = Beside(stream.store.url)
     first = request(stream.store, b"u1", "user", at=0.0)
 
     def another() -> None:
         second = request(stream.store, b"u0", "user", at=0.0)
         assert forget_in_files(stream.store, Erased.of([second])) > 0
 
-    ours.then = another
-    forget_in_files(ours, Erased.of([first]))
+    interrupted_store.then = another
+    forget_in_files(interrupted_store, Erased.of([first]))
 
-    assert [each for _, each in stream.rows()] == ["e2", "e3"]
+    assert [event_id for _, event_id in stream.rows()] == ["e2", "e3"]
 
 
 def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
@@ -166,11 +168,11 @@ def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
         patch.setattr(take_events, "take", killed)
         with pytest.raises(Crash):
             take_events.run(config)
-    assert "e4" in [each for _, each in stream.rows()]
+    assert "e4" in [event_id for _, event_id in stream.rows()]
 
     take_events.run(config)
 
-    assert "e4" not in [each for _, each in stream.rows()]
+    assert "e4" not in [event_id for _, event_id in stream.rows()]
 
 
 @pytest.mark.parametrize("has_url", [True, False])
@@ -186,26 +188,29 @@ def test_the_stream_is_erased_from_where_no_events_are_taken_in_any_more(
 
     forget_events(config, [request(config.store(), b"u4", "user", at=0.0)])
 
-    assert left(stream) == [each for each, event in stream.added.items() if event.user != b"u4"]
+    assert left(stream) == [
+        position for position, event in stream.added.items() if event.user != b"u4"
+    ]
 
 
 def test_who_is_erased_leaves_the_inbox_while_nobody_takes_it_in(stream: Stream) -> None:
     inbox = stream.keys.inbox
-    sent: list[dict[str, str]] = [
+    inbox_entries: list[dict[str, str]] = [
         {"user": "u1", "item": "i0", "id": "a"}, {"user": "u2", "item": "i4"}, {"user": "u2", "item": "i0"},
         {"e": '{"user":"u1","item":"i0"}'}, {"e": '{"user":17,"item":"i0"}'}, {"e": '{"user":"u2","item":"i0"}'},
         {"e": "no event"}, {"e": "[]"}, {"item": "i0", "id": "b"},
     ]  # fmt: skip
-    for each in sent:
-        stream.client.xadd(inbox, each)  # type: ignore[arg-type]
+    for entry in inbox_entries:
+        stream.client.xadd(inbox, entry)  # type: ignore[arg-type]
     stream.client.xgroup_create(inbox, "larder", "0")
     stream.client.xreadgroup("larder", "gone", {inbox: ">"}, count=1)  # taken by who died
 
     erased = Erased(frozenset({b"u1", b"17"}), frozenset({b"i4"}))
-    gone = forget_in_stream(stream.client, stream.keys, erased)
+    forgotten_count = forget_in_stream(stream.client, stream.keys, erased)
 
-    assert gone == 2 + 6  # of the stream and of the inbox
+    assert forgotten_count == 2 + 6  # of the stream and of the inbox
     waiting: Any = stream.client.xrange(inbox)
     assert [fields for _, fields in waiting] == [
-        {name.encode(): text.encode() for name, text in sent[at].items()} for at in (2, 5, 8)
+        {name.encode(): text.encode() for name, text in inbox_entries[at].items()}
+        for at in (2, 5, 8)
     ]

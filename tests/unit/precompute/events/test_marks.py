@@ -16,8 +16,8 @@ def test_marks_are_of_the_entities_that_were_written_and_of_no_others(tmp_path: 
     written = write_marks(tmp_path, "user", [b"u3", b"u1", b"u2"])
 
     assert written == marks_file("user") != marks_file("item")
-    asked = fingerprints([b"u1", b"u9", b"u3"])
-    assert are_marked(tmp_path / written, asked).tolist() == [True, False, True]
+    queried_fingerprints = fingerprints([b"u1", b"u9", b"u3"])
+    assert are_marked(tmp_path / written, queried_fingerprints).tolist() == [True, False, True]
 
 
 def test_no_marks_are_a_file_without_any(tmp_path: Path) -> None:

@@ -53,11 +53,13 @@ def test_many_kills_lose_nothing_and_take_nothing_twice(
     killed_and_gone_on(redis_url, at, is_behind, before, others)
 
 
-def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, before: int, others: int) -> None:
+def killed_and_gone_on(
+    redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(merging, "AT_ONCE", MANY)
         stream = Stream.of(redis_url, Path(folder))
-        ends = nights(stream, MANY + 2 + before)
+        ends = nights(stream, MANY + 2 + earlier_nights)
         published(stream, ends[-1])
         killed = Killed(stream.store.url)
         killed.left, killed.is_behind = at, is_behind
@@ -66,12 +68,12 @@ def killed_and_gone_on(redis_url: str, at: int, is_behind: bool, before: int, ot
             merge(Stores(killed, stream.keys.namespace))
 
         assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
-        nights(stream, others)
+        nights(stream, later_nights)
         merge(stream.stores)
         assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
-        assert any(each.until for each in taken(stream.store))
+        assert any(file.until for file in taken(stream.store))
         assert stream.store.names("events") == sorted(
-            [Path(each.path).name for each in taken(stream.store)] + ["taken.json"]
+            [Path(file.path).name for file in taken(stream.store)] + ["taken.json"]
         )
 
 
@@ -89,17 +91,17 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
 
     assert merge(stream.stores) == MANY
 
-    assert [each.until for each in taken(stream.store)] == [ends[-1], None]
+    assert [file.until for file in taken(stream.store)] == [ends[-1], None]
     config = stream.config(redis_url)
-    for until in (ends[-1], later[-1]):
-        assert event_files(config, str(until)).until == until
+    for until_position in (ends[-1], later[-1]):
+        assert event_files(config, str(until_position)).until == until_position
     with pytest.raises(ConfigError, match="no file of"):
         event_files(config, str(ends[0]))
     assert merge(stream.stores) == 0
     nights(stream, MANY)
     published(stream, last_taken(stream.store))
     assert merge(stream.stores) == MANY  # merged ones stay as they are
-    assert [each.until is None for each in taken(stream.store)] == [False, False, True]
+    assert [file.until is None for file in taken(stream.store)] == [False, False, True]
     assert stream.rows() == stream.all_rows()
 
 
@@ -107,16 +109,20 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
-    whole = stream.rows()
+    all_event_rows = stream.rows()
 
     erase(stream, "u1")
     merge(stream.stores)
 
-    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
-    assert stream.rows() == [each for each in whole if each[1] not in gone] != whole
+    erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
+    assert (
+        stream.rows()
+        == [row for row in all_event_rows if row[1] not in erased_event_ids]
+        != all_event_rows
+    )
     assert forget_in_files(stream.store, Erased(frozenset({b"u2"}), frozenset())) > 0
-    gone |= {event.id for event in stream.added.values() if event.user == b"u2"}
-    assert stream.rows() == [each for each in whole if each[1] not in gone]
+    erased_event_ids |= {event.id for event in stream.added.values() if event.user == b"u2"}
+    assert stream.rows() == [row for row in all_event_rows if row[1] not in erased_event_ids]
     assert taken(stream.store)[0].until is not None
 
 
@@ -149,25 +155,29 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
-    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
+    erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     killed = Killed(stream.store.url)
     killed.left, killed.is_behind = 1, True
     killed.beside = lambda: erase(stream, "u1")
     with suppress(Crash):
         merge(Stores(killed, stream.keys.namespace))
-    assert len(superseded(stream.store)) == MANY and gone & {name for _, name in stream.rows()}
+    assert len(superseded(stream.store)) == MANY and erased_event_ids & {
+        name for _, name in stream.rows()
+    }
 
     merge(stream.stores)  # as the next `take-events` does, and an erasure that is still under way
 
-    assert superseded(stream.store) == [] and not gone & {name for _, name in stream.rows()}
+    assert superseded(stream.store) == [] and not erased_event_ids & {
+        name for _, name in stream.rows()
+    }
 
 
 def test_while_a_night_is_in_the_making_its_files_stay(redis_url: str, tmp_path: Path) -> None:
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
-    begun = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
-    stream.store.write(begun, b"{}")
+    begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
+    stream.store.write(begin_path, b"{}")
 
     assert merge(stream.stores) == 0
 
@@ -181,21 +191,21 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 2)
     published(stream, last_taken(stream.store))
-    others: list[int] = []
+    merged_counts: list[int] = []
 
     class Beside(ArtefactStore):
         """Store beside whose merge another night begins, ends and merges, once its groups are known."""
 
         def read(self, path: str) -> bytes | None:
-            if path.startswith("events/") and not others:
-                others.append(0)
+            if path.startswith("events/") and not merged_counts:
+                merged_counts.append(0)
                 published(stream, nights(stream, MANY)[-2])
-                others.append(merge(stream.stores))
+                merged_counts.append(merge(stream.stores))
             return super().read(path)
 
     merge(Stores(Beside(stream.store.url), stream.keys.namespace))
 
-    assert others == [0, 2 * MANY] and superseded(stream.store) == []
+    assert merged_counts == [0, 2 * MANY] and superseded(stream.store) == []
     assert stream.rows() == stream.all_rows()
 
 
@@ -226,9 +236,9 @@ def test_files_that_overlap_are_refused_and_none_is_removed(redis_url: str, tmp_
     raw = stream.store.read(path_of(ends[0])) or b""
     for file in (TakenFile(Position(0, 0), ends[1]), TakenFile(ends[0], ends[2])):
         stream.store.write(file.path, raw)
-    before = stream.store.names("events")
+    initial_names = stream.store.names("events")
 
     with pytest.raises(CorruptArtefact, match="overlap"):
         merge(stream.stores)
 
-    assert stream.store.names("events") == before
+    assert stream.store.names("events") == initial_names

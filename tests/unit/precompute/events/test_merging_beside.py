@@ -46,13 +46,15 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
     killed.beside = erased_whole
     with suppress(Crash):
         merge(Stores(killed, stream.keys.namespace))
-    gone = {event.id for event in stream.added.values() if event.user == b"u1"}
-    assert gone & {name for _, name in stream.rows()}
-    other = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
+    erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
+    assert erased_event_ids & {name for _, name in stream.rows()}
+    unrelated_erasure = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
 
-    forget_in_files(stream.store, Erased.of([other]))
+    forget_in_files(stream.store, Erased.of([unrelated_erasure]))
 
-    assert superseded(stream.store) == [] and not gone & {name for _, name in stream.rows()}
+    assert superseded(stream.store) == [] and not erased_event_ids & {
+        name for _, name in stream.rows()
+    }
 
 
 def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
@@ -61,19 +63,19 @@ def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
-    paths = [each.path for each in taken(stream.store)]
-    begun = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
+    paths = [file.path for file in taken(stream.store)]
+    begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
 
     class Beside(ArtefactStore):
         """Store beside whose merge another night begins, once nobody was seen."""
 
         def write_once(self, path: str, data: bytes) -> bool:
-            super().write(begun, b"{}")
+            super().write(begin_path, b"{}")
             return super().write_once(path, data)
 
     assert merge(Stores(Beside(stream.store.url), stream.keys.namespace)) == MANY
 
-    assert all(stream.store.read(each) for each in paths) and stream.rows() == stream.all_rows()
+    assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
     assert merge(stream.stores) == 0
     assert superseded(stream.store) == [] and stream.rows() == stream.all_rows()
@@ -87,18 +89,20 @@ def test_a_night_whose_files_were_merged_since_is_no_one_to_go_on_with(
     ends = nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
     events = EventsConfig(enabled=True, namespace=stream.keys.namespace)
-    own = stream.config(redis_url)
-    arm = replace(own, namespace=f"{own.namespace}-b", events=events)
-    told = {
+    control_config = stream.config(redis_url)
+    arm = replace(control_config, namespace=f"{control_config.namespace}-b", events=events)
+    begin_report = {
         "cut": "2026-02-01",
         "settings": settings_digest(arm),
         "inputs": [],
         "events": {"until": str(ends[0])},
     }
-    begun = "20260201T000000Z-0123456789ab"
-    arm.store().write(generation_path(begun, "work/begin.json"), orjson.dumps(told))
+    begun_generation = "20260201T000000Z-0123456789ab"
+    arm.store().write(
+        generation_path(begun_generation, "work/begin.json"), orjson.dumps(begin_report)
+    )
     with open_releases(arm) as releases:
-        releases.note(begun, State.BEGUN)
+        releases.note(begun_generation, State.BEGUN)
     assert merge(stream.stores) == MANY
 
     assert for_night(Night(arm, "try", data_until="2026-02-01"))["events_until"] == str(ends[-1])

@@ -48,7 +48,7 @@ class Sandbox:
 
     def add(self, clicks: list[Rows], events: list[Rows]) -> None:
         for rows in clicks:
-            columns = [list(each) for each in zip(*rows, strict=True)] or [[]] * 4
+            columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 4
             table = {
                 "user": pa.array(columns[0], pa.string()), "item": pa.array(columns[1], pa.string()),
                 "timestamp": pa.array(columns[2], pa.int64()),
@@ -57,7 +57,7 @@ class Sandbox:
             self.clicks.append(rows)
         for rows in events:
             first = 1 + sum(map(len, self.events))
-            told = [
+            positioned_events = [
                 (
                     Position(0, first + number),
                     Event(f"e{first + number}", at * 1_000_000, user.encode(), item.encode(), weight=weight),
@@ -65,7 +65,7 @@ class Sandbox:
                 for number, (user, item, at, weight) in enumerate(rows)
             ]  # fmt: skip
             path = self.root / f"{len(self.events)}.events"
-            path.write_bytes(to_bytes(told, Position(0, first + len(rows))))
+            path.write_bytes(to_bytes(positioned_events, Position(0, first + len(rows))))
             self.events.append(rows)
 
     def partition(self, name: str, earlier: Earlier | None = None) -> Partitioned:
@@ -78,14 +78,14 @@ class Sandbox:
             config,
             self.items,
             self.root / name,
-            before=parse_time(CUT),
+            cutoff_at=parse_time(CUT),
             earlier=earlier,
             events=files,
         )
 
     def inputs(self, name: str) -> dict[str, Any]:
         """Items and times of each user, and the digest of both."""
-        told: dict[str, Any] = {}
+        inputs_by_user: dict[str, Any] = {}
         for shard in range(SHARDS):
             part = read_shard(self.root / name, shard, history_limit=5)
             assert part.times is not None
@@ -93,11 +93,11 @@ class Sandbox:
                 span = slice(part.indptr[row], part.indptr[row + 1])
                 items = self.items.ids_of(part.ordinals[span].astype("u4"))
                 digest = of_users(part, self.items.directory.hashes())[row]
-                told[user] = (
+                inputs_by_user[user] = (
                     list(zip(items, part.times[span].tolist(), strict=True)),
                     int(digest),
                 )
-        return told
+        return inputs_by_user
 
     def expected(self) -> dict[str, list[tuple[str, int]]]:
         """Items of each user by the words of the documentation."""
@@ -107,14 +107,14 @@ class Sandbox:
             for row in files for user, item, at, weight in row if weight > 0
         ]  # fmt: skip
         # An event on an item that nobody knows names nobody.
-        found: dict[str, dict[str, int]] = {
+        history_by_user: dict[str, dict[str, int]] = {
             user: {} for _, is_event, user, item in rows if item in ITEMS or not is_event
         }
         for at, _, user, item in sorted(rows, key=lambda row: row[:2]):
             if item in ITEMS:
-                found[user].pop(item, None)
-                found[user][item] = at * 1_000_000
-        return {user: list(each.items()) for user, each in found.items()}
+                history_by_user[user].pop(item, None)
+                history_by_user[user][item] = at * 1_000_000
+        return {user: list(history.items()) for user, history in history_by_user.items()}
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,20 +129,31 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         box = Sandbox(Path(folder))
         box.add([first], events)
         base = box.partition("base")
-        assert {user: each for user, (each, _) in box.inputs("base").items()} == box.expected()
-        counted = base.counted
-        assert counted.late == 0
+        assert {
+            user: history for user, (history, _) in box.inputs("base").items()
+        } == box.expected()
+        interaction_counts = base.counted
+        assert interaction_counts.late == 0
         earlier = Earlier(
-            folder=box.root / "base", seed=base.seed, files=1, places=None, gone=counted.unknown[:0],
-            popularity=counted.popularity, unknown=counted.unknown, interactions=counted.interactions,
-            unknown_items=counted.unknown_items, unusable=base.unusable, event_files=len(events),
+            folder=box.root / "base", seed=base.seed, files=1, places=None, gone=interaction_counts.unknown[:0],
+            popularity=interaction_counts.popularity, unknown=interaction_counts.unknown,
+            interactions=interaction_counts.interactions,
+            unknown_items=interaction_counts.unknown_items, unusable=base.unusable, event_files=len(events),
         )  # fmt: skip
 
         box.add(fresh, newer)
-        whole, ours = box.partition("whole"), box.partition("ours", earlier)
+        full_partition, incremental_partition = (
+            box.partition("whole"),
+            box.partition("ours", earlier),
+        )
 
-        assert {user: each for user, (each, _) in box.inputs("whole").items()} == box.expected()
+        assert {
+            user: history for user, (history, _) in box.inputs("whole").items()
+        } == box.expected()
         assert box.inputs("ours") == box.inputs("whole")
-        assert ours.counted.interactions == whole.counted.interactions
-        assert ours.counted.popularity.tolist() == whole.counted.popularity.tolist()
-        assert ours.unusable == whole.unusable
+        assert incremental_partition.counted.interactions == full_partition.counted.interactions
+        assert (
+            incremental_partition.counted.popularity.tolist()
+            == full_partition.counted.popularity.tolist()
+        )
+        assert incremental_partition.unusable == full_partition.unusable

@@ -41,14 +41,14 @@ def crash() -> None:
 
 
 def happen_all(stream: Stream, happenings: Sequence[str]) -> None:
-    for what in happenings:
-        happen(stream, what)
+    for happening in happenings:
+        happen(stream, happening)
 
 
-def happen(stream: Stream, what: str) -> None:
+def happen(stream: Stream, happening: str) -> None:
     """One thing that may come to a stream and its takers."""
-    other = Stream(stream.client, TroubledStore(stream.store.url), stream.keys, stream.added)
-    match what:
+    other_stream = Stream(stream.client, TroubledStore(stream.store.url), stream.keys, stream.added)
+    match happening:
         case "add":
             stream.add()
             return
@@ -61,9 +61,9 @@ def happen(stream: Stream, what: str) -> None:
         case "crash behind":
             stream.store.behind = crash
         case "another before":
-            stream.store.before = partial(happen_all, other, ("add", "take"))
+            stream.store.before = partial(happen_all, other_stream, ("add", "take"))
         case "another behind":
-            stream.store.behind = partial(happen_all, other, ("take",))
+            stream.store.behind = partial(happen_all, other_stream, ("take",))
     with suppress(Crash):
         take(stream.store, stream.client, stream.keys)
     stream.store.before = stream.store.behind = None
@@ -79,18 +79,18 @@ def test_every_event_is_in_exactly_one_file(
         patched.setattr(stream_of_entries, "AT_ONCE", 3)
         stream = Stream.of(redis_url, Path(folder))
 
-        for what in happenings:
-            happen(stream, what)
+        for happening in happenings:
+            happen(stream, happening)
             # whatever is taken is whole from the beginning on
             assert stream.rows() == stream.all_rows()[: len(stream.rows())]
-        found = take(stream.store, stream.client, stream.keys)
+        taken_events = take(stream.store, stream.client, stream.keys)
 
         assert stream.rows() == stream.all_rows()
-        assert found.until == max([*stream.added, BEGINNING]) == last_taken(stream.store)
+        assert taken_events.until == max([*stream.added, BEGINNING]) == last_taken(stream.store)
         bounds = stream.bounds()
         assert all(end == after for (_, end), (after, _) in pairwise(bounds))
         assert all(after < end for after, end in bounds)
-        assert take(stream.store, stream.client, stream.keys) == (found.until, 0, 0, 0)
+        assert take(stream.store, stream.client, stream.keys) == (taken_events.until, 0, 0, 0)
 
 
 def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
@@ -105,15 +105,15 @@ def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
         b'{"id": 5, "at_us": 1, "user": "u"}',
         b'{"id": "x", "at_us": "now", "user": "u"}',
     ]
-    last = [stream.client.xadd(stream.keys.events, {"e": each}) for each in odd][-1]
+    last = [stream.client.xadd(stream.keys.events, {"e": payload}) for payload in odd][-1]
 
-    found = take(
+    taken_events = take(
         stream.store, stream.client, stream.keys,
         erased=Erased(frozenset({b"gone"}), frozenset({b"away"})),
     )  # fmt: skip
 
-    assert found == (Position.parse(last), 1, 2, 3)
-    assert [each for _, each in stream.rows()] == ["kept"]
+    assert taken_events == (Position.parse(last), 1, 2, 3)
+    assert [event_id for _, event_id in stream.rows()] == ["kept"]
 
 
 def test_a_night_reads_interactions_of_positive_weight_at_their_time(
@@ -149,11 +149,11 @@ def test_a_position_says_which_files_are_read(redis_url: str, tmp_path: Path) ->
         ends.append(stream.add())
         take(stream.store, stream.client, stream.keys)
 
-    found = [event_files(config, str(each)) for each in [BEGINNING, *ends]]
+    file_sets = [event_files(config, str(position)) for position in [BEGINNING, *ends]]
 
-    assert [each.until for each in found] == [BEGINNING, *ends]
-    assert [len(each.files) for each in found] == [0, 1, 2, 3]
-    assert event_files(config) == found[-1]
+    assert [file_set.until for file_set in file_sets] == [BEGINNING, *ends]
+    assert [len(file_set.files) for file_set in file_sets] == [0, 1, 2, 3]
+    assert event_files(config) == file_sets[-1]
     for wrong in (stream.add(), Position(ends[0].ms - 1, 0)):
         with pytest.raises(ConfigError, match=f"ends at {wrong}, they go up to {ends[-1]}"):
             event_files(config, str(wrong))
@@ -189,9 +189,9 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
 
 
 def test_a_night_before_the_first_event_says_so() -> None:
-    taken = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
+    step_result = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
 
-    assert take_events.in_words(taken) == "0 events taken over: none was accepted yet"
+    assert take_events.in_words(step_result) == "0 events taken over: none was accepted yet"
 
 
 def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
@@ -203,8 +203,8 @@ def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     last = stream.add()
     request(config.store(), b"gone", "user", at=0.0)
 
-    found = take_events.run(config)
+    step_result = take_events.run(config)
 
-    assert found == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
-    assert take_events.in_words(found).startswith("1 events taken over, up to 20")
-    assert take_events.in_words(found).endswith(f"({last}); left out: 1 erased")
+    assert step_result == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
+    assert take_events.in_words(step_result).startswith("1 events taken over, up to 20")
+    assert take_events.in_words(step_result).endswith(f"({last}); left out: 1 erased")

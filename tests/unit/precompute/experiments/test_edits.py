@@ -13,14 +13,19 @@ from precompute.experiments.edits import ArmOption, ExperimentOption
 KEYS = [f"key-{number}".encode() for number in range(3_000)]
 
 
-def asked(name: str = "ranker", share: float = 0.2, other: str = "second") -> ExperimentOption:
-    arms = (ArmOption("control", "default", 0.5), ArmOption("other", other, 0.5))
-    return ExperimentOption("default", name, arms, share)
+def asked(
+    name: str = "ranker", key_share: float = 0.2, other_namespace: str = "second"
+) -> ExperimentOption:
+    arms = (ArmOption("control", "default", 0.5), ArmOption("other", other_namespace, 0.5))
+    return ExperimentOption("default", name, arms, key_share)
 
 
-def assigned(found: Experiments) -> dict[bytes, tuple[str, str | None] | None]:
+def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | None]:
     """Experiment and arm of each key."""
-    owners, arms = found.owners, {each.name: each.owners for each in found.current}
+    owners, arms = (
+        experiments.owners,
+        {experiment.name: experiment.owners for experiment in experiments.current},
+    )
     named = {key: owners.of(key) for key in KEYS}
     return {
         key: None if name is None else (name, arms[name].of(key)) for key, name in named.items()
@@ -28,12 +33,12 @@ def assigned(found: Experiments) -> dict[bytes, tuple[str, str | None] | None]:
 
 
 def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> None:
-    found = edits.add(Experiments(), asked(), at=1.0)
+    experiments = edits.add(Experiments(), asked(), at=1.0)
 
-    assert edits.add(found, asked(), at=2.0) == found
+    assert edits.add(experiments, asked(), at=2.0) == experiments
     with pytest.raises(Conflict, match="other arms or shares"):
-        edits.add(found, asked(share=0.3), at=2.0)
-    over = edits.end(edits.begin(found, "ranker", at=3.0), "ranker", at=4.0)
+        edits.add(experiments, asked(key_share=0.3), at=2.0)
+    over = edits.end(edits.begin(experiments, "ranker", at=3.0), "ranker", at=4.0)
     assert edits.end(over, "ranker", at=5.0) == over
     for change in (
         lambda: edits.add(over, asked(), at=5.0),
@@ -48,7 +53,7 @@ def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> Non
 
 
 @pytest.mark.parametrize(
-    ("arms", "share", "said"),
+    ("arms", "key_share", "message_pattern"),
     [
         ((("control", "default", 1.0),), 0.2, "2 to 8 arms"),
         ((("a", "default", 0.5), ("a", "second", 0.5)), 0.2, "different names"),
@@ -62,79 +67,89 @@ def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> Non
     ],
 )
 def test_what_can_be_no_experiment_is_refused(
-    arms: tuple[tuple[str, str, float], ...], share: float, said: str
+    arms: tuple[tuple[str, str, float], ...], key_share: float, message_pattern: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        ExperimentOption("default", "ranker", tuple(ArmOption(*each) for each in arms), share)
+    with pytest.raises(ConfigError, match=message_pattern):
+        ExperimentOption("default", "ranker", tuple(ArmOption(*arm) for arm in arms), key_share)
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
-    found = edits.add(Experiments(), asked(share=0.6), holdout=0.1, at=1.0)
+    experiments = edits.add(Experiments(), asked(key_share=0.6), holdout=0.1, at=1.0)
 
     with pytest.raises(Conflict, match=r"would have 1\.1 of all keys: 0\.3 are free"):
-        edits.add(found, asked("second", share=0.4), at=2.0)
+        edits.add(experiments, asked("second", key_share=0.4), at=2.0)
     with pytest.raises(Conflict, match=r"0\.4 are free"):
-        edits.share_keys(found, {}, holdout=0.5)
+        edits.share_keys(experiments, {}, holdout=0.5)
     with pytest.raises(ConfigError, match="--holdout"):
-        edits.share_keys(found, {}, holdout=1.0)
-    found = edits.add(found, asked("second", share=0.3), at=2.0)
-    assert size_of(found.holdout) == 1_000 and None not in {
-        each and each[1] for each in assigned(found).values() if each is not None
+        edits.share_keys(experiments, {}, holdout=1.0)
+    experiments = edits.add(experiments, asked("second", key_share=0.3), at=2.0)
+    assert size_of(experiments.holdout) == 1_000 and None not in {
+        assignment and assignment[1]
+        for assignment in assigned(experiments).values()
+        if assignment is not None
     }
 
 
 def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() -> None:
-    found = Experiments()
+    experiments = Experiments()
     for number in range(NAMESPACES_MAX):
-        found = edits.add(found, asked(f"e{number}", 0.05, f"n{number}"), at=1.0)
+        experiments = edits.add(experiments, asked(f"e{number}", 0.05, f"n{number}"), at=1.0)
 
     with pytest.raises(Conflict, match=f"{RUNNING_MAX} experiments run already"):
-        edits.add(found, asked("more", 0.05, "n0"), at=1.0)
-    found = edits.end(found, "e0", at=2.0)
+        edits.add(experiments, asked("more", 0.05, "n0"), at=1.0)
+    experiments = edits.end(experiments, "e0", at=2.0)
     arms = (*asked().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
     with pytest.raises(Conflict, match="9 namespaces beside their own, 8 are allowed"):
-        edits.add(found, ExperimentOption("default", "more", arms, 0.05), at=3.0)
+        edits.add(experiments, ExperimentOption("default", "more", arms, 0.05), at=3.0)
 
 
 @given(st.data())
 def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
-    found = edits.add(Experiments(), asked("one", 0.3), holdout=0.1, at=1.0)
-    found = edits.add(found, asked("two", 0.3), at=1.0)
-    before = assigned(found)
-    holdout = found.holdout
+    experiments = edits.add(Experiments(), asked("one", 0.3), holdout=0.1, at=1.0)
+    experiments = edits.add(experiments, asked("two", 0.3), at=1.0)
+    initial_assignments = assigned(experiments)
+    holdout = experiments.holdout
 
     match data.draw(st.sampled_from(("keys", "arms", "end", "add"))):
         case "keys":
-            share = data.draw(st.integers(1, 60)) / 100
-            found = edits.share_keys(found, {"one": share})
-            after = assigned(found)
+            drawn_share = data.draw(st.integers(1, 60)) / 100
+            experiments = edits.share_keys(experiments, {"one": drawn_share})
+            after = assigned(experiments)
             # Into it from nobody, or out of it: never both, and the other experiment is left alone.
             moved = {
-                (_name(before[key]), _name(after[key])) for key in KEYS if after[key] != before[key]
+                (_name(initial_assignments[key]), _name(after[key]))
+                for key in KEYS
+                if after[key] != initial_assignments[key]
             }
-            assert moved <= ({(None, "one")} if share > 0.3 else {("one", None)})
-            assert size_of(found.current[0].buckets) == round(share * BUCKETS)
+            assert moved <= ({(None, "one")} if drawn_share > 0.3 else {("one", None)})
+            assert size_of(experiments.current[0].buckets) == round(drawn_share * BUCKETS)
         case "arms":
-            share = data.draw(st.integers(0, 100)) / 100
-            found = edits.share_arms(found, "one", {"control": share, "other": 1 - share})
-            after = assigned(found)
-            others = [key for key in KEYS if after[key] != before[key]]
-            assert {_name(before[key]) for key in others} <= {"one"}
+            drawn_share = data.draw(st.integers(0, 100)) / 100
+            experiments = edits.share_arms(
+                experiments, "one", {"control": drawn_share, "other": 1 - drawn_share}
+            )
+            after = assigned(experiments)
+            moved_keys = [key for key in KEYS if after[key] != initial_assignments[key]]
+            assert {_name(initial_assignments[key]) for key in moved_keys} <= {"one"}
             # All of them into the arm that grew.
-            grown_arm = "control" if share > 0.5 else "other"
-            assert {after[key] for key in others} <= {("one", grown_arm)}
+            grown_arm = "control" if drawn_share > 0.5 else "other"
+            assert {after[key] for key in moved_keys} <= {("one", grown_arm)}
         case "end":
-            found = edits.end(found, "one", at=9.0)
-            after = assigned(found)
-            assert {key for key in KEYS if after[key] != before[key]} == {
-                key for key in KEYS if _name(before[key]) == "one"
+            experiments = edits.end(experiments, "one", at=9.0)
+            after = assigned(experiments)
+            assert {key for key in KEYS if after[key] != initial_assignments[key]} == {
+                key for key in KEYS if _name(initial_assignments[key]) == "one"
             }
         case "add":
-            found = edits.add(found, asked("three", 0.3), at=2.0)
-            after = assigned(found)
-            assert {_name(before[key]) for key in KEYS if after[key] != before[key]} == {None}
-    assert found.holdout == holdout
+            experiments = edits.add(experiments, asked("three", 0.3), at=2.0)
+            after = assigned(experiments)
+            assert {
+                _name(initial_assignments[key])
+                for key in KEYS
+                if after[key] != initial_assignments[key]
+            } == {None}
+    assert experiments.holdout == holdout
 
 
-def _name(each: tuple[str, str | None] | None) -> str | None:
-    return None if each is None else each[0]
+def _name(assignment: tuple[str, str | None] | None) -> str | None:
+    return None if assignment is None else assignment[0]

@@ -43,9 +43,9 @@ def rows(
     if raw is None:  # of no key there is no file
         return {}
     table = pq.read_table(io.BytesIO(raw))
-    found = {(each["arm"], each["key"]): each["at"].timestamp() for each in table.to_pylist()}
-    assert len(found) == len(table)
-    return found
+    exposure_times = {(row["arm"], row["key"]): row["at"].timestamp() for row in table.to_pylist()}
+    assert len(exposure_times) == len(table)
+    return exposure_times
 
 
 def test_parts_of_all_replicas_are_one_file_with_each_key_once(tmp_path: Path) -> None:
@@ -55,15 +55,17 @@ def test_parts_of_all_replicas_are_one_file_with_each_key_once(tmp_path: Path) -
     part(store, HOUR, "r2", 2, line("x", {"z": 1.0}, experiment="other"))
     part(store, HOUR + 20, "r2", 3, line("x", {"a": 1.0}, 7))
 
-    before = {name: each.to_json() for name, each in totals(store, "e").items()}
+    ungathered_totals = {
+        name: arm_totals.to_json() for name, arm_totals in totals(store, "e").items()
+    }
     assert gather(store, at=LATER) == {"hours": 1, "files": 2, "parts": 3}
 
     assert rows(store) == {("x", "a"): 4.25, ("x", "b"): 6.0, ("y", "c"): 1.0}
     assert rows(store, experiment="other") == {("x", "z"): 1.0}
-    after = {name: each.to_json() for name, each in totals(store, "e").items()}
+    after = {name: arm_totals.to_json() for name, arm_totals in totals(store, "e").items()}
     assert after["x"] == {"requests": 13, "exposures": 3, "feedback": {"buy": 1, "click": 3}}
     # Before it was gathered each part counted for itself.
-    assert before == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
+    assert ungathered_totals == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
     assert store.names("exposures/parts") == [f"{HOUR + 20}.r2-3.json"]
     assert gather(store, at=LATER) == {"hours": 0, "files": 0, "parts": 0}
 
@@ -99,16 +101,16 @@ class Dies(ArtefactStore):
         super().delete(path)
 
 
-@pytest.mark.parametrize("left", range(7))
+@pytest.mark.parametrize("changes_left", range(7))
 def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(
-    tmp_path: Path, left: int
+    tmp_path: Path, changes_left: int
 ) -> None:
     store = Dies(str(tmp_path))
     part(store, HOUR, "r1", 1, line("x", {"a": 5.0}, 2, click=1), line("x", {"q": 1.0}, 1, "other"))
     part(store, HOUR, "r2", 1, line("y", {"a": 4.0}, 3))
 
-    store.left = left
-    with pytest.raises(KeyboardInterrupt) if left < 6 else nullcontext():
+    store.left = changes_left
+    with pytest.raises(KeyboardInterrupt) if changes_left < 6 else nullcontext():
         gather(store, at=LATER)
     store.left = 99
     gather(store, at=LATER)
@@ -145,7 +147,7 @@ def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed:
     gather(store, at=LATER)
 
     assert rows(store) == expected
-    assert sum(each.requests for each in totals(store, "e").values()) == requests
+    assert sum(arm_totals.requests for arm_totals in totals(store, "e").values()) == requests
 
 
 def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
     assert rows(store) == {("x", "b"): 6.0, ("x", "d"): 7.0}
     assert rows(store, HOUR + 1) == {("x", "c"): 6.0}
     assert totals(store, "e")["x"].requests == 12
-    assert not any(b"gone" in each.read_bytes() for each in tmp_path.rglob("*") if each.is_file())
+    assert not any(b"gone" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_a_part_that_is_none_is_named(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ Row = tuple[int, int, int]
 
 def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
     """Settings whose log has these rows, in an order of no meaning; the model tells so many groups of items apart."""
-    users, items, seconds = (np.array(each) for each in zip(*rows, strict=True))
+    users, items, seconds = (np.array(column) for column in zip(*rows, strict=True))
     mixed = np.random.default_rng(1).permutation(len(rows))
     table = pa.table({
-        "user": [f"u-{each}" for each in users[mixed]],
-        "item": [f"i-{each}" for each in items[mixed]],
+        "user": [f"u-{user}" for user in users[mixed]],
+        "item": [f"i-{item}" for item in items[mixed]],
         "timestamp": pa.array(START + seconds[mixed], pa.timestamp("s")),
     })  # fmt: skip
     pq.write_table(table, folder / "log.parquet")
@@ -34,13 +34,13 @@ def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
 
 
 def before(
-    rng: np.random.Generator, *, users: int, groups: int, size: int, each: int
+    rng: np.random.Generator, *, users: int, groups: int, size: int, items_per_user: int
 ) -> tuple[list[Row], np.ndarray]:
-    """(rows of the days before, the group of each user): everybody takes up `each` different items of one group."""
-    own = np.arange(users) % groups
+    """(rows of the days before, the group of each user): each user takes up `items_per_user` items of one group."""
+    group_by_user = np.arange(users) % groups
     rows = [
-        (user, int(own[user] * size + item), int(rng.integers(0, DAYS * DAY_S)))
+        (user, int(group_by_user[user] * size + item), int(rng.integers(0, DAYS * DAY_S)))
         for user in range(users)
-        for item in rng.choice(size, each, replace=False)
+        for item in rng.choice(size, items_per_user, replace=False)
     ]
-    return rows, own
+    return rows, group_by_user

@@ -13,22 +13,25 @@ def test_means_are_over_the_rows_of_a_group():
     values = np.array([[1.0, 0.5], [0.0, 0.5], [1.0, 0.5], [1.0, 0.5]])
     groups = np.array([[True] * 4, [False, True, True, False]])
 
-    found = estimates(users, values, groups, np.random.default_rng(0))
+    group_estimates = estimates(users, values, groups, np.random.default_rng(0))
 
-    assert [[each.value for each in row] for row in found] == [[0.75, 0.5], [0.5, 0.5]]
-    assert (found[0][1].low, found[0][1].high) == (0.5, 0.5)
-    assert found[1][0].low == 0.0 and found[1][0].high == 1.0
+    assert [[estimate.value for estimate in row] for row in group_estimates] == [
+        [0.75, 0.5],
+        [0.5, 0.5],
+    ]
+    assert (group_estimates[0][1].low, group_estimates[0][1].high) == (0.5, 0.5)
+    assert group_estimates[1][0].low == 0.0 and group_estimates[1][0].high == 1.0
 
 
 def test_an_interval_is_as_wide_as_the_normal_one_where_each_user_has_a_row():
     rng = np.random.default_rng(0)
     values = (rng.random((600, 1)) < 0.3).astype(np.float64)
 
-    found = estimates(np.arange(600), values, ALL, rng)[0][0]
+    estimate = estimates(np.arange(600), values, ALL, rng)[0][0]
 
     error = values.std() / np.sqrt(600)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-    assert found.low < values.mean() < found.high
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert estimate.low < values.mean() < estimate.high
 
 
 def test_rows_of_a_user_are_no_evidence_of_their_own():
@@ -37,16 +40,16 @@ def test_rows_of_a_user_are_no_evidence_of_their_own():
     users = np.repeat(np.arange(20), 30)
 
     alone = estimates(np.arange(600), values, ALL, np.random.default_rng(0))[0][0]
-    together = estimates(users, values, ALL, np.random.default_rng(0))[0][0]
+    grouped_estimate = estimates(users, values, ALL, np.random.default_rng(0))[0][0]
 
-    assert together.high - together.low > 4 * (alone.high - alone.low)
+    assert grouped_estimate.high - grouped_estimate.low > 4 * (alone.high - alone.low)
 
 
 def test_the_interval_of_a_difference_is_that_of_pairs():
     rng = np.random.default_rng(0)
-    one = (rng.random(600) < 0.5).astype(np.float64)
-    other = np.where(rng.random(600) < 0.02, 1.0, one)
-    values = np.stack([one, other, other - one], axis=1)
+    base_values = (rng.random(600) < 0.5).astype(np.float64)
+    improved_values = np.where(rng.random(600) < 0.02, 1.0, base_values)
+    values = np.stack([base_values, improved_values, improved_values - base_values], axis=1)
 
     first, second, gain = estimates(np.arange(600), values, ALL, rng)[0]
 
@@ -59,10 +62,10 @@ def test_nineteen_of_twenty_intervals_hold_the_mean(seed):
     rng = np.random.default_rng(seed)
     values = (rng.random((600, 200)) < 0.3).astype(np.float64)
 
-    found = estimates(np.arange(600), values, ALL, rng)[0]
+    column_estimates = estimates(np.arange(600), values, ALL, rng)[0]
 
-    held = np.mean([each.low <= 0.3 <= each.high for each in found])
-    assert 0.9 <= held <= 0.99
+    coverage = np.mean([estimate.low <= 0.3 <= estimate.high for estimate in column_estimates])
+    assert 0.9 <= coverage <= 0.99
 
 
 def test_the_same_seed_draws_the_same():

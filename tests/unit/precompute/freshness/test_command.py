@@ -22,25 +22,27 @@ def words(tmp_path, monkeypatch):
 def test_programs_are_told_in_json(words, capsys):
     assert main([*words, "--json", "--k", "10", "--seed", "3"]) == 0
 
-    told = orjson.loads(capsys.readouterr().out)
-    assert (told["k"], told["seed"], told["days"], told["users"]) == (10, 3, 1, 300)
-    assert told["cut"] == "2026-03-12T00:00:00" and told["trained"] == "on what is before the cut"
-    first = told["groups"][0]
+    report = orjson.loads(capsys.readouterr().out)
+    assert (report["k"], report["seed"], report["days"], report["users"]) == (10, 3, 1, 300)
+    assert (
+        report["cut"] == "2026-03-12T00:00:00" and report["trained"] == "on what is before the cut"
+    )
+    first = report["groups"][0]
     assert first["group"] == "all" and first["targets"] == 500
     assert set(first["recall"]) == {"night", "night_less", "hourly", "events"}
     assert set(first["gain"]) == {"night_less", "hourly", "events"}
     low, value, high = (first["gain"]["events"][name] for name in ("low", "value", "high"))
     assert 0.5 < low < value < high
-    assert [each["way"] for each in told["costs"]] == ["night", "hourly", "events"]
+    assert [cost["way"] for cost in report["costs"]] == ["night", "hourly", "events"]
 
 
 def test_people_get_tables(words, capsys):
     assert main(words) == 0
 
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("300 users, 200 items, 2,000 interactions", "recall@20", "NDCG@20", "a night an hour",
                  "12 to 24 h since the night", "lists a day, where inputs changed"):  # fmt: skip
-        assert text in shown
+        assert text in output
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,12 @@ def test_people_get_tables(words, capsys):
 def test_what_cannot_be_is_refused_in_a_line(words, option, value, line, capsys):
     assert main([*words, option, value]) == 1
 
-    told = capsys.readouterr().err
-    assert line in told and "Traceback" not in told
+    error_output = capsys.readouterr().err
+    assert line in error_output and "Traceback" not in error_output
 
 
 def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
-    rows, _ = before(np.random.default_rng(0), users=300, groups=20, size=10, each=5)
+    rows, _ = before(np.random.default_rng(0), users=300, groups=20, size=10, items_per_user=5)
     (tmp_path / "earlier").mkdir()
     write(tmp_path / "earlier", rows)
     (tmp_path / "earlier/larder.toml").write_text(
@@ -71,9 +73,9 @@ def test_the_configured_bundle_may_be_replayed(words, tmp_path, capsys):
     assert main(["train", "--config", "earlier/larder.toml", "--json"]) == 0
     capsys.readouterr()
 
-    asked = [*words, "--bundle", "earlier/bundle", "--configured-bundle", "--json"]
-    assert main(asked) == 0
+    arguments = [*words, "--bundle", "earlier/bundle", "--configured-bundle", "--json"]
+    assert main(arguments) == 0
 
-    told = orjson.loads(capsys.readouterr().out)
-    assert told["trained"] == "as configured"
-    assert told["groups"][0]["gain"]["events"]["low"] > 0.5
+    report = orjson.loads(capsys.readouterr().out)
+    assert report["trained"] == "as configured"
+    assert report["groups"][0]["gain"]["events"]["low"] > 0.5

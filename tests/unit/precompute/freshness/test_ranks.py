@@ -44,25 +44,25 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
         {"item_index": np.arange(ITEMS)}
     )
 
-    for way in WAYS:
-        found = rank_targets(model, log, targets, way, K)
+    for strategy in WAYS:
+        ranked_targets = rank_targets(model, log, targets, strategy, K)
         for row in range(len(targets)):
-            start, end = targets.starts[row], targets.ends[way][row]
-            out = targets.ends[EVENTS][row] if way is LESS else end
-            seen = list(dict.fromkeys(log.items[start:end][::-1].tolist()))[::-1][-6:]
+            start, end = targets.starts[row], targets.ends[strategy][row]
+            exclusion_end = targets.ends[EVENTS][row] if strategy is LESS else end
+            history = list(dict.fromkeys(log.items[start:end][::-1].tolist()))[::-1][-6:]
             scores = popularity.astype(np.float64)
-            if seen:
-                scores = (tower.run({"history": Histories.of([seen])}) @ vectors.T)[0]
+            if history:
+                scores = (tower.run({"history": Histories.of([history])}) @ vectors.T)[0]
             scores = scores.astype(np.float64)
-            scores[log.items[start:out]] = -np.inf
+            scores[log.items[start:exclusion_end]] = -np.inf
             top = np.argsort(-scores, kind="stable")[:K].tolist()
             item = targets.items[row]
             # Scores within rounding of each other may come in either order.
-            place = found.ranks[row]
-            if (item in top) != (place >= 0):
+            rank = ranked_targets.ranks[row]
+            if (item in top) != (rank >= 0):
                 assert abs(scores[item] - scores[top[-1]]) < 1e-5
-            elif place >= 0:
-                assert abs(scores[item] - scores[top[place]]) < 1e-5
+            elif rank >= 0:
+                assert abs(scores[item] - scores[top[rank]]) < 1e-5
     assert (targets.ends[NIGHT] == targets.starts).any()
 
 
@@ -71,11 +71,18 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
     model = ListModel.of(bundle, np.arange(ITEMS), limit=100)
 
-    found = {way: rank_targets(model, log, targets, way, K).lists for way in WAYS}
+    list_count_by_strategy = {
+        strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in WAYS
+    }
 
     ends = set(zip(targets.starts, targets.ends[NIGHT], strict=True))
-    assert found[NIGHT] == sum(end > start for start, end in ends) > 0
-    assert found[NIGHT] < found[LESS] < found[EVENTS] <= len(targets)
+    assert list_count_by_strategy[NIGHT] == sum(end > start for start, end in ends) > 0
+    assert (
+        list_count_by_strategy[NIGHT]
+        < list_count_by_strategy[LESS]
+        < list_count_by_strategy[EVENTS]
+        <= len(targets)
+    )
 
 
 @settings(deadline=None)
@@ -88,13 +95,13 @@ def test_a_history_has_each_item_once_at_its_latest_place(rows, limit):
     owners = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     log = TimedLog(owners, items, np.arange(len(items)))
 
-    found = histories(log, ends - [len(row) for row in rows], ends)
-    short = newest(found, limit)
+    full_histories = histories(log, ends - [len(row) for row in rows], ends)
+    short = newest(full_histories, limit)
 
     for number, row in enumerate(rows):
         expected = list(dict.fromkeys(row[::-1]))[::-1]
-        own = slice(found.indptr[number], found.indptr[number + 1])
-        assert found.indices[own].tolist() == expected
+        history_span = slice(full_histories.indptr[number], full_histories.indptr[number + 1])
+        assert full_histories.indices[history_span].tolist() == expected
         assert (
             short.indices[short.indptr[number] : short.indptr[number + 1]].tolist()
             == expected[-limit:]

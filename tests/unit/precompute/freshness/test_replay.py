@@ -19,13 +19,13 @@ DAY = ReplayOptions(days=1)
 
 def jumping(rng):
     """Users who turn to another group on the day: four items within the hour from 10:00 on, a fifth at 12:30."""
-    rows, own = before(rng, users=300, groups=20, size=10, each=5)
+    rows, group_by_user = before(rng, users=300, groups=20, size=10, items_per_user=5)
     for user in range(0, 300, 3):
-        other = (own[user] + 7) % 20
+        new_group = (group_by_user[user] + 7) % 20
         times = [DAYS * DAY_S + 10 * HOUR_S + 600 * step for step in range(4)]
         times.append(DAYS * DAY_S + 12 * HOUR_S + 1800)
         for item, at in zip(rng.choice(10, 5, replace=False), times, strict=True):
-            rows.append((user, int(other * 10 + item), at))
+            rows.append((user, int(new_group * 10 + item), at))
     return rows
 
 
@@ -33,12 +33,12 @@ def jumping(rng):
 def test_where_interest_jumps_events_find_what_nights_do_not(tmp_path, seed):
     config = write(tmp_path, jumping(np.random.default_rng(seed)))
 
-    found = replay(config, replace(DAY, seed=seed))
+    report = replay(config, replace(DAY, seed=seed))
 
     # Then of five items the first surprises everybody, events find four and the hourly night the last one;
     # what is left of a list is filled with items of any group, of which a few are right.
-    everything = found.groups[0]
-    recall = {way: each.value for way, each in everything.recall.items()}
+    everything = report.groups[0]
+    recall = {strategy: estimate.value for strategy, estimate in everything.recall.items()}
     assert (everything.targets, everything.with_newer) == (500, 400)
     assert recall[NIGHT] == pytest.approx(recall[LESS], abs=0.02) and recall[NIGHT] < 0.15
     assert 0.8 <= recall[EVENTS] < 0.85
@@ -53,10 +53,10 @@ def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
     newcomer = [(1000, item, DAYS * DAY_S + 5 * HOUR_S + item) for item in (30, 31, 32)]
     config = write(tmp_path, rows + newcomer)
 
-    found = replay(config, DAY)
+    report = replay(config, DAY)
 
-    groups = {each.name: each for each in found.groups}
-    assert {name: each.targets for name, each in groups.items()} == {
+    groups = {group.name: group for group in report.groups}
+    assert {name: group.targets for name, group in groups.items()} == {
         "all": 503, "with newer events": 402, "user known to the night": 500,
         "user new since the night": 3, "3 to 6 h since the night": 3, "6 to 12 h since the night": 400,
         "12 to 24 h since the night": 100,
@@ -71,21 +71,21 @@ def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, seed):
     rng = np.random.default_rng(seed)
-    rows, own = before(rng, users=400, groups=2, size=200, each=8)
-    had = {(user, item) for user, item, _ in rows}
+    rows, group_by_user = before(rng, users=400, groups=2, size=200, items_per_user=8)
+    initial_pairs = {(user, item) for user, item, _ in rows}
     for user in range(400):
-        left = [
+        remaining_items = [
             item
-            for item in range(own[user] * 200, own[user] * 200 + 200)
-            if (user, item) not in had
+            for item in range(group_by_user[user] * 200, group_by_user[user] * 200 + 200)
+            if (user, item) not in initial_pairs
         ]
-        for item in rng.choice(left, 2, replace=False):
+        for item in rng.choice(remaining_items, 2, replace=False):
             at = DAYS * DAY_S + int(rng.integers(0, DAY_S))
             rows.append((user, int(item), at))
 
-    found = replay(write(tmp_path, rows, groups=2), replace(DAY, k=40, seed=seed))
+    report = replay(write(tmp_path, rows, groups=2), replace(DAY, k=40, seed=seed))
 
-    everything = found.groups[0]
+    everything = report.groups[0]
     assert everything.recall[NIGHT].value == pytest.approx(40 / 192, abs=0.06)
     for gain in everything.gain.values():
         assert gain.low <= 0 <= gain.high and gain.high - gain.low < 0.1
@@ -94,25 +94,27 @@ def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, se
 def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
     # Given everybody, on the day, takes up the whole rest of their group, in 4 steps of 3
     rng = np.random.default_rng(0)
-    rows, own = before(rng, users=120, groups=6, size=20, each=8)
-    had = {(user, item) for user, item, _ in rows}
+    rows, group_by_user = before(rng, users=120, groups=6, size=20, items_per_user=8)
+    initial_pairs = {(user, item) for user, item, _ in rows}
     for user in range(120):
-        left = [
-            item for item in range(own[user] * 20, own[user] * 20 + 20) if (user, item) not in had
+        remaining_items = [
+            item
+            for item in range(group_by_user[user] * 20, group_by_user[user] * 20 + 20)
+            if (user, item) not in initial_pairs
         ]
-        for place, item in enumerate(rng.permutation(left)):
-            rows.append((user, int(item), DAYS * DAY_S + (1 + place // 3) * HOUR_S))
+        for index, item in enumerate(rng.permutation(remaining_items)):
+            rows.append((user, int(item), DAYS * DAY_S + (1 + index // 3) * HOUR_S))
 
-    found = replay(write(tmp_path, rows, groups=6), replace(DAY, k=3))
+    report = replay(write(tmp_path, rows, groups=6), replace(DAY, k=3))
 
     # Then a list of 3 is always right once what was had is left out, and the night's own ever less
-    recall = {way: each.value for way, each in found.groups[0].recall.items()}
+    recall = {strategy: estimate.value for strategy, estimate in report.groups[0].recall.items()}
     steps = np.mean([3 / 12, 3 / 9, 3 / 6, 3 / 3])
     assert recall[NIGHT] == pytest.approx(3 / 12, abs=0.05)
     assert recall[LESS] == pytest.approx(steps, abs=0.05)
     assert recall[EVENTS] == pytest.approx(steps, abs=0.05)
-    ndcg = found.groups[0].ndcg
-    assert all(ndcg[way].value < recall[way] for way in recall)
+    ndcg = report.groups[0].ndcg
+    assert all(ndcg[strategy].value < recall[strategy] for strategy in recall)
 
 
 def test_the_same_log_and_seed_find_the_same_times_apart(tmp_path):
@@ -120,49 +122,49 @@ def test_the_same_log_and_seed_find_the_same_times_apart(tmp_path):
     options = replace(DAY, users=40, seed=5)
 
     first, second = replay(config, options), replay(config, options)
-    other = replay(config, replace(options, seed=6))
+    reseeded_report = replay(config, replace(options, seed=6))
 
     assert first.facts == second.facts and first.groups == second.groups
     assert first.facts["users_evaluated"] == 40 and first.groups[0].targets == 200
-    assert first.groups != other.groups
+    assert first.groups != reseeded_report.groups
 
 
 def test_costs_are_lists_a_day_and_the_time_of_one(tmp_path):
     config = write(tmp_path, jumping(np.random.default_rng(0)))
 
-    found = replay(config, DAY)
+    report = replay(config, DAY)
 
     # From the cut to the last row are 12.5 hours, in which 100 users have 5 events in 2 hours.
     days = 12.5 / 24
-    night, hourly, events = found.costs
-    assert [each.way for each in found.costs] == [NIGHT, HOURLY, EVENTS]
-    changed = [each.changed_per_day * days for each in found.costs]
-    assert changed == pytest.approx([100, 200, 500])
+    night, hourly, events = report.costs
+    assert [cost.way for cost in report.costs] == [NIGHT, HOURLY, EVENTS]
+    changed_counts = [cost.changed_per_day * days for cost in report.costs]
+    assert changed_counts == pytest.approx([100, 200, 500])
     assert night.all_per_day == pytest.approx(300 / days)
     assert hourly.all_per_day == pytest.approx(13 * 300 / days)
     assert events.all_per_day is None
-    assert all(each.list_ms > 0 and each.seconds_per_day > 0 for each in found.costs)
+    assert all(cost.list_ms > 0 and cost.seconds_per_day > 0 for cost in report.costs)
 
 
 def test_items_that_came_after_the_cut_are_counted_and_not_sought(tmp_path):
     rows = jumping(np.random.default_rng(0))
     rows += [(3, 10_000 + number, DAYS * DAY_S + number) for number in range(7)]
 
-    found = replay(write(tmp_path, rows), DAY)
+    report = replay(write(tmp_path, rows), DAY)
 
-    assert (found.facts["replayed"], found.facts["of_items_unknown_at_the_cut"]) == (507, 7)
-    assert found.groups[0].targets == 500 and found.facts["items"] == 207
+    assert (report.facts["replayed"], report.facts["of_items_unknown_at_the_cut"]) == (507, 7)
+    assert report.groups[0].targets == 500 and report.facts["items"] == 207
 
 
 def test_a_log_that_cannot_be_replayed_is_refused_with_what_to_do(tmp_path):
     rows = jumping(np.random.default_rng(0))
     config = write(tmp_path, rows)
     timeless = replace(config, sources=Sources(("log.parquet",), timestamp_column="user"))
-    once = tmp_path / "once.parquet"
-    pq.write_table(pa.table({"user": ["a", "b"], "item": ["x", "y"]}), once)
+    untimed_path = tmp_path / "once.parquet"
+    pq.write_table(pa.table({"user": ["a", "b"], "item": ["x", "y"]}), untimed_path)
 
     with pytest.raises(SourceError, match=r"no times .*timestamp_column"):
-        replay(replace(config, sources=Sources((str(once),))), DAY)
+        replay(replace(config, sources=Sources((str(untimed_path),))), DAY)
     with pytest.raises(SourceError, match="time"):
         replay(timeless, DAY)
     with pytest.raises(SourceError, match=r"spans 10.5 days: too short to replay its last 11"):

@@ -18,16 +18,16 @@ rows = st.lists(
     st.tuples(
         st.integers(0, 4),
         st.integers(0, 6),
-        st.integers(-2 * DAY_US, 3 * DAY_US - 1) | st.integers(-3, 70).map(lambda each: each * HOUR_US),
+        st.integers(-2 * DAY_US, 3 * DAY_US - 1) | st.integers(-3, 70).map(lambda hours: hours * HOUR_US),
     ),
     max_size=60,
 )  # fmt: skip
 
 
-def log_of(found):
+def log_of(log_rows):
     users, items, times = (
-        (np.array(each, np.int64) for each in zip(*found, strict=True))
-        if found
+        (np.array(column, np.int64) for column in zip(*log_rows, strict=True))
+        if log_rows
         else (np.empty(0, np.int64),) * 3
     )
     return TimedLog.of(users, items, times + CUT_US)
@@ -39,15 +39,18 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
     log = log_of(found)
     expected = []
     for user in sorted({user for user, _, _ in found}):
-        own = [each for each in found if each[0] == user]
-        firsts = {item: min(at for _, other, at in own if other == item) for _, item, _ in own}
+        user_rows = [log_row for log_row in found if log_row[0] == user]
+        firsts = {
+            item: min(at for _, row_item, at in user_rows if row_item == item)
+            for _, item, _ in user_rows
+        }
         for item, at in firsts.items():
             if at >= 0:
                 ends = {}
-                for way in WAYS:
-                    period = way.period_s * 1_000_000
-                    until = at // period * period if period else at
-                    ends[way] = sum(other < until for _, _, other in own)
+                for strategy in WAYS:
+                    period = strategy.period_s * 1_000_000
+                    computed_at = at // period * period if period else at
+                    ends[strategy] = sum(row_at < computed_at for _, _, row_at in user_rows)
                 expected.append((item, at % DAY_US, ends))
     if not expected:
         with pytest.raises(SourceError):
@@ -56,16 +59,19 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
 
     targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
 
-    told = [
+    computed_targets = [
         (
             int(targets.items[row]),
             int(targets.since_night_us[row]),
-            {way: int(ends[row] - targets.starts[row]) for way, ends in targets.ends.items()},
+            {
+                strategy: int(ends[row] - targets.starts[row])
+                for strategy, ends in targets.ends.items()
+            },
         )
         for row in range(len(targets))
     ]
     key = repr
-    assert sorted(told, key=key) == sorted(expected, key=key)
+    assert sorted(computed_targets, key=key) == sorted(expected, key=key)
     assert set(targets.users.tolist()) == set(range(int(targets.users.max()) + 1))
     assert (targets.has_newer == (targets.ends[EVENTS] > targets.ends[NIGHT])).all()
 
@@ -79,24 +85,24 @@ def test_lists_a_day_are_those_of_periods_in_which_users_did_something(found):
         return
     days = (max(at for _, at in after) + 1) / DAY_US
     nights = range(0, max(at for _, at in after) + 1, HOUR_US)
-    known = sum(len({user for user, _, at in found if at < night}) for night in nights)
+    all_list_count = sum(len({user for user, _, at in found if at < night}) for night in nights)
 
-    hourly, everybody = lists_per_day(log, CUT_US, HOURLY)
+    hourly, all_per_day = lists_per_day(log, CUT_US, HOURLY)
 
     assert hourly == pytest.approx(len({(user, at // HOUR_US) for user, at in after}) / days)
-    assert everybody == pytest.approx(known / days)
-    changed, everybody = lists_per_day(log, CUT_US, EVENTS)
-    assert changed == pytest.approx(len(set(after)) / days) and everybody is None
+    assert all_per_day == pytest.approx(all_list_count / days)
+    changed_per_day, all_per_day = lists_per_day(log, CUT_US, EVENTS)
+    assert changed_per_day == pytest.approx(len(set(after)) / days) and all_per_day is None
 
 
 def test_of_many_users_some_are_drawn_with_all_that_they_did():
     log = log_of([(user, item, item * HOUR_US) for user in range(50) for item in range(4)])
 
-    some = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(0))
-    others = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(1))
+    sampled_targets = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(0))
+    resampled_targets = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(1))
 
-    assert len(some) == 40 and np.bincount(some.users).tolist() == [4] * 10
-    assert set(some.starts.tolist()) != set(others.starts.tolist())
+    assert len(sampled_targets) == 40 and np.bincount(sampled_targets.users).tolist() == [4] * 10
+    assert set(sampled_targets.starts.tolist()) != set(resampled_targets.starts.tolist())
 
 
 @pytest.mark.parametrize(("days", "cut"), [(1, 3), (2, 2), (3, 1)])

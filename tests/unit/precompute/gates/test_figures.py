@@ -26,12 +26,12 @@ ITEMS, K, CUT = 50, 10, 1_769_904_000
 
 def test_the_psi_of_a_sample_with_its_like_is_small_and_of_a_shift_large() -> None:
     rng = np.random.default_rng(1)
-    before = rng.standard_normal(20_000)
+    baseline_sample = rng.standard_normal(20_000)
 
-    assert psi(rng.standard_normal(20_000), before) < 0.01
-    assert psi(rng.standard_normal(20_000) + 1, before) > 0.25
-    assert psi(before * 50, before) > 1
-    assert np.isnan(psi(np.empty(0), before))
+    assert psi(rng.standard_normal(20_000), baseline_sample) < 0.01
+    assert psi(rng.standard_normal(20_000) + 1, baseline_sample) > 0.25
+    assert psi(baseline_sample * 50, baseline_sample) > 1
+    assert np.isnan(psi(np.empty(0), baseline_sample))
 
 
 def test_a_constant_baseline_still_notices_a_shift() -> None:
@@ -45,10 +45,12 @@ def test_small_catalogues_are_compared_less_deep() -> None:
 
 
 def test_many_shards_are_sampled_over_the_whole_range() -> None:
-    few, many = (SimpleNamespace(parts=range(count)) for count in (3, 1024))
-    assert sampled_shards(cast(Any, few)) == [0, 1, 2]
-    chosen = sampled_shards(cast(Any, many))
-    assert len(chosen) == 16 and chosen[0] == 0 and chosen[-1] == 960
+    small_entity_set, large_entity_set = (
+        SimpleNamespace(parts=range(count)) for count in (3, 1024)
+    )
+    assert sampled_shards(cast(Any, small_entity_set)) == [0, 1, 2]
+    shard_numbers = sampled_shards(cast(Any, large_entity_set))
+    assert len(shard_numbers) == 16 and shard_numbers[0] == 0 and shard_numbers[-1] == 960
 
 
 def world() -> tuple[NDArray[np.float64], NDArray[np.float32], Histories]:
@@ -59,26 +61,34 @@ def world() -> tuple[NDArray[np.float64], NDArray[np.float32], Histories]:
 
 
 def lists_of(
-    users: NDArray[np.float64], items: NDArray[np.float32], seen: Histories, metric: str
+    users: NDArray[np.float64], items: NDArray[np.float32], seen_items: Histories, metric: str
 ) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
     scores = users @ items.T.astype(np.float64)
     if metric == "cosine":
         scores /= np.linalg.norm(users, axis=1, keepdims=True) * np.linalg.norm(items, axis=1)
     for row in range(len(users)):
-        scores[row, seen.indices[seen.indptr[row] : seen.indptr[row + 1]]] = -np.inf
+        scores[
+            row, seen_items.indices[seen_items.indptr[row] : seen_items.indptr[row + 1]]
+        ] = -np.inf
     order = np.argsort(-scores, axis=1)[:, :K]
     return order.astype(np.uint32), np.take_along_axis(scores, order, axis=1)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 def test_lists_recomputed_in_float64_are_told_from_lists_that_are_off(metric: str) -> None:
-    users, items, seen = world()
-    ordinals, scores = lists_of(users, items, seen, metric)
+    users, items, seen_items = world()
+    ordinals, scores = lists_of(users, items, seen_items, metric)
     counts = np.full(len(users), K)
 
-    def right(found: NDArray[np.uint32], said: NDArray[np.float64], each: Any = counts) -> Any:
+    def right(
+        listed_ordinals: NDArray[np.uint32],
+        listed_scores: NDArray[np.float64],
+        list_lengths: Any = counts,
+    ) -> Any:
         layout = Layout("topk", K, "f4")
-        return _compare(users, items, seen, found, each, said, layout, metric).tolist()
+        return _compare(
+            users, items, seen_items, listed_ordinals, list_lengths, listed_scores, layout, metric
+        ).tolist()
 
     assert right(ordinals, scores) == [True] * 6
     for spoil in (
@@ -93,29 +103,41 @@ def test_lists_recomputed_in_float64_are_told_from_lists_that_are_off(metric: st
 
 
 def test_lists_under_a_filter_are_the_best_of_what_passes() -> None:
-    users, items, seen = world()
+    users, items, seen_items = world()
     allowed = np.arange(ITEMS) % 3 > 0
     among = Histories.of([
-        [*seen.indices[seen.indptr[row] : seen.indptr[row + 1]], *np.flatnonzero(~allowed)]
+        [*seen_items.indices[seen_items.indptr[row] : seen_items.indptr[row + 1]], *np.flatnonzero(~allowed)]
         for row in range(len(users))
     ])  # fmt: skip
     ordinals, scores = lists_of(users, items, among, "inner_product")
     counts = np.full(len(users), K)
-    whole, all_scores = lists_of(users, items, seen, "inner_product")
+    unfiltered_ordinals, all_scores = lists_of(users, items, seen_items, "inner_product")
 
-    def right(found: NDArray[np.uint32], said: NDArray[np.float64], mask: Any) -> Any:
+    def right(
+        listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], mask: Any
+    ) -> Any:
         layout = Layout("topk", K, "f4")
-        return _compare(users, items, seen, found, counts, said, layout, "inner_product", mask)
+        return _compare(
+            users,
+            items,
+            seen_items,
+            listed_ordinals,
+            counts,
+            listed_scores,
+            layout,
+            "inner_product",
+            mask,
+        )
 
     assert right(ordinals, scores, allowed).all()
     assert not right(ordinals, scores, None).all()
-    assert not right(whole, all_scores, allowed).all()
+    assert not right(unfiltered_ordinals, all_scores, allowed).all()
 
 
 def test_rows_are_compared_with_their_largest_number() -> None:
     expected = np.array([[1.0, 1e-9], [0, 0], [1, 1]])
-    found = np.array([[1.0, 2e-9], [0, 0], [1, 1.01]])
-    assert _rows_equal(expected, found, 1e-3).tolist() == [True, True, False]
+    observed_rows = np.array([[1.0, 2e-9], [0, 0], [1, 1.01]])
+    assert _rows_equal(expected, observed_rows, 1e-3).tolist() == [True, True, False]
 
 
 def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = False) -> Scan:
@@ -124,16 +146,16 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
     rng = np.random.default_rng(4)
     items = np.array([rng.choice(ITEMS, K, replace=False) for _ in range(40)], np.uint32)
     scores = -np.sort(-rng.random((40, K)).astype(np.float32), axis=1) - np.float32(0.3)
-    marks = fingerprints([f"user-{row}".encode() for row in range(40)])
-    records = encode_topk(layout, marks, items, scores, CUT)
+    user_fingerprints = fingerprints([f"user-{row}".encode() for row in range(40)])
+    records = encode_topk(layout, user_fingerprints, items, scores, CUT)
     if edit is not None:
         edit(records)
     size, raw = 8 * layout.size_bytes, records.tobytes()
     (folder / "p.pages").write_bytes(raw[:-3] if cut else raw)
-    found = [
+    page_checksums = [
         xxhash.xxh3_64_intdigest(raw[start : start + size]) for start in range(0, len(raw), size)
     ]
-    np.array(found if sums else found[::-1], "<u8").tofile(folder / "p.sums")
+    np.array(page_checksums if sums else page_checksums[::-1], "<u8").tofile(folder / "p.sums")
     file, checks = (Artefact(f"p.{kind}", 0, "") for kind in ("pages", "sums"))
     parts = (TablePart(0, 5, 40, file, checks),)
     table = Table("user_topk", "user", Producer("topk"), layout, 8, parts, ())
@@ -189,7 +211,9 @@ def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> No
 
 def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
     layout = Layout("topk", 2, "f2")
-    marks = np.array([1], np.uint64)
+    user_fingerprints = np.array([1], np.uint64)
     items, scores = np.array([[3, 4]], np.uint32), np.array([[1e-12, 3e-13]], np.float32)
-    found = dequantize(layout, encode_topk(layout, marks, items, scores, 0), np.float64)
-    assert found[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)
+    dequantized_scores = dequantize(
+        layout, encode_topk(layout, user_fingerprints, items, scores, 0), np.float64
+    )
+    assert dequantized_scores[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)

@@ -40,11 +40,11 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     digest = hashlib.file_digest
 
-    def noted(file, kind):
+    def record_file_digest(file, kind):
         names.append(Path(file.name).name)
         return digest(file, kind)
 
-    monkeypatch.setattr(hashlib, "file_digest", noted)
+    monkeypatch.setattr(hashlib, "file_digest", record_file_digest)
     return names
 
 
@@ -55,15 +55,15 @@ def cut_off(
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.files.AT_ONCE", 1)
         fetch = store.fetch
-        asked: list[str] = []
+        fetched_paths: list[str] = []
 
-        def away(path: str) -> Path:
-            asked.append(path)
-            if len(asked) > after:
+        def fetch_until_outage(path: str) -> Path:
+            fetched_paths.append(path)
+            if len(fetched_paths) > after:
                 raise StoreError("503 Slow Down")
             return fetch(path)
 
-        patched.setattr(store, "fetch", away)
+        patched.setattr(store, "fetch", fetch_until_outage)
         with pytest.raises(StoreError):
             files(store, GENERATION, artefacts)
 
@@ -92,10 +92,10 @@ def test_once_all_are_checked_another_verify_reads_all_again(store, root, artefa
 def test_what_changed_since_it_was_checked_is_read_again(store, root, artefacts, monkeypatch, how):
     cut_off(store, artefacts, monkeypatch, after=12)
     path = root / "03.pages"
-    before = path.stat()
+    original_stat = path.stat()
     if how == "written over":  # with its former time of modification
         path.write_bytes(b"?" * 64)
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.utime(path, ns=(original_stat.st_atime_ns, original_stat.st_mtime_ns))
     elif how == "replaced":
         (root / "beside").write_bytes(b"?" * 64)
         (root / "beside").replace(path)
@@ -128,14 +128,14 @@ def test_notes_may_be_forgotten_by_a_try_that_ran_out_of_time_but_goes_on(
 
 
 def test_the_first_error_ends_the_work_of_all_threads():
-    done: list[int] = []
+    worked_numbers: list[int] = []
 
     def work(number: int) -> None:
-        done.append(number)
+        worked_numbers.append(number)
         if number == 5:
             raise CorruptArtefact("the fifth")
 
     with pytest.raises(CorruptArtefact, match="the fifth"):
         in_threads(work, iter(range(10**9)), 3)
 
-    assert sorted(done) == list(range(len(done)))
+    assert sorted(worked_numbers) == list(range(len(worked_numbers)))

@@ -30,21 +30,23 @@ def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ())
     )
 
 
-def replica(name: str, **left: Any) -> Replica:
-    return Replica(name, 0.0, None, (), **left)
+def replica(name: str, **headroom: Any) -> Replica:
+    return Replica(name, 0.0, None, (), **headroom)
 
 
 @pytest.mark.parametrize(
-    ("gate", "left", "needed"),
+    ("gate", "headroom_field", "needed"),
     [(disk_headroom, "disk_free_bytes", MAPPED), (memory_headroom, "memory_available_bytes", 4 * MAPPED)],
 )  # fmt: skip
-def test_the_replica_with_the_least_room_decides(gate: Any, left: str, needed: int) -> None:
-    others = replica("roomy", **{left: ROOMY}), replica("of an earlier version")
+def test_the_replica_with_the_least_room_decides(
+    gate: Any, headroom_field: str, needed: int
+) -> None:
+    other_replicas = replica("roomy", **{headroom_field: ROOMY}), replica("of an earlier version")
 
-    assert gate(candidate(*others, replica("tight", **{left: needed}))).passed
-    found = gate(candidate(*others, replica("tight", **{left: needed - 1})))
+    assert gate(candidate(*other_replicas, replica("tight", **{headroom_field: needed}))).passed
+    measurement = gate(candidate(*other_replicas, replica("tight", **{headroom_field: needed - 1})))
 
-    assert not found.passed and found.note.endswith("on tight")
+    assert not measurement.passed and measurement.note.endswith("on tight")
 
 
 def test_each_superseded_generation_that_is_kept_takes_memory() -> None:
@@ -57,28 +59,34 @@ def test_each_superseded_generation_that_is_kept_takes_memory() -> None:
 def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
     arm = ArmRoom("second", ("e=b",), 2, 10, 2_000, 1_000, MAPPED)
 
-    tight, enough = (replica("r", memory_available_bytes=each * MAPPED) for each in (7, 8))
+    tight, enough = (
+        replica("r", memory_available_bytes=mapped_multiple * MAPPED) for mapped_multiple in (7, 8)
+    )
 
     assert memory_headroom(candidate(enough, arms=(arm,))).passed
-    found = memory_headroom(candidate(tight, arms=(arm,)))
-    assert not found.passed and "arms of experiments 4,000" in found.note
+    measurement = memory_headroom(candidate(tight, arms=(arm,)))
+    assert not measurement.passed and "arms of experiments 4,000" in measurement.note
 
 
 @pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])
 def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
-    for found in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
-        assert found.passed and found.value is None and "no live replica" in found.note
+    for measurement in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
+        assert (
+            measurement.passed
+            and measurement.value is None
+            and "no live replica" in measurement.note
+        )
 
 
 @pytest.mark.parametrize(
-    ("used_bytes", "passed", "share"), [(800, True, 0.8), (801, False, 0.801), (0, True, 0.0)]
+    ("used_bytes", "passed", "used_share"), [(800, True, 0.8), (801, False, 0.801), (0, True, 0.0)]
 )
 def test_redis_may_be_filled_up_to_the_threshold(
-    used_bytes: int, passed: bool, share: float
+    used_bytes: int, passed: bool, used_share: float
 ) -> None:
     room = redis_room("primary", used_bytes, 1_000, "maxmemory", 0.8)
 
-    assert (room.passed, room.value, room.threshold) == (passed, share, 0.8)
+    assert (room.passed, room.value, room.threshold) == (passed, used_share, 0.8)
     assert room.note == f"{used_bytes} bytes of 1,000, maxmemory"
 
 

@@ -54,12 +54,12 @@ GENERATION = "20260131T000000Z-0123456789ab"
 
 @pytest.fixture
 def candidate(redis_url: str, keyspace: Keyspace) -> Candidate:
-    nothing = cast(Any, None)
+    placeholder = cast(Any, None)
     control = Control(redis.Redis.from_url(redis_url, protocol=3), keyspace)
     return Candidate(
-        nothing,
+        placeholder,
         Path(),
-        nothing,
+        placeholder,
         control,
         None,
         GateThresholds(),
@@ -76,58 +76,58 @@ def passes(_candidate: Candidate) -> Measured:
 def test_a_gate_that_hangs_can_no_longer_use_redis(
     candidate: Candidate, keyspace: Keyspace
 ) -> None:
-    over, done = threading.Event(), threading.Event()
+    over, gate_finished = threading.Event(), threading.Event()
     errors: list[Exception] = []
 
     @integrity("hangs")
-    def hangs(seen: Candidate) -> Measured:
-        seen.control.client.set(keyspace.live, "before")
+    def hangs(gate_candidate: Candidate) -> Measured:
+        gate_candidate.control.client.set(keyspace.live, "before")
         over.wait(30)
         try:
-            seen.control.client.set(keyspace.live, "after")
+            gate_candidate.control.client.set(keyspace.live, "after")
         except Exception as error:
             errors.append(error)
-        done.set()
-        return passes(seen)
+        gate_finished.set()
+        return passes(gate_candidate)
 
     with pytest.raises(NotJudged, match=r"hangs could not be judged.*timed out after 0\.2 s"):
         run_gate(hangs, candidate, 0.2)
     over.set()
 
-    assert done.wait(30) and isinstance(errors[0], redis.exceptions.ConnectionError)
+    assert gate_finished.wait(30) and isinstance(errors[0], redis.exceptions.ConnectionError)
     assert candidate.control.client.get(keyspace.live) == b"before"
 
 
 def test_a_gate_that_waits_for_redis_itself_is_cut_off(
     candidate: Candidate, keyspace: Keyspace
 ) -> None:
-    done = threading.Event()
+    gate_finished = threading.Event()
     errors: list[Exception] = []
 
     @integrity("blocks")
-    def blocks(seen: Candidate) -> Measured:
+    def blocks(gate_candidate: Candidate) -> Measured:
         try:
-            seen.control.client.blpop([keyspace.next], timeout=20)
-            seen.control.client.set(keyspace.live, "after")
+            gate_candidate.control.client.blpop([keyspace.next], timeout=20)
+            gate_candidate.control.client.set(keyspace.live, "after")
         except Exception as error:
             errors.append(error)
-        done.set()
-        return passes(seen)
+        gate_finished.set()
+        return passes(gate_candidate)
 
     with pytest.raises(NotJudged):
         run_gate(blocks, candidate, 0.2)
     candidate.control.client.rpush(keyspace.next, "x")
 
-    assert done.wait(30) and errors
+    assert gate_finished.wait(30) and errors
     assert candidate.control.client.get(keyspace.live) is None
 
 
 def test_one_gate_does_not_end_the_connection_of_the_next(candidate: Candidate) -> None:
     @integrity("asks")
-    def asks(seen: Candidate) -> Measured:
-        return Measured(bool(seen.control.client.ping()), 1, 1)
+    def asks(gate_candidate: Candidate) -> Measured:
+        return Measured(bool(gate_candidate.control.client.ping()), 1, 1)
 
-    assert [each.passed for each in run_gates(candidate, [asks, passes, asks])] == [True] * 3
+    assert [verdict.passed for verdict in run_gates(candidate, [asks, passes, asks])] == [True] * 3
 
 
 def test_the_time_for_all_gates_is_bounded(candidate: Candidate) -> None:
@@ -164,7 +164,7 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
         run_gates(candidate, [passes, passes], limits=limits, timer=lambda: next(seconds))
     )
 
-    assert all(each.passed for each in verdicts)
+    assert all(verdict.passed for verdict in verdicts)
 
 
 def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
@@ -173,10 +173,10 @@ def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
 
     with pytest.raises(
         NotJudged, match="coverage could not be judged, so nothing is refused"
-    ) as said:
+    ) as caught:
         run_within("coverage", raises, 5.0)
 
-    assert re.search(r"KeyError: 'users_scored' \(.*, line \d+, in raises\)", said.value.message)
+    assert re.search(r"KeyError: 'users_scored' \(.*, line \d+, in raises\)", caught.value.message)
 
 
 def test_where_a_gate_raised_is_the_innermost_line_of_our_own() -> None:
@@ -193,11 +193,11 @@ def test_gates_behind_one_that_raises_are_asked_all_the_same(candidate: Candidat
     def fails(_candidate: Candidate) -> Measured:
         return Measured(False, 1, 0)
 
-    asked: list[Verdict] = []
+    verdicts: list[Verdict] = []
     with pytest.raises(judge.GateRaised, match="broken could not be judged"):
-        deque(map(asked.append, run_gates(candidate, [passes, broken, fails])))
+        deque(map(verdicts.append, run_gates(candidate, [passes, broken, fails])))
 
-    assert [each.rule for each in asked] == ["passes", "fails"]
+    assert [verdict.rule for verdict in verdicts] == ["passes", "fails"]
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -256,14 +256,14 @@ def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:
 
 
 def test_an_override_lifts_a_judgement_and_never_integrity() -> None:
-    found = [
+    verdicts = [
         Verdict("score_psi", False, 3.0, 0.25), Verdict("finite", False, 1, 0),
         Verdict("list_jaccard", False, 0.1, 0.4),
     ]  # fmt: skip
 
-    after = overridden(found, {"score_psi": "a new scale", "finite": "who cares"})
+    after = overridden(verdicts, {"score_psi": "a new scale", "finite": "who cares"})
 
-    assert [each.passed for each in after] == [True, False, False]
+    assert [verdict.passed for verdict in after] == [True, False, False]
     assert after[0].to_json()["overridden"] == "a new scale"
     assert "overridden" not in after[1].to_json()
 
@@ -281,10 +281,14 @@ def test_an_unknown_rule_is_told_with_those_there_are() -> None:
 
 
 def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
-    said = reason(GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one"))
+    refusal_text = reason(
+        GENERATION, Verdict("list_jaccard", False, 0.1, 0.4, "user_topk", "live-one")
+    )
 
-    assert "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in said
-    assert f'larder override {GENERATION} --rule list_jaccard --reason "..."' in said
+    assert (
+        "list_jaccard is 0.1, the threshold 0.4 (compared with live-one) user_topk" in refusal_text
+    )
+    assert f'larder override {GENERATION} --rule list_jaccard --reason "..."' in refusal_text
     assert "cannot be overridden" in reason(GENERATION, Verdict("finite", False, 2, 0))
 
 

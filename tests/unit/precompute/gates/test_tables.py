@@ -25,7 +25,9 @@ LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 
 
 def judged(
-    now: dict[str, str], before: dict[str, str] | None, unreadable: str | None = None
+    candidate_kinds: dict[str, str],
+    live_kinds: dict[str, str] | None,
+    unreadable: str | None = None,
 ) -> Any:
     def manifest(tables: dict[str, str]) -> Any:
         return SimpleNamespace(
@@ -40,17 +42,17 @@ def judged(
             },
         )
 
-    nothing: Any = None
-    live = None if before is None else manifest(before)
+    placeholder: Any = None
+    live = None if live_kinds is None else manifest(live_kinds)
     candidate = Candidate(
-        manifest(now), nothing, nothing, nothing, live, nothing, 10,
+        manifest(candidate_kinds), placeholder, placeholder, placeholder, live, placeholder, 10,
         given=cast(Any, object()), unreadable=unreadable,
     )  # fmt: skip
     return tables_of_live(candidate)
 
 
 @pytest.mark.parametrize(
-    ("now", "wrong", "said"),
+    ("candidate_kinds", "wrong", "expected_note"),
     [
         (LIVE, 0, ""),
         (LIVE | {"scores": "value"}, 0, ""),
@@ -62,11 +64,15 @@ def judged(
     ],
 )
 def test_tables_of_the_live_generation_are_missed(
-    now: dict[str, str], wrong: int, said: str
+    candidate_kinds: dict[str, str], wrong: int, expected_note: str
 ) -> None:
-    found = judged(now, LIVE)
-    assert (found.passed, found.value, found.baseline) == (not wrong, wrong, "live")
-    assert said in found.note
+    measurement = judged(candidate_kinds, LIVE)
+    assert (measurement.passed, measurement.value, measurement.baseline) == (
+        not wrong,
+        wrong,
+        "live",
+    )
+    assert expected_note in measurement.note
 
 
 @pytest.mark.parametrize(
@@ -83,16 +89,20 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
             generation="live", entity_sets={"item": SimpleNamespace(count=count)}
         )
 
-    nothing: Any = None
+    placeholder: Any = None
     candidate = Candidate(
-        manifest(items), nothing, nothing, nothing, manifest(100), GateThresholds(), 10,
+        manifest(items), placeholder, placeholder, placeholder, manifest(100), GateThresholds(), 10,
         given=cast(Any, SimpleNamespace(live_items=None)),
     )  # fmt: skip
 
-    found = items_of_live(candidate)
+    measurement = items_of_live(candidate)
 
-    assert (found.passed, found.value, found.threshold) == (passed, items / 100, threshold)
-    assert "100 before" in found.note and "items_of_live" in OVERRIDABLE
+    assert (measurement.passed, measurement.value, measurement.threshold) == (
+        passed,
+        items / 100,
+        threshold,
+    )
+    assert "100 before" in measurement.note and "items_of_live" in OVERRIDABLE
 
 
 def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() -> None:
@@ -101,8 +111,10 @@ def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() ->
 
 
 def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None:
-    found = judged(LIVE, None, unreadable="live")
-    assert not found.passed and found.note == UNREADABLE and found.baseline == "live"
+    measurement = judged(LIVE, None, unreadable="live")
+    assert (
+        not measurement.passed and measurement.note == UNREADABLE and measurement.baseline == "live"
+    )
 
 
 def test_a_person_may_judge_otherwise() -> None:
@@ -221,9 +233,9 @@ def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
             generation="live", entity_sets={"user": SimpleNamespace(count=count)}
         )
 
-    nothing: Any = None
+    placeholder: Any = None
     candidate = Candidate(
-        manifest(users), nothing, nothing, nothing, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
+        manifest(users), placeholder, placeholder, placeholder, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
         erased=erased, given=cast(Any, SimpleNamespace(live_users=live_users)),
     )  # fmt: skip
 
@@ -236,10 +248,10 @@ def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "shorter", "share"), [(5, 0, 0.0), (5, 1, 0.1), (2, 0, 0.0), (2, 1, 0.1)]
+    ("width", "shorter", "short_share"), [(5, 0, 0.0), (5, 1, 0.1), (2, 0, 0.0), (2, 1, 0.1)]
 )
 def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
-    width: int, shorter: int, share: float
+    width: int, shorter: int, short_share: float
 ) -> None:
     # Given lists of similar items in a catalogue of three: two others are all that a list can hold
     counts = np.zeros(width + 1, np.int64)
@@ -256,7 +268,7 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
 
     judged = short_lists(candidate)
 
-    assert (judged.passed, judged.value) == (not shorter, share)
+    assert (judged.passed, judged.value) == (not shorter, short_share)
 
 
 def test_a_manifest_without_a_model_of_its_bundle_is_refused_by_the_models_name() -> None:

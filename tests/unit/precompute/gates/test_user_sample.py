@@ -28,12 +28,12 @@ def write(folder: Path, rows: list[tuple[str, int, int]]) -> tuple[Directory, En
     """One shard of a partition and the directory of all its users."""
     columns = list(zip(*rows, strict=True))
     hashes = hash_ids([user.encode() for user in columns[0]], SEED)
-    done = pa.table({HASH: hashes, "ordinal": columns[1], "time": columns[2]})
+    interaction_table = pa.table({HASH: hashes, "ordinal": columns[1], "time": columns[2]})
     ids = pa.table({"user": columns[0], HASH: hashes})
-    for kind, each in (("rows", done), ("ids", ids), ("features", ids.slice(0, 0))):
+    for kind, table in (("rows", interaction_table), ("ids", ids), ("features", ids.slice(0, 0))):
         sink = pa.OSFile(str(folder / f"0000.{kind}"), "wb")
-        with sink, pa.ipc.new_stream(sink, each.schema) as writer:
-            writer.write_table(each)
+        with sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
     hashes = np.sort(hash_ids([user.encode() for user in sorted(set(columns[0]))], SEED))
     part = DirectoryPart(0, len(hashes), Artefact("none", 0, ""))
     return Directory(SEED, [0], [hashes]), EntitySet("user", SEED, len(hashes), (part,))
@@ -56,9 +56,11 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
         row_of = {name: row for row, name in enumerate(night.ids.to_pylist())}
         for row, name in enumerate(sample.users.ids.to_pylist()):
             theirs = row_of[name]
-            ours = sample.users.ordinals[sample.users.indptr[row] : sample.users.indptr[row + 1]]
-            found = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
-            assert ours.tolist() == found.tolist()
+            sampled_history = sample.users.ordinals[
+                sample.users.indptr[row] : sample.users.indptr[row + 1]
+            ]
+            night_history = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
+            assert sampled_history.tolist() == night_history.tolist()
         assert sample.with_record == sample.in_source == len(named)
         assert set(sample.rows) == set(STRATA)
 
@@ -68,9 +70,9 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
 ) -> None:
     """With one user and four shards, three are such."""
     _, entities = write(tmp_path, [("user", 0, 1)])
-    nobody = Directory(SEED, [0], [np.empty(0, np.uint64)])
+    empty_directory = Directory(SEED, [0], [np.empty(0, np.uint64)])
 
-    sample = sample_users(tmp_path, entities, nobody, history_limit=5)
+    sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
     assert (sample.in_source, sample.with_record, len(sample.positions)) == (1, 0, 0)
     assert all(not len(rows) for rows in sample.rows.values())
@@ -93,8 +95,8 @@ def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
         writer.write_table(features)
 
     # When they are sampled
-    nobody = Directory(SEED, [0], [np.empty(0, np.uint64)])
-    sample = sample_users(tmp_path, entities, nobody, history_limit=5)
+    empty_directory = Directory(SEED, [0], [np.empty(0, np.uint64)])
+    sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
     # Then each counts once
     assert dict(sample.without_record) == {"a value of 'age'": 2, "a value of 'size'": 1}
@@ -120,12 +122,12 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
 
 def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(100))
-    kept = pa.table({"user": ["user-1"], HASH: hash_ids([b"user-1"], SEED)})
+    incomplete_ids = pa.table({"user": ["user-1"], HASH: hash_ids([b"user-1"], SEED)})
     with (
         pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink,
-        pa.ipc.new_stream(sink, kept.schema) as writer,
+        pa.ipc.new_stream(sink, incomplete_ids.schema) as writer,
     ):
-        writer.write_table(kept)
+        writer.write_table(incomplete_ids)
     with pytest.raises(CorruptArtefact, match="does not name"):
         sample_users(tmp_path, entities, directory, history_limit=10)
 
@@ -133,20 +135,20 @@ def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path
 def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, monkeypatch) -> None:
     """All fingerprints of a table in memory, twice, were 16 bytes for each user and table."""
     monkeypatch.setattr("precompute.gates.evidence.scan.MARKS_AT_ONCE", 1000)
-    marks = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
-    marks[[5, 17_000]] = marks[9]
-    marks[[0, 19_999]] = 2**64 - 1
-    found = FingerprintFile(tmp_path)
-    for part in np.array_split(marks, 7):
-        found.append(part)
+    fingerprints = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
+    fingerprints[[5, 17_000]] = fingerprints[9]
+    fingerprints[[0, 19_999]] = 2**64 - 1
+    fingerprint_file = FingerprintFile(tmp_path)
+    for part in np.array_split(fingerprints, 7):
+        fingerprint_file.append(part)
 
     tracemalloc.start()
-    assert found.repeated() == 3
+    assert fingerprint_file.repeated() == 3
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert peak < 8 * len(marks)
-    assert found.read(17_000, 2).tolist() == marks[17_000:17_002].tolist()
+    assert peak < 8 * len(fingerprints)
+    assert fingerprint_file.read(17_000, 2).tolist() == fingerprints[17_000:17_002].tolist()
     assert not list(tmp_path.iterdir())
 
 
@@ -171,10 +173,10 @@ def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> Non
     )  # fmt: skip
 
     tracemalloc.start()
-    found = np.zeros(len(users), np.bool_)
-    for _, places in entities_gate.named_entities(candidate, 0):
-        found[places] = True
+    is_named = np.zeros(len(users), np.bool_)
+    for _, positions in entities_gate.named_entities(candidate, 0):
+        is_named[positions] = True
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert found.all() and peak < 2 << 20  # of 6 MB
+    assert is_named.all() and peak < 2 << 20  # of 6 MB

@@ -47,15 +47,15 @@ def prepared(folder: Path, items: list[str], features: dict[str, Any] | None = N
 def handed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls `train_reference` and gives what it hands to the trainer."""
 
-    def caught(data: ReferenceData, *_given: Any, **_named: Any) -> None:
+    def caught(data: ReferenceData, *_arguments: Any, **_named: Any) -> None:
         raise Handed(data)
 
     monkeypatch.setattr(operation, "train", caught)
 
     def run(config: NightConfig) -> ReferenceData:
-        with pytest.raises(Handed) as found:
+        with pytest.raises(Handed) as exception_info:
             train_reference(config)
-        data: ReferenceData = found.value.args[0]
+        data: ReferenceData = exception_info.value.args[0]
         return data
 
     return run
@@ -74,15 +74,15 @@ def test_a_training_asks_for_the_texts_of_no_column(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("items", "said"),
+    ("items", "message_pattern"),
     [
         (["only"], "1 user and 1 item; at least 2 users and 2 items are needed"),
         (["only"] * 10, "10 users and 1 item; at least 2 users"),
         ([f"item-{row}" for row in range(10)], "each of the 10 users has one item"),
     ],
 )
-def test_too_little_to_learn_from_is_said_as_that(tmp_path, items, said):
-    with pytest.raises(SourceError, match=f"too little data: {said}"):
+def test_too_little_to_learn_from_is_said_as_that(tmp_path, items, message_pattern):
+    with pytest.raises(SourceError, match=f"too little data: {message_pattern}"):
         train_reference(prepared(tmp_path, items))
 
 
@@ -92,8 +92,8 @@ def test_what_is_newer_than_the_cut_of_the_settings_is_not_learnt(tmp_path):
 
     train_reference(replace(config, data_until="1970-01-01T00:01:40Z"))
 
-    told = Bundle.open(tmp_path / "bundle").training
-    assert told["trained_until"] == "1970-01-01T00:01:39+00:00"
+    training_facts = Bundle.open(tmp_path / "bundle").training
+    assert training_facts["trained_until"] == "1970-01-01T00:01:39+00:00"
 
 
 def test_no_python_object_is_made_of_each_item(tmp_path, handed):
@@ -127,14 +127,16 @@ def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unk
 def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
     rng = np.random.default_rng(0)
     names, groups = [f"item-{row}" for row in range(20)], ["b", "ä", "a", "B"] * 5
-    given = [(names, groups), (pa.array(names, pa.large_string()), pa.array(groups))]
+    ids_and_categories = [(names, groups), (pa.array(names, pa.large_string()), pa.array(groups))]
     rows = rng.integers(0, 40, 400), rng.integers(0, 20, 400)
 
-    plain, arrow = (
+    python_bundle, arrow = (
         train(ReferenceData(*rows, *texts), tmp_path / str(number), dims=4, shape=SpectralShape())
-        for number, texts in enumerate(given)
+        for number, texts in enumerate(ids_and_categories)
     )
 
-    assert plain.values["user_affinity"].labels == arrow.values["user_affinity"].labels
-    assert plain.vocabulary_digest == arrow.vocabulary_digest
-    assert [each.sha256 for each in plain.models] == [each.sha256 for each in arrow.models]
+    assert python_bundle.values["user_affinity"].labels == arrow.values["user_affinity"].labels
+    assert python_bundle.vocabulary_digest == arrow.vocabulary_digest
+    assert [model.sha256 for model in python_bundle.models] == [
+        model.sha256 for model in arrow.models
+    ]

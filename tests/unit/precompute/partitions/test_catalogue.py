@@ -54,24 +54,26 @@ def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
     laid = write_catalogue(config, bundle_of(texts), tmp_path, erased=[b"7"])
 
     items = open_items(tmp_path, laid)
-    found = items.ids_of(np.arange(items.count, dtype=np.uint32))
-    assert found == sorted(["ü", "new", "x" * 256], key=lambda each: hash_id(each.encode(), 0))
-    expected = [texts.index(each) if each in texts else -1 for each in found]
+    item_ids = items.ids_of(np.arange(items.count, dtype=np.uint32))
+    assert item_ids == sorted(
+        ["ü", "new", "x" * 256], key=lambda item_id: hash_id(item_id.encode(), 0)
+    )
+    expected = [texts.index(item_id) if item_id in texts else -1 for item_id in item_ids]
     assert items.to_model(Ordinals(np.arange(items.count))).tolist() == expected
 
 
 def test_an_item_listed_again_is_left_out_and_named(tmp_path):
-    listed = ["a", "b", "a", "c", "b", "a"]
-    pq.write_table(pa.table({"item": listed}), tmp_path / "items.parquet")
+    listed_items = ["a", "b", "a", "c", "b", "a"]
+    pq.write_table(pa.table({"item": listed_items}), tmp_path / "items.parquet")
     config = NightConfig(base=str(tmp_path), sources=Sources(item_features="items.parquet"))
     unusable = Unusable()
 
     laid = write_catalogue(config, bundle_of(["a"]), tmp_path, unusable=unusable)
 
     assert sorted(item_texts(open_items(tmp_path, laid)).to_pylist()) == ["a", "b", "c"]
-    ((reason, found),) = unusable.to_json()["item_features"]["reasons"].items()
-    assert (reason, found["rows"]) == ("listed before", 3)
-    assert [each["item"] for each in found["cases"]] == ["a", "b", "a"]
+    ((reason, reason_report),) = unusable.to_json()["item_features"]["reasons"].items()
+    assert (reason, reason_report["rows"]) == ("listed before", 3)
+    assert [case["item"] for case in reason_report["cases"]] == ["a", "b", "a"]
 
 
 def test_a_table_of_items_without_rows_is_no_catalogue_of_all_that_the_model_knows(tmp_path):
@@ -82,7 +84,7 @@ def test_a_table_of_items_without_rows_is_no_catalogue_of_all_that_the_model_kno
     with pytest.raises(SourceError, match=r"items\.parquet has no rows.*leave .*item_features out"):
         write_catalogue(config, bundle_of(["a", "b"]), tmp_path)
     with pytest.raises(SourceError, match=r"items\.parquet has no rows"):
-        write_catalogue(config, bundle_of(["a", "b"]), tmp_path, brought=[b"c"])
+        write_catalogue(config, bundle_of(["a", "b"]), tmp_path, event_item_ids=[b"c"])
 
 
 def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
@@ -90,7 +92,7 @@ def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
         return np.zeros(len(texts), np.uint64) if seed == 0 else text_hashes(texts, seed)
 
     monkeypatch.setattr("precompute.sources.vocabulary.text_hashes", colliding)
-    found = Vocabulary.of(pa.chunked_array([["a", "b"], ["c"]]))
-    assert found is not None
-    assert found.places(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]
+    vocabulary = Vocabulary.of(pa.chunked_array([["a", "b"], ["c"]]))
+    assert vocabulary is not None
+    assert vocabulary.places(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]
     assert Vocabulary.of(pa.chunked_array([["a", "b"], ["a"]])) is None

@@ -20,7 +20,7 @@ from precompute.sources.unusable import Unusable
 from precompute.sources.vocabulary import Vocabulary, as_strings
 from tests.unit.precompute.partitions.test_partition import item_table
 
-IDS = [f"i{each}" for each in range(8)]
+IDS = [f"i{number}" for number in range(8)]
 NAMES = ("brand", "tags", "price", "stock", "since")
 TABLE: dict[str, Any] = {
     "brand": pa.array(["x", "y", None, "x", "é", "x", "z", "z"]),
@@ -39,15 +39,21 @@ SET: EntityValues = {
 
 def changed(values: EntityValues) -> dict[str, Any]:
     """The table with these values; a time is always the same one."""
-    found = {}
+    changed_columns = {}
     for name, column in TABLE.items():
         is_time = name == "since"
         rows = (column.cast(pa.int64()) if is_time else column).to_pylist()
         for at, id_ in enumerate(IDS):
-            if name in (given := values.get(id_.encode(), {})):
-                rows[at] = 1_000_000 if is_time and given[name] is not None else given[name]
-        found[name] = pa.array(rows, pa.int64() if is_time else column.type).cast(column.type)
-    return found
+            if name in (entity_values := values.get(id_.encode(), {})):
+                rows[at] = (
+                    1_000_000
+                    if is_time and entity_values[name] is not None
+                    else entity_values[name]
+                )
+        changed_columns[name] = pa.array(rows, pa.int64() if is_time else column.type).cast(
+            column.type
+        )
+    return changed_columns
 
 
 def written(
@@ -72,23 +78,27 @@ def written(
 def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
     unusable = Unusable()
 
-    found = written(tmp_path / "events", TABLE, SET, unusable)
+    attribute_files = written(tmp_path / "events", TABLE, SET, unusable)
 
-    assert found == written(tmp_path / "table", changed(SET), NO_VALUES)
-    assert found != written(tmp_path / "before", TABLE, NO_VALUES)
-    assert all(not each["reasons"] for each in unusable.to_json().values())
+    assert attribute_files == written(tmp_path / "table", changed(SET), NO_VALUES)
+    assert attribute_files != written(tmp_path / "before", TABLE, NO_VALUES)
+    assert all(not source_report["reasons"] for source_report in unusable.to_json().values())
 
 
 def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
     unusable = Unusable()
 
-    found = written(tmp_path / "events", TABLE, {b"i4": {"price": "seven", "brand": 7}}, unusable)
+    attribute_files = written(
+        tmp_path / "events", TABLE, {b"i4": {"price": "seven", "brand": 7}}, unusable
+    )
 
     cleared: EntityValues = {b"i4": {"price": None, "brand": None}}
-    assert found == written(tmp_path / "table", changed(cleared), NO_VALUES)
-    noted = unusable.to_json()
-    assert noted["events.price"]["reasons"]["not a finite number"]["cases"] == [{"item": "i4"}]
-    assert noted["events.brand"]["reasons"]["not a text"]["rows"] == 1
+    assert attribute_files == written(tmp_path / "table", changed(cleared), NO_VALUES)
+    unusable_report = unusable.to_json()
+    assert unusable_report["events.price"]["reasons"]["not a finite number"]["cases"] == [
+        {"item": "i4"}
+    ]
+    assert unusable_report["events.brand"]["reasons"]["not a text"]["rows"] == 1
 
 
 def pinned(
@@ -99,7 +109,7 @@ def pinned(
     table = {
         "item": IDS,
         "price": pa.array(prices, pa.float64()),
-        "title": [f"t{each}" for each in IDS],
+        "title": [f"t{item_id}" for item_id in IDS],
     }
     pq.write_table(pa.table(table), folder / "items.parquet")
     config = NightConfig(base=str(folder), shards=1, sources=Sources(item_features="items.parquet"))
@@ -117,14 +127,14 @@ def pinned(
 
 
 def test_features_and_catalogue_are_those_of_the_changed_table(tmp_path: Path) -> None:
-    before: list[float | None] = [1, 2, None, 4, 5, 6, 7, 8]
+    original_prices: list[float | None] = [1, 2, None, 4, 5, 6, 7, 8]
     after: list[float | None] = [1, 9, 3, 4, None, 6, 7, 8]
     values: EntityValues = {b"i1": {"price": 9}, b"i2": {"price": 3}, b"i4": {"price": None}}
 
-    found = pinned(tmp_path / "events", before, values)
+    features_and_ids = pinned(tmp_path / "events", original_prices, values)
 
-    assert found == pinned(tmp_path / "table", after, NO_VALUES)
-    assert set(found[1]) == {*IDS} - {"i4"}
+    assert features_and_ids == pinned(tmp_path / "table", after, NO_VALUES)
+    assert set(features_and_ids[1]) == {*IDS} - {"i4"}
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -138,11 +148,11 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         pq.write_table(pa.table(ages), folder / "users.parquet")
         sources = Sources(interactions=("clicks.parquet",), user_features="users.parquet")
         config = NightConfig(base=str(folder), shards=shards, sources=sources)
-        items = item_table([each.encode() for each in IDS])
+        items = item_table([item_id.encode() for item_id in IDS])
         partition(
-            config, items, folder / "work", before=None, feature_columns=["age"], values=values
+            config, items, folder / "work", cutoff_at=None, feature_columns=["age"], values=values
         )
-        found: dict[str, Any] = {}
+        inputs_by_user: dict[str, Any] = {}
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
@@ -151,14 +161,16 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
                 for a, b in zip(part.indptr, part.indptr[1:], strict=False)
             ]
             names = part.ids.to_pylist()
-            found |= {name: each for name, *each in zip(names, ages_, spans, strict=True)}
-        return found
+            inputs_by_user |= {
+                name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)
+            }
+        return inputs_by_user
 
     values: EntityValues = {
         b"a": {"age": 9}, b"b": {"age": None}, b"new": {"age": 5, "other": 1}, b"none": {"age": None},
         b"else": {"other": 1},
     }  # fmt: skip
-    found = users("events", {"a": 1, "b": 2, "c": 3}, values)
+    inputs_with_events = users("events", {"a": 1, "b": 2, "c": 3}, values)
 
-    assert found == users("table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_VALUES)
-    assert set(found) == {"a", "b", "c", "new"}
+    assert inputs_with_events == users("table", {"a": 9, "b": None, "c": 3, "new": 5}, NO_VALUES)
+    assert set(inputs_with_events) == {"a", "b", "c", "new"}

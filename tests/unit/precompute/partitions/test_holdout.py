@@ -9,21 +9,21 @@ from precompute.sources.readers import Interactions
 
 
 def batch(users, items):
-    named, chosen = (Ids.of(pa.array(each, pa.string())) for each in (users, items))
-    return Interactions(named, chosen, np.zeros(len(users), np.int64))
+    named, item_ids = (Ids.of(pa.array(texts, pa.string())) for texts in (users, items))
+    return Interactions(named, item_ids, np.zeros(len(users), np.int64))
 
 
 def test_many_users_are_cut_down_to_the_same_sample_in_any_order(tmp_path):
     users = [f"user-{number}" for number in range(500)]
-    found = []
+    holdouts = []
     for name, order in (("a", users), ("b", users[::-1])):
         holdout = Holdout(users_max=20)
         for start in range(0, 500, 50):
             holdout.add(batch(order[start : start + 50], ["x"] * 50))
         holdout.write(tmp_path / name)
-        found.append(read_holdout(tmp_path / name))
+        holdouts.append(read_holdout(tmp_path / name))
 
-    assert len(found[0]) == 20 and found[0] == found[1]
+    assert len(holdouts[0]) == 20 and holdouts[0] == holdouts[1]
 
 
 def test_a_user_keeps_a_bounded_number_of_different_items(tmp_path):

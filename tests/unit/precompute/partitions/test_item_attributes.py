@@ -22,7 +22,7 @@ from precompute.partitions.item_attributes import write_item_attributes
 from precompute.sources.unusable import NOT_FINITE, Unusable
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
-IDS = [f"i{each}" for each in range(6)]
+IDS = [f"i{number}" for number in range(6)]
 
 
 def opened(
@@ -47,15 +47,17 @@ def opened(
         "Manifest",
         SimpleNamespace(items=SimpleNamespace(count=items.count, attributes=attributes)),
     )
-    ordinals = {items.id_of(each): each for each in range(items.count)}
+    ordinals = {items.id_of(ordinal): ordinal for ordinal in range(items.count)}
     return ItemAttributes.open(folder, manifest), ordinals
 
 
-def passing(found: tuple[ItemAttributes, dict[str, int]], filter_: Any) -> set[str]:
-    attributes, ordinals = found
+def passing(
+    attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any
+) -> set[str]:
+    attributes, ordinals = attributes_and_ordinals
     mask = Passing.of(mask_of(read_filter(filter_).root, attributes))
-    kept = mask.among(np.arange(len(ordinals)))
-    return {id_ for id_, at in ordinals.items() if kept[at]}
+    is_passing = mask.among(np.arange(len(ordinals)))
+    return {id_ for id_, at in ordinals.items() if is_passing[at]}
 
 
 TIMES = [0, 86_400, 2 * 86_400, None, 4 * 86_400, 5 * 86_400]
@@ -76,15 +78,15 @@ COLUMNS: list[tuple[Any, Any, set[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "filter_", "wanted"), COLUMNS)
+@pytest.mark.parametrize(("column", "filter_", "expected_ids"), COLUMNS)
 def test_a_column_is_kept_in_its_kind(
-    tmp_path: Path, column: Any, filter_: Any, wanted: set[str]
+    tmp_path: Path, column: Any, filter_: Any, expected_ids: set[str]
 ) -> None:
-    assert passing(opened(tmp_path, column), filter_) == wanted
+    assert passing(opened(tmp_path, column), filter_) == expected_ids
 
 
 @pytest.mark.parametrize(
-    ("column", "reason", "kept"),
+    ("column", "reason", "exists_filter"),
     [
         (pa.array(["x" * 257, "y", "y", "y", "y", "y"]), TOO_LONG, {"exists": "a"}),
         (pa.array([2**53 + 1, 1, 1, 1, 1, 1], pa.int64()), BEYOND, {"exists": "a"}),
@@ -92,15 +94,15 @@ def test_a_column_is_kept_in_its_kind(
     ],
 )
 def test_a_value_that_cannot_be_kept_is_noted_and_lacks(
-    tmp_path: Path, column: Any, reason: str, kept: Any
+    tmp_path: Path, column: Any, reason: str, exists_filter: Any
 ) -> None:
     unusable = Unusable()
 
-    found = opened(tmp_path, column, unusable)
+    attributes_and_ordinals = opened(tmp_path, column, unusable)
 
-    assert passing(found, kept) == set(IDS[1:])
-    noted = unusable.to_json()["item_features.a"]["reasons"][reason]
-    assert noted == {"rows": 1, "cases": [{"item": "i0"}]}
+    assert passing(attributes_and_ordinals, exists_filter) == set(IDS[1:])
+    reason_report = unusable.to_json()["item_features.a"]["reasons"][reason]
+    assert reason_report == {"rows": 1, "cases": [{"item": "i0"}]}
 
 
 @pytest.mark.parametrize("column", [pa.array([[1.0]] * 6), pa.array([{"x": 1}] * 6), pa.array([b"x"] * 6)])  # fmt: skip

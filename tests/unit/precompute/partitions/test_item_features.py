@@ -86,7 +86,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
 
     write_item_features(config, bundle, items, tmp_path, unusable=unusable)
     features = ItemFeatures.open(tmp_path / ITEM_FEATURES, SPEC, items.count)
-    found, usable = features.of(np.arange(items.count))
+    inputs, usable = features.of(np.arange(items.count))
 
     ids = [items.id_of(ordinal) for ordinal in range(items.count)]
     assert {name for name, fits in zip(ids, usable, strict=True) if not fits} == {
@@ -97,15 +97,15 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
     }
     assert features.usable().tolist() == usable.tolist()
     for ordinal in np.flatnonzero(usable).tolist():
-        assert found["title"][ordinal] == ids[ordinal].upper()
-        assert found["price"][ordinal] == int(ids[ordinal][1:])
-        one, fits = features.of(np.array([ordinal]))
-        assert (one["title"][0], one["price"][0]) == (
-            found["title"][ordinal],
-            found["price"][ordinal],
+        assert inputs["title"][ordinal] == ids[ordinal].upper()
+        assert inputs["price"][ordinal] == int(ids[ordinal][1:])
+        item_input, fits = features.of(np.array([ordinal]))
+        assert (item_input["title"][0], item_input["price"][0]) == (
+            inputs["title"][ordinal],
+            inputs["price"][ordinal],
         )
         assert fits.all()
-    counted = unusable.to_json()["item_features.price"]
-    cases = counted["reasons"]["price: not finite as float32"]["cases"]
-    assert (counted["rows"], counted["left_out"]) == (10, 2)
+    column_report = unusable.to_json()["item_features.price"]
+    cases = column_report["reasons"]["price: not finite as float32"]["cases"]
+    assert (column_report["rows"], column_report["left_out"]) == (10, 2)
     assert sorted(case["item"] for case in cases) == ["i6", "i7"]

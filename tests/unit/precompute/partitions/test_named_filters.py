@@ -17,7 +17,10 @@ PRICES = [5.0, 20.0, np.nan, 70.0]
 def night(**filters: Any) -> NightConfig:
     sources = Sources(item_features="items.parquet", item_attributes=("price",))
     return NightConfig(
-        sources=sources, filters={name: FilterConfig(each) for name, each in filters.items()}
+        sources=sources,
+        filters={
+            name: FilterConfig(filter_expression) for name, filter_expression in filters.items()
+        },
     )
 
 
@@ -25,8 +28,8 @@ def passing(folder: Path, config: NightConfig) -> dict[str, list[int]]:
     """Ordinals that pass, of four items with a price but one."""
     np.array(PRICES, DTYPES["number"]).tofile(folder / "prices")
     files = {"price": ("number", {"values": "prices"})}
-    found = passing_filters(config, folder, files, len(PRICES))
-    return {name: each.ordinals().tolist() for name, each in found.items()}
+    mask_by_name = passing_filters(config, folder, files, len(PRICES))
+    return {name: filter_mask.ordinals().tolist() for name, filter_mask in mask_by_name.items()}
 
 
 def test_what_passes_is_found_by_name(tmp_path: Path) -> None:

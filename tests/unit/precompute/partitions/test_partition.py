@@ -54,7 +54,7 @@ USERS = ["007", "7", "ü/1", "u4", "u5"]
 
 def item_table(ids, seed=0):
     order = np.argsort(hash_ids(ids, seed))
-    placed = [ids[place] for place in order]
+    placed = [ids[index] for index in order]
     offsets = np.concatenate([[0], np.cumsum([len(raw) for raw in placed])]).astype(np.uint64)
     return ItemTable(
         Directory(seed, [0], [hash_ids(placed, seed)]),
@@ -69,7 +69,7 @@ def item_table(ids, seed=0):
 def config(tmp_path):
     rng = np.random.default_rng(3)
     users = rng.choice(USERS, 300)
-    items = [f"i{each}" for each in rng.integers(0, 20, 300)]
+    items = [f"i{number}" for number in rng.integers(0, 20, 300)]
     times = rng.integers(1_000, 2_000, 300)
     pq.write_table(
         pa.table({"user": users, "item": items, "timestamp": times}), tmp_path / "a.parquet"
@@ -77,60 +77,63 @@ def config(tmp_path):
     return NightConfig(base=str(tmp_path), shards=3, sources=Sources(interactions=("a.parquet",)))
 
 
-ITEMS = [f"i{each}".encode() for each in range(15)]
+ITEMS = [f"i{number}".encode() for number in range(15)]
 
 
 def histories(config, tmp_path, **options):
     items = item_table(ITEMS)
-    seen = partition(config, items, tmp_path / "work", before=None, **options)
-    found = {}
+    partition_result = partition(config, items, tmp_path / "work", cutoff_at=None, **options)
+    history_by_user = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=1000)
         assert (part.hashes[1:] > part.hashes[:-1]).all()
         for row, name in enumerate(part.ids.to_pylist()):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-            found[name] = items.ids_of(ordinals.astype(np.uint32))
-    return seen, found
+            history_by_user[name] = items.ids_of(ordinals.astype(np.uint32))
+    return partition_result, history_by_user
 
 
 def expected(config):
     table = pq.read_table(config.path("a.parquet")).to_pylist()
-    wanted: dict[str, dict[str, int]] = {}
-    for row in sorted(table, key=lambda each: each["timestamp"]):
-        seen = wanted.setdefault(row["user"], {})
-        seen.pop(row["item"], None)
+    times_by_user: dict[str, dict[str, int]] = {}
+    for row in sorted(table, key=lambda interaction: interaction["timestamp"]):
+        time_by_item = times_by_user.setdefault(row["user"], {})
+        time_by_item.pop(row["item"], None)
         if row["item"].encode() in ITEMS:
-            seen[row["item"]] = row["timestamp"]
-    return wanted
+            time_by_item[row["item"]] = row["timestamp"]
+    return times_by_user
 
 
 def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config, tmp_path):
-    seen, found = histories(config, tmp_path)
+    partition_result, history_by_user = histories(config, tmp_path)
 
-    wanted = expected(config)
-    assert found.keys() == wanted.keys() == set(USERS)
-    for user, history in found.items():
-        times = [wanted[user][item] for item in history]
-        assert set(history) == set(wanted[user]) and times == sorted(times)
-    assert seen.users == len(USERS) and seen.counted.interactions == 300
-    assert seen.counted.unknown_items + int(seen.counted.popularity.sum()) == 300
+    times_by_user = expected(config)
+    assert history_by_user.keys() == times_by_user.keys() == set(USERS)
+    for user, history in history_by_user.items():
+        times = [times_by_user[user][item] for item in history]
+        assert set(history) == set(times_by_user[user]) and times == sorted(times)
+    assert partition_result.users == len(USERS) and partition_result.counted.interactions == 300
+    assert (
+        partition_result.counted.unknown_items + int(partition_result.counted.popularity.sum())
+        == 300
+    )
 
 
 def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
     def weak(raws, seed):
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
-    seen, found = histories(config, tmp_path, hasher=weak)
-    assert seen.seed == 1 and set(found) == set(USERS)
+    partition_result, history_by_user = histories(config, tmp_path, hasher=weak)
+    assert partition_result.seed == 1 and set(history_by_user) == set(USERS)
     assert sort_unique(weak([b"a", b"b"], 0)) is None
 
 
 def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
     batches = list(
-        read_interactions(config.sources, tmp_path, before=parse_time("1970-01-01T00:25:00Z"))
+        read_interactions(config.sources, tmp_path, cutoff_at=parse_time("1970-01-01T00:25:00Z"))
     )
     table = pq.read_table(tmp_path / "a.parquet")
-    assert sum(len(each.times) for each in batches) == sum(
+    assert sum(len(batch.times) for batch in batches) == sum(
         t < 1500 for t in table["timestamp"].to_pylist()
     )
 
@@ -140,7 +143,9 @@ def test_ranges_tile_the_whole_hash(shards):
     firsts = [first_hash(shard, shards) for shard in range(shards)]
     assert firsts[0] == 0 and firsts == sorted(set(firsts))
     edges = np.array([edge for first in firsts[1:] for edge in (first - 1, first)], np.uint64)
-    assert shard_of(edges, shards).tolist() == [each // 2 + each % 2 for each in range(len(edges))]
+    assert shard_of(edges, shards).tolist() == [
+        index // 2 + index % 2 for index in range(len(edges))
+    ]
     assert shard_of(np.array([0, 2**64 - 1], np.uint64), shards).tolist() == [0, shards - 1]
 
 
@@ -172,7 +177,7 @@ def test_integer_ids_become_decimal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message_pattern"),
     [
         ({"user": [1.5], "item": ["a"]}, "double.*write the column as Int64"),
         ({"user": ["a"], "thing": ["b"]}, "no column 'item'"),
@@ -185,9 +190,9 @@ def test_integer_ids_become_decimal(tmp_path):
         ),
     ],
 )
-def test_a_source_that_cannot_be_right_is_refused_by_name(tmp_path, columns, said):
+def test_a_source_that_cannot_be_right_is_refused_by_name(tmp_path, columns, message_pattern):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         list(read_interactions(Sources(interactions=("a.parquet",)), tmp_path))
 
 
@@ -200,16 +205,20 @@ def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_b
     config, tmp_path
 ):
     """What lay beyond the limit could come back into a list, and the gate that looks had the same limit."""
-    _seen, whole = histories(config, tmp_path)
+    _partition_result, history_by_user = histories(config, tmp_path)
     items, spec = item_table(ITEMS), InputSpec("past", "history", "int32", max_length=99, pad=-1)
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=4)
-        _, given, _ = usable_inputs(items, part, {"user_tower": TowerSpec((spec,), "v", 4)})
+        _, model_histories, _ = usable_inputs(
+            items, part, {"user_tower": TowerSpec((spec,), "v", 4)}
+        )
         for row, name in enumerate(part.ids.to_pylist()):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-            assert items.ids_of(ordinals.astype(np.uint32)) == whole[name]
-            newest = given.indices[given.indptr[row] : given.indptr[row + 1]]
-            assert newest.tolist() == items.to_model(Ordinals(ordinals[-4:])).tolist()
+            assert items.ids_of(ordinals.astype(np.uint32)) == history_by_user[name]
+            model_indices = model_histories.indices[
+                model_histories.indptr[row] : model_histories.indptr[row + 1]
+            ]
+            assert model_indices.tolist() == items.to_model(Ordinals(ordinals[-4:])).tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
@@ -217,30 +226,32 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     pq.write_table(pa.table({"user": ["u4", "quiet"], "age": [4, 5]}), tmp_path / "users.parquet")
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
-    partition(config, item_table(ITEMS), folder, before=None, feature_columns=["age"])
+    partition(config, item_table(ITEMS), folder, cutoff_at=None, feature_columns=["age"])
     for shard in range(config.shards):
-        whole = read_shard(folder, shard, history_limit=9)
+        whole_shard = read_shard(folder, shard, history_limit=9)
         slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
-        assert len(slices.numbers) > 1 or not len(whole.ids)
+        assert len(slices.numbers) > 1 or not len(whole_shard.ids)
         parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-        found = [(len(set(each.ids.to_pylist())), len(set(each.hashes.tolist()))) for each in parts]
-        assert list(count_distinct(slices)) == found
-        assert pa.concat_arrays([part.ids for part in parts]) == whole.ids
+        distinct_counts = [
+            (len(set(part.ids.to_pylist())), len(set(part.hashes.tolist()))) for part in parts
+        ]
+        assert list(count_distinct(slices)) == distinct_counts
+        assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
         for name in ("hashes", "ordinals"):
             joined = np.concatenate([getattr(part, name) for part in parts])
-            assert np.array_equal(joined, getattr(whole, name))
+            assert np.array_equal(joined, getattr(whole_shard, name))
         counts = np.concatenate([np.diff(part.indptr) for part in parts])
-        assert np.array_equal(counts, np.diff(whole.indptr))
+        assert np.array_equal(counts, np.diff(whole_shard.indptr))
         ages = [age for part in parts for age in part.features["age"].to_pylist()]
-        assert ages == whole.features["age"].to_pylist()
+        assert ages == whole_shard.features["age"].to_pylist()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path, monkeypatch):
     """1,024 descriptors are all that many hosts allow; a shard of a billion rows has as many slices."""
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
-    partition(replace(config, shards=1), item_table(ITEMS), folder, before=None)
-    whole = read_shard(folder, 0, history_limit=9)
+    partition(replace(config, shards=1), item_table(ITEMS), folder, cutoff_at=None)
+    whole_shard = read_shard(folder, 0, history_limit=9)
     monkeypatch.setattr("precompute.partitions.shard_input.FILES_MAX", 9)
     opened = []
     init = ShardFiles.__init__
@@ -254,7 +265,7 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
     slices = slice_shard(folder, 0, 1, scratch, rows=5)
 
     parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-    assert pa.concat_arrays([part.ids for part in parts]) == whole.ids
+    assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
     assert len(parts) > 9 >= max(opened)
     assert not list((scratch / "rough").iterdir())
 
@@ -267,7 +278,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
         config, shards=1, sources=replace(config.sources, user_features="users.parquet")
     )
     folder = tmp_path / "work"
-    partition(config, item_table(ITEMS), folder, before=None, feature_columns=["taste"])
+    partition(config, item_table(ITEMS), folder, cutoff_at=None, feature_columns=["taste"])
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
@@ -281,40 +292,42 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
 
 def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_path):
     folder = tmp_path / "work"
-    partition(replace(config, shards=1), item_table(ITEMS), folder, before=None)
+    partition(replace(config, shards=1), item_table(ITEMS), folder, cutoff_at=None)
     every = slice_shard(folder, 0, 1, tmp_path / "all", rows=3)
     first = slice_shard(folder, 0, 1, tmp_path / "first", rows=3, first=2)
 
     assert list(first.numbers) == list(every.numbers)[:2]
     for number in first.numbers:
-        ours, theirs = (read_shard(each.folder, number, history_limit=9) for each in (first, every))
-        assert ours.ids == theirs.ids
+        limited_slice, theirs = (
+            read_shard(slices.folder, number, history_limit=9) for slices in (first, every)
+        )
+        assert limited_slice.ids == theirs.ids
     assert len(list(first.folder.iterdir())) == 2 * 3
 
 
 def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path, monkeypatch):
     folder, items = tmp_path / PARTITION, item_table(ITEMS)
-    partition(config, items, folder, before=None)
-    whole = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
+    partition(config, items, folder, cutoff_at=None)
+    whole_shards = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
     monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
 
-    found: list[ShardInput] = []
+    sampled_parts: list[ShardInput] = []
 
-    def of_nobody(_items: ItemTable, part: ShardInput, _specs: Any) -> Any:
-        found.append(part)
+    def reject_part(_items: ItemTable, part: ShardInput, _specs: Any) -> Any:
+        sampled_parts.append(part)
         return np.empty(0, np.int64), None, {}
 
-    monkeypatch.setattr(input_samples, "usable_inputs", of_nobody)
-    made: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
+    monkeypatch.setattr(input_samples, "usable_inputs", reject_part)
+    fake_build: Any = SimpleNamespace(config=config, root=tmp_path, need=lambda _report: {})
     model: Any = SimpleNamespace(name="user_tower", spec=None)
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
-        input_samples.sample_inputs(made, items, model)
+        input_samples.sample_inputs(fake_build, items, model)
 
-    assert pa.concat_arrays([part.ids for part in found]) == pa.concat_arrays(
-        [part.ids for part in whole]
+    assert pa.concat_arrays([part.ids for part in sampled_parts]) == pa.concat_arrays(
+        [part.ids for part in whole_shards]
     )
-    assert len(found) > sum(1 for part in whole if len(part.ids))
+    assert len(sampled_parts) > sum(1 for part in whole_shards if len(part.ids))
     assert not list(folder.glob(".slices*"))
 
 
@@ -325,16 +338,18 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
 def test_every_hash_is_found_where_it_lies(hashes, data):
     """Evenly spread or not: what is crowded or lone takes longer, no other place."""
     sorted_hashes = np.array(hashes, np.uint64)
-    places = data.draw(st.lists(st.integers(0, len(hashes) - 1), max_size=50))
-    assert places_of(sorted_hashes, sorted_hashes[places]).tolist() == places
+    positions = data.draw(st.lists(st.integers(0, len(hashes) - 1), max_size=50))
+    assert places_of(sorted_hashes, sorted_hashes[positions]).tolist() == positions
 
-    stranger = data.draw(st.integers(0, 2**64 - 1).filter(lambda each: each not in hashes))
+    stranger = data.draw(
+        st.integers(0, 2**64 - 1).filter(lambda candidate_hash: candidate_hash not in hashes)
+    )
     with pytest.raises(CorruptArtefact, match="does not name"):
         places_of(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
 
 
 def test_rows_of_nobody_are_corrupt(config, tmp_path):
-    partition(replace(config, shards=1), item_table(ITEMS), tmp_path / "work", before=None)
+    partition(replace(config, shards=1), item_table(ITEMS), tmp_path / "work", cutoff_at=None)
     ids = tmp_path / "work/0000.ids"
     schema = read_stream(ids).schema
     with ShardFiles([ids], schema):
@@ -351,8 +366,10 @@ def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
         seeds.append(seed)
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
-    seen = partition(config, item_table(ITEMS), tmp_path / "work", before=None, hasher=colliding)
-    assert seen.seed == 1
+    partition_result = partition(
+        config, item_table(ITEMS), tmp_path / "work", cutoff_at=None, hasher=colliding
+    )
+    assert partition_result.seed == 1
     assert set(seeds) == {0, 1}
     assert not list((tmp_path / "work").glob(".slices*"))
 
@@ -363,7 +380,7 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
         tmp_path / "users.parquet",
     )
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
-    partition(config, item_table(ITEMS), tmp_path / "work", before=None, feature_columns=["age"])
+    partition(config, item_table(ITEMS), tmp_path / "work", cutoff_at=None, feature_columns=["age"])
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=10)
@@ -392,8 +409,8 @@ def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
 
 def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
     layout = Layout("vector", 16, "f4")
-    marks, values = np.arange(2000, dtype=np.uint64), np.ones((2000, 16), np.float32)
-    records = encode_numbers(layout, marks, values, 0)
+    fingerprints, values = np.arange(2000, dtype=np.uint64), np.ones((2000, 16), np.float32)
+    records = encode_numbers(layout, fingerprints, values, 0)
     path = tmp_path / "0000.pages"
     with PageFile(path, layout, 4096) as zombie:
         zombie.append(records[:1000])
@@ -404,7 +421,7 @@ def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
         with pytest.raises(KeyError), PageFile(path, layout, 4096):
             raise KeyError
     assert path.read_bytes() == records.tobytes()
-    assert {each.name for each in tmp_path.iterdir()} == {"0000.pages", "0000.sums"}
+    assert {file_path.name for file_path in tmp_path.iterdir()} == {"0000.pages", "0000.sums"}
 
 
 def test_two_models_that_name_an_input_alike_get_their_own_columns():
@@ -430,9 +447,9 @@ def test_two_models_that_name_an_input_alike_get_their_own_columns():
 def test_wide_features_are_never_numbers_of_python(kind):
     """32 bytes for each number: a slice of a million users with 768 numbers took 25 GB."""
     rows, wide = 2_000, InputSpec("x", "feature", "float32", column="taste", width=256)
-    wanted = np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)
+    expected_numbers = np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)
     lengths = None if pa.types.is_fixed_size_list(kind) else pa.array(np.arange(rows + 1) * 256)
-    values = pa.array(wanted.ravel(), kind.value_type)
+    values = pa.array(expected_numbers.ravel(), kind.value_type)
     if lengths is None:
         column = pa.FixedSizeListArray.from_arrays(values, 256)
     elif pa.types.is_large_list(kind):
@@ -441,39 +458,39 @@ def test_wide_features_are_never_numbers_of_python(kind):
         column = pa.ListArray.from_arrays(lengths.cast(pa.int32()), values)
 
     tracemalloc.start()
-    found = read_values(column[500:], wide).numbers
+    numbers = read_values(column[500:], wide).numbers
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert np.array_equal(found, wanted[500:])
-    assert peak < 2 * found.nbytes
+    assert np.array_equal(numbers, expected_numbers[500:])
+    assert peak < 2 * numbers.nbytes
 
 
 def test_a_pass_that_is_repeated_tells_whoever_collects_what_is_late(config, tmp_path):
     """A collision of hashes reads the sources again: each late batch came twice."""
-    told: list[int] = []
+    late_counts: list[int] = []
 
     def colliding(raws, seed):
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
     partition(
         config, item_table(ITEMS), tmp_path / "work",
-        before=parse_time("1970-01-01T00:25:00Z"), hasher=colliding,
-        late=lambda batch: told.append(len(batch.times)), restart=told.clear,
+        cutoff_at=parse_time("1970-01-01T00:25:00Z"), hasher=colliding,
+        late=lambda batch: late_counts.append(len(batch.times)), restart=late_counts.clear,
     )  # fmt: skip
-    once: list[int] = []
+    single_pass_counts: list[int] = []
     partition(
         config, item_table(ITEMS), tmp_path / "again",
-        before=parse_time("1970-01-01T00:25:00Z"), late=lambda batch: once.append(len(batch.times)),
+        cutoff_at=parse_time("1970-01-01T00:25:00Z"), late=lambda batch: single_pass_counts.append(len(batch.times)),
     )  # fmt: skip
-    assert told == once and any(once)
+    assert late_counts == single_pass_counts and any(single_pass_counts)
 
 
 def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch):
     """1,024 shards hold 2,048 files open, and 1,024 is what many systems allow unless asked."""
     limits = [(1024, 2048)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new_limits: limits.append(new_limits))
 
     shard_files.allow_files(1000)
     assert limits[-1] == (1000 + shard_files.SPARE_FILES, 2048)
@@ -481,4 +498,6 @@ def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch
     assert len(limits) == 2
 
     with pytest.raises(ConfigError, match=r"may open 2048.*ulimit -n.*fewer shards"):
-        partition(replace(config, shards=1000), item_table(ITEMS), tmp_path / "work", before=None)
+        partition(
+            replace(config, shards=1000), item_table(ITEMS), tmp_path / "work", cutoff_at=None
+        )

@@ -64,11 +64,11 @@ def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     total = SHARDS * len(pieces.numbers)
     for number, part in zip(pieces.numbers, parts, strict=True):
         assert (shard_of(part.hashes, total) == number).all()
-    whole, found = read_shard(tmp_path, SHARD, history_limit=LIMIT), joined(parts)
-    assert len(whole.hashes) > 100
-    assert found.ids.equals(whole.ids)
+    whole_shard, joined_pieces = read_shard(tmp_path, SHARD, history_limit=LIMIT), joined(parts)
+    assert len(whole_shard.hashes) > 100
+    assert joined_pieces.ids.equals(whole_shard.ids)
     for name in ("hashes", "indptr", "ordinals"):
-        assert np.array_equal(getattr(found, name), getattr(whole, name)), name
+        assert np.array_equal(getattr(joined_pieces, name), getattr(whole_shard, name)), name
 
 
 def test_a_shard_whose_batches_lie_otherwise_has_no_pieces(tmp_path: Path) -> None:

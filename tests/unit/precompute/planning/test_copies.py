@@ -36,7 +36,7 @@ def shape(**layouts: Any) -> Any:
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times), owners=np.array(owners), ids=[str(each) for each in range(users)]
+        times=np.array(times), owners=np.array(owners), ids=[str(user) for user in range(users)]
     )
 
 
@@ -54,34 +54,43 @@ def test_a_list_of_most_items_is_touched_as_often_as_drawing_says() -> None:
 
 
 def test_where_no_item_changed_only_the_users_who_did_something_are_computed() -> None:
-    found = copying_night(TIMINGS, shape(), 0.1, 0.0, np.array([10]))
+    forecast = copying_night(TIMINGS, shape(), 0.1, 0.0, np.array([10]))
 
-    assert found.inputs == pytest.approx(0.1) and (found.lost, found.entered) == (0.0, 0.0)
-    assert found.copied == pytest.approx(0.9)
+    assert forecast.inputs == pytest.approx(0.1) and (forecast.lost, forecast.entered) == (0.0, 0.0)
+    assert forecast.copied == pytest.approx(0.9)
     # read and write of all, a tenth of towers and lists, the items made ready
-    assert found.scoring.cpu_s == pytest.approx(2 + 5 + 1 + 8 + 5)
+    assert forecast.scoring.cpu_s == pytest.approx(2 + 5 + 1 + 8 + 5)
 
 
 def test_items_that_change_cost_lists_histories_and_the_towers_of_all() -> None:
-    none, few, many = copying_nights(TIMINGS, shape(), 0.1, None, np.array([10, 10]))
+    none, few_changed, many_changed = copying_nights(
+        TIMINGS, shape(), 0.1, None, np.array([10, 10])
+    )
 
-    assert [each.items_changed for each in (none, few, many)] == list(ITEMS_CHANGED)
-    lost = touched(40_000, 0.001, 100)
+    assert [forecast.items_changed for forecast in (none, few_changed, many_changed)] == list(
+        ITEMS_CHANGED
+    )
+    lost_share = touched(40_000, 0.001, 100)
     stay = 0.9 * (1 - touched(40_000, 0.001, 10))
-    assert few.inputs == pytest.approx(1 - stay)
-    assert few.lost == pytest.approx(stay * lost)
-    assert few.entered == pytest.approx(stay * (1 - lost) * lost)
-    assert none.copied > few.copied > many.copied > 0
-    assert none.scoring.cpu_s + 9 < few.scoring.cpu_s < many.scoring.cpu_s < TIMINGS.all.cpu_s
+    assert few_changed.inputs == pytest.approx(1 - stay)
+    assert few_changed.lost == pytest.approx(stay * lost_share)
+    assert few_changed.entered == pytest.approx(stay * (1 - lost_share) * lost_share)
+    assert none.copied > few_changed.copied > many_changed.copied > 0
+    assert (
+        none.scoring.cpu_s + 9
+        < few_changed.scoring.cpu_s
+        < many_changed.scoring.cpu_s
+        < TIMINGS.all.cpu_s
+    )
 
 
 def test_with_more_items_than_may_enter_everybody_is_computed_and_nothing_is_dearer_than_all() -> (
     None
 ):
-    (found,) = copying_nights(TIMINGS, shape(), 0.1, 0.1, np.array([10]))
+    (forecast,) = copying_nights(TIMINGS, shape(), 0.1, 0.1, np.array([10]))
     (all_,) = copying_nights(TIMINGS, shape(), 1.0, 1.0, np.array([10]))
 
-    assert found.copied == pytest.approx(0.0)
+    assert forecast.copied == pytest.approx(0.0)
     assert all_.scoring.cpu_s == pytest.approx(TIMINGS.all.cpu_s)
     assert set(all_.to_json()) == {
         "items_changed", "inputs", "lost", "entered", "copied", "scoring_s", "scoring_cpu_s",
@@ -94,26 +103,29 @@ def test_lists_of_items_are_touched_by_their_own_length() -> None:
         item_similar=("item", Layout("topk", 50, "f2")),
     )
     (short,) = copying_nights(TIMINGS, shape(), 0.1, 0.001, np.array([10]))
-    (found,) = copying_nights(TIMINGS, with_items, 0.1, 0.001, np.array([10]))
+    (forecast,) = copying_nights(TIMINGS, with_items, 0.1, 0.001, np.array([10]))
 
-    assert found.copied == short.copied and found.scoring.cpu_s > short.scoring.cpu_s
+    assert forecast.copied == short.copied and forecast.scoring.cpu_s > short.scoring.cpu_s
 
 
 def test_active_users_are_those_of_the_last_day_before_the_cut() -> None:
     cut = datetime(2026, 1, 10, tzinfo=UTC)
     end = int(cut.timestamp()) * 1_000_000
     times = [end - 1, end - 2, end - DAY_US, end - DAY_US - 1, 5]
-    seen = sample(times, [0, 0, 1, 2, 3], users=5)
+    drawn_sample = sample(times, [0, 0, 1, 2, 3], users=5)
 
-    assert active_lately(seen, cut) == pytest.approx(2 / 5)
-    assert active_lately(seen, None) == pytest.approx(2 / 5)
-    assert users_changed(None, seen, cut)[0] == pytest.approx(2 / 5)
+    assert active_lately(drawn_sample, cut) == pytest.approx(2 / 5)
+    assert active_lately(drawn_sample, None) == pytest.approx(2 / 5)
+    assert users_changed(None, drawn_sample, cut)[0] == pytest.approx(2 / 5)
 
 
 def test_what_is_stated_goes_first_and_without_times_a_tenth_is_assumed() -> None:
-    seen = sample([0, 0], [0, 1], users=2)
+    drawn_sample = sample([0, 0], [0, 1], users=2)
 
-    assert users_changed(0.25, seen, None) == (0.25, "25.0% of the users changed, as stated")
-    found, note = users_changed(None, seen, None)
-    assert found == USERS_CHANGED and "assumed" in note
+    assert users_changed(0.25, drawn_sample, None) == (
+        0.25,
+        "25.0% of the users changed, as stated",
+    )
+    changed_share, note = users_changed(None, drawn_sample, None)
+    assert changed_share == USERS_CHANGED and "assumed" in note
     assert active_lately(sample([], [], users=2), None) is None

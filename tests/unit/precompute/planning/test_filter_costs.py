@@ -34,7 +34,7 @@ def test_a_full_list_of_which_too_few_pass_is_short_and_one_that_is_not_full_is_
     lists = np.array([range(12), range(6, 18), [*range(6), *[NO_ITEM] * 6]], np.uint32)
     mask = np.arange(20) < 10
 
-    whole, few = _cut(lists, mask)
+    cut_share, cut_few_share = _cut(lists, mask)
 
-    assert whole == pytest.approx(2 / 3)
-    assert few == pytest.approx(1 / 3)
+    assert cut_share == pytest.approx(2 / 3)
+    assert cut_few_share == pytest.approx(1 / 3)

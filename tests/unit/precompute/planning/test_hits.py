@@ -22,20 +22,20 @@ def drawn(exponent, seed=0):
 
 def served(users, max_bytes, answer_bytes):
     """(hit rate from empty, of the second half), entries in the end: as the service fills its L1."""
-    tier, found = LocalTier(max_bytes), []
+    tier, hit_flags = LocalTier(max_bytes), []
     for user in users.tolist():
         request = b"%d" % user
         if answer_bytes and tier.ready(request) is not None:
-            found.append(True)
+            hit_flags.append(True)
             continue
         key = LocalKey("g", "t", user)
-        found.append(tier.get(key) is not None)
-        if not found[-1]:
+        hit_flags.append(tier.get(key) is not None)
+        if not hit_flags[-1]:
             tier.put(key, Entry(bytes(RECORD), user))
         elif answer_bytes:
             body = bytes(answer_bytes - 2 * len(request))
             tier.keep(Ready(0, body, b"", 0, ("t", request), request))
-    return np.mean(found), np.mean(found[REQUESTS // 2 :]), len(tier)
+    return np.mean(hit_flags), np.mean(hit_flags[REQUESTS // 2 :]), len(tier)
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0, 1.3])
@@ -64,11 +64,11 @@ def test_a_log_foretells_requests_that_are_not_in_it():
 
 
 def test_an_l1_that_holds_everybody_misses_each_of_them_once():
-    found = hits(zipf(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
+    hit_rates = hits(zipf(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
 
-    assert (found.steady, found.entries) == (1.0, 100)
+    assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
     # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
-    assert found.from_cold == pytest.approx(1 - 100 * (1 - math.exp(-10)) / 1000)
+    assert hit_rates.from_cold == pytest.approx(1 - 100 * (1 - math.exp(-10)) / 1000)
 
 
 def test_without_a_number_of_requests_there_is_no_first_day():
@@ -78,12 +78,12 @@ def test_without_a_number_of_requests_there_is_no_first_day():
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 50_000), st.floats(0, 3))
 def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
-    found = zipf(users, exponent)
+    popularity = zipf(users, exponent)
 
     weights = np.arange(1, users + 1.0) ** -exponent
-    assert found.keys.sum() == pytest.approx(users)
-    assert found.shares @ found.keys == pytest.approx(1)
-    assert found.shares[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
+    assert popularity.keys.sum() == pytest.approx(users)
+    assert popularity.shares @ popularity.keys == pytest.approx(1)
+    assert popularity.shares[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
 
 
 @settings(deadline=None, max_examples=30)
@@ -91,12 +91,12 @@ def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
 def test_a_log_gives_every_user_a_share(counts, unseen):
     users = len(counts) + unseen
 
-    found = popularity_of(np.array(counts), users)
+    popularity = popularity_of(np.array(counts), users)
 
     # Where nobody was seen just once, nothing is left for those who were not.
-    assert found.keys.sum() == (users if 1 in counts else len(counts))
-    assert found.shares @ found.keys == pytest.approx(1)
-    assert (found.shares > 0).all()
+    assert popularity.keys.sum() == (users if 1 in counts else len(counts))
+    assert popularity.shares @ popularity.keys == pytest.approx(1)
+    assert (popularity.shares > 0).all()
 
 
 @settings(deadline=None, max_examples=30)

@@ -23,23 +23,23 @@ USERS = 400
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=80))
 def test_few_are_counted_exactly(values):
-    found = Distinct(keep=64)
+    distinct_counter = Distinct(keep=64)
     for value in values:
-        found.add(np.array([value], np.uint64))
+        distinct_counter.add(np.array([value], np.uint64))
 
-    assert found.count == len(set(values))
+    assert distinct_counter.count == len(set(values))
 
 
 def test_many_are_counted_within_what_the_estimator_promises():
-    found, rng = Distinct(keep=4096), np.random.default_rng(0)
+    distinct_counter, rng = Distinct(keep=4096), np.random.default_rng(0)
     hashes = rng.integers(0, 2**64, 300_000, np.uint64)
 
     for _ in range(2):  # what comes again counts once
         for part in np.array_split(hashes, 30):
-            found.add(part)
+            distinct_counter.add(part)
 
-    assert found.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
-    assert len(found.smallest) == 4096
+    assert distinct_counter.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
+    assert len(distinct_counter.smallest) == 4096
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def config(tmp_path, monkeypatch):
     users = users[users != 3]
     pq.write_table(
         pa.table({
-            "user": [f"u-{each}" for each in users],
+            "user": [f"u-{user}" for user in users],
             "item": [f"i-{row}" for row in range(len(users))],
             "timestamp": pa.array(1_700_000_000 + np.arange(len(users))),
         }),
         tmp_path / "clicks.parquet",
     )  # fmt: skip
     pq.write_table(
-        pa.table({"user": [f"u-{each}" for each in range(USERS)], "age": pa.array(range(USERS))}),
+        pa.table({"user": [f"u-{user}" for user in range(USERS)], "age": pa.array(range(USERS))}),
         tmp_path / "users.parquet",
     )
     sources = Sources(("clicks.parquet",), user_features="users.parquet")
@@ -65,7 +65,7 @@ def config(tmp_path, monkeypatch):
 
 
 def rows_of(sources, base):
-    found: dict[str, list[tuple[str, int]]] = {}
+    interactions_by_user: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
             batch.users.texts().to_pylist(),
@@ -73,8 +73,8 @@ def rows_of(sources, base):
             batch.times.tolist(),
             strict=True,
         ):
-            found.setdefault(row[0], []).append(row[1:])
-    return found
+            interactions_by_user.setdefault(row[0], []).append(row[1:])
+    return interactions_by_user
 
 
 def test_a_sample_holds_whole_histories_and_counts_all(config, tmp_path):
@@ -98,14 +98,14 @@ def test_users_are_repeated_under_new_names(config, tmp_path):
     written = rows_of(sample.write(tmp_path / "s", 100, config.sources), tmp_path)
 
     lengths = sorted(map(len, written.values()))
-    once = sorted(
+    one_copy_lengths = sorted(
         map(len, rows_of(sample.write(tmp_path / "t", 40, config.sources), tmp_path).values())
     )
-    some = sorted(
+    half_copy_lengths = sorted(
         map(len, rows_of(sample.write(tmp_path / "r", 20, config.sources), tmp_path).values())
     )
     assert len(written) == 100
-    assert lengths == sorted([*once, *once, *some])
+    assert lengths == sorted([*one_copy_lengths, *one_copy_lengths, *half_copy_lengths])
 
 
 def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
@@ -118,14 +118,14 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
         for user, age in zip(ids.texts().to_pylist(), columns["age"].to_pylist(), strict=True)
     ]
     assert sample.users == USERS
-    assert dict(ages[:USERS]) == {f"u-{each}": each for each in range(USERS)}
+    assert dict(ages[:USERS]) == {f"u-{user}": user for user in range(USERS)}
     assert len(dict(ages)) == USERS + 10
 
 
 def test_what_is_newer_than_the_cut_does_not_count(config):
     cut = datetime.fromtimestamp(1_700_000_000 + 10, UTC)
 
-    assert draw(config, 1.0, before=cut).interactions == 10
+    assert draw(config, 1.0, cutoff_at=cut).interactions == 10
 
 
 def test_features_that_no_file_holds_are_named(config):
@@ -136,8 +136,8 @@ def test_features_that_no_file_holds_are_named(config):
 
 
 def test_users_known_by_their_vectors_alone_are_sampled_too(config, tmp_path):
-    users = [f"u-{each}" for each in range(60)]
-    vectors = pa.array([[float(each), 1.0] for each in range(60)], pa.list_(pa.float32()))
+    users = [f"u-{user}" for user in range(60)]
+    vectors = pa.array([[float(user), 1.0] for user in range(60)], pa.list_(pa.float32()))
     pq.write_table(pa.table({"user": users, "vector": vectors}), tmp_path / "vectors.parquet")
     alone = replace(config, sources=Sources(user_vectors="vectors.parquet"))
 

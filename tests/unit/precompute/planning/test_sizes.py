@@ -29,22 +29,22 @@ def test_pages_are_those_that_the_night_writes(tmp_path, records):
     with PageFile(path, LAYOUT, 4096) as file:
         file.append(np.zeros(records, LAYOUT.dtype))
 
-    found = Pages.of(records, 1, LAYOUT, 4096)
+    pages = Pages.of(records, 1, LAYOUT, 4096)
 
-    assert found.payload_bytes == path.stat().st_size
-    assert found.count == sums_path(path).stat().st_size // 8
+    assert pages.payload_bytes == path.stat().st_size
+    assert pages.count == sums_path(path).stat().st_size // 8
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10**7), st.integers(1, 64), st.integers(4096, 1 << 20))
 def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
-    found = Pages.of(records, parts, LAYOUT, page_bytes)
+    pages = Pages.of(records, parts, LAYOUT, page_bytes)
 
-    off = abs(found.payload_bytes - records * LAYOUT.size_bytes)
+    off = abs(pages.payload_bytes - records * LAYOUT.size_bytes)
     assert off <= parts * LAYOUT.size_bytes
-    assert found.last_bytes < found.full_bytes
-    assert found.sum({size: float(size) for size in found.sizes}) == found.payload_bytes
-    assert found.sum(dict.fromkeys(found.sizes, 1.0)) == found.count
+    assert pages.last_bytes < pages.full_bytes
+    assert pages.sum({size: float(size) for size in pages.sizes}) == pages.payload_bytes
+    assert pages.sum(dict.fromkeys(pages.sizes, 1.0)) == pages.count
 
 
 def shape(**changes):
@@ -58,16 +58,19 @@ def shape(**changes):
 
 
 def test_a_generation_is_the_sum_of_its_files():
-    found = shape()
+    night_shape = shape()
 
-    assert found.directory_bytes == 8 * (1000 + 200)
-    assert found.item_bytes == 1500 + 8 * 201 + 8 * 200 + 4 * 200 * 8
-    assert found.index_bytes == 4 * 200 * 8
-    assert found.fp32_bytes == 12_000  # twice the items of the bundle
+    assert night_shape.directory_bytes == 8 * (1000 + 200)
+    assert night_shape.item_bytes == 1500 + 8 * 201 + 8 * 200 + 4 * 200 * 8
+    assert night_shape.index_bytes == 4 * 200 * 8
+    assert night_shape.fp32_bytes == 12_000  # twice the items of the bundle
     int8 = 12_000 * (1 + 4 / 8) / 4
-    assert found.mapped_bytes == found.directory_bytes + found.item_bytes + 6400 + 12_000 + int8
-    pages = found.payload_bytes + 8 * found.pages()["user_topk"].count
-    assert found.disk_bytes == found.mapped_bytes + pages + 12_000 + REPORTS_BYTES
+    assert (
+        night_shape.mapped_bytes
+        == night_shape.directory_bytes + night_shape.item_bytes + 6400 + 12_000 + int8
+    )
+    pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].count
+    assert night_shape.disk_bytes == night_shape.mapped_bytes + pages + 12_000 + REPORTS_BYTES
 
 
 def test_an_inverted_file_keeps_ids_and_centroids():
@@ -89,17 +92,17 @@ def test_time_grows_along_the_line_of_two_runs():
 @settings(deadline=None)
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(200, 1e9))
 def test_noise_never_makes_more_work_cost_less(first, second, amount):
-    found = grown(Run(100, Spent(first, first)), Run(200, Spent(second, second)), amount)
+    time_spent = grown(Run(100, Spent(first, first)), Run(200, Spent(second, second)), amount)
 
-    assert found.wall_s >= second
+    assert time_spent.wall_s >= second
 
 
 def test_the_processor_time_of_another_process_counts():
     ticks = iter([1.0, 3.5])
 
-    spent, found = timed(lambda: "done", lambda: next(ticks))
+    spent, timed_result = timed(lambda: "done", lambda: next(ticks))
 
-    assert found == "done" and spent.cpu_s >= 2.5
+    assert timed_result == "done" and spent.cpu_s >= 2.5
 
 
 def room(**changes):
@@ -150,32 +153,42 @@ def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
         Node("primary b", 0.3, 2 * GB, "maxmemory"),
     )
 
-    failed = [each for each in room(nodes=nodes) if not each.passed]
+    failed = [verdict for verdict in room(nodes=nodes) if not verdict.passed]
 
-    assert [each.rule for each in failed] == ["redis_headroom"]
+    assert [verdict.rule for verdict in failed] == ["redis_headroom"]
     assert "primary a" in failed[0].note
 
 
 def timings(**stages):
-    nothing = Spent()
+    no_time_spent = Spent()
     embed = Spent(1.0, 1.0)
-    return Timings(embed, nothing, nothing, nothing, nothing, stages, 1.0, "", nothing)
+    return Timings(
+        embed,
+        no_time_spent,
+        no_time_spent,
+        no_time_spent,
+        no_time_spent,
+        stages,
+        1.0,
+        "",
+        no_time_spent,
+    )
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(100.0, 1 + 12.0), (1000.0, 1 + 4.0)])
 def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
-    found = timings(read=4.0, tower=2.0, topk=90.0, write=3.0)
+    trial_timings = timings(read=4.0, tower=2.0, topk=90.0, write=3.0)
 
-    assert gpu_seconds(found, rate, shape()) == seconds  # 1,000 users and 200 items
+    assert gpu_seconds(trial_timings, rate, shape()) == seconds  # 1,000 users and 200 items
 
 
 def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
     bundle: Any = SimpleNamespace(values={})
 
-    found = resized(NightConfig(), bundle, 7).tables
+    tables = resized(NightConfig(), bundle, 7).tables
 
-    assert found["user_topk"].k == 7 and found["item_similar"].k == 100
-    assert "user_affinity" not in found
+    assert tables["user_topk"].k == 7 and tables["item_similar"].k == 100
+    assert "user_affinity" not in tables
 
 
 @pytest.mark.parametrize("layout", [Layout("topk", 40, "f2"), Layout("vector", 252, "f4")], ids=str)
@@ -184,6 +197,6 @@ def test_a_page_of_records_that_divide_it_leaves_redis_its_header(layout):
     page_bytes = NightConfig().page_bytes
     assert page_bytes % layout.size_bytes == 0
 
-    found = Pages.of(10 * page_bytes // layout.size_bytes, 1, layout, page_bytes)
+    pages = Pages.of(10 * page_bytes // layout.size_bytes, 1, layout, page_bytes)
 
-    assert page_bytes - layout.size_bytes - 64 <= found.full_bytes <= page_bytes - 64
+    assert page_bytes - layout.size_bytes - 64 <= pages.full_bytes <= page_bytes - 64

@@ -7,8 +7,14 @@ from precompute.reference.affinity import spherical_clusters
 
 def test_clusters_find_separate_directions():
     directions = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
-    found = [spherical_clusters(directions, 3, np.random.default_rng(seed)) for seed in range(20)]
+    clusterings = [
+        spherical_clusters(directions, 3, np.random.default_rng(seed)) for seed in range(20)
+    ]
 
-    best = max(found, key=lambda groups: len(np.unique(groups)))
+    best_clustering = max(clusterings, key=lambda groups: len(np.unique(groups)))
 
-    assert [len(np.unique(best[start : start + 20])) for start in (0, 20, 40)] == [1, 1, 1]
+    assert [len(np.unique(best_clustering[start : start + 20])) for start in (0, 20, 40)] == [
+        1,
+        1,
+        1,
+    ]

@@ -18,8 +18,8 @@ def data() -> UserItemMatrix:
     """Clicks with popular and rare items; some users have none, nor has one item."""
     rng = np.random.default_rng(0)
     users, items = rng.integers(0, USERS - 5, 4_000), (ITEMS * rng.random(4_000) ** 2).astype(int)
-    kept = items != 7
-    return UserItemMatrix.of(matrix_of(users[kept], items[kept], (USERS, ITEMS)))
+    kept_mask = items != 7
+    return UserItemMatrix.of(matrix_of(users[kept_mask], items[kept_mask], (USERS, ITEMS)))
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def start(data):
 
 def solved(clicks: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """What is best beside the other side's vectors, row by row, as the formula says it."""
-    found = np.zeros((len(clicks), theirs.shape[1]))
+    solved_vectors = np.zeros((len(clicks), theirs.shape[1]))
     for row, liked in enumerate(clicks > 0):
         weight = liked.sum() + SHAPE.others * len(theirs)
         square = theirs[liked].T @ theirs[liked] + SHAPE.others * theirs.T @ theirs
         square += SHAPE.regularization * weight * np.eye(theirs.shape[1])
-        found[row] = np.linalg.solve(square, theirs[liked].sum(axis=0))
-    return found
+        solved_vectors[row] = np.linalg.solve(square, theirs[liked].sum(axis=0))
+    return solved_vectors
 
 
 def test_after_many_rounds_each_side_is_best_beside_the_other(data, start):
@@ -70,11 +70,12 @@ def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
     usual = item_vectors(data, start, SHAPE, RNG)
     monkeypatch.setattr(alternating, "USERS_NUMBERS", 8 * USERS * 2 // 3)
 
-    found = item_vectors(data, start, SHAPE, np.random.default_rng(0))
+    sampled_vectors = item_vectors(data, start, SHAPE, np.random.default_rng(0))
 
-    known, scores = data.item_degrees > 5, found @ found.T
+    is_popular, scores = data.item_degrees > 5, sampled_vectors @ sampled_vectors.T
     likeness = np.corrcoef(
-        scores[known][:, known].ravel(), (usual @ usual.T)[known][:, known].ravel()
+        scores[is_popular][:, is_popular].ravel(),
+        (usual @ usual.T)[is_popular][:, is_popular].ravel(),
     )
     assert 0.7 < likeness[0, 1] < 0.9999
 
@@ -96,7 +97,7 @@ def test_a_fold_is_the_ridge_regression_that_knows_only_the_other_items(data, st
 
 def test_rows_are_solved_together_with_rows_of_about_their_length():
     lengths = np.array([3, 0, 1, 900, 3, 2, 1])
-    columns = np.concatenate([np.arange(each) for each in lengths])
+    columns = np.concatenate([np.arange(length) for length in lengths])
     rows = np.repeat(np.arange(7), lengths)
     matrix = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (7, 1_000))
 

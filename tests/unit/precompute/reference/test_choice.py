@@ -16,25 +16,27 @@ def clicks(seed: int = 0, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
     """(users, items): users who like one of six groups of items, and now and then any other."""
     rng = np.random.default_rng(seed)
     users = np.repeat(np.arange(USERS), 8)
-    own = rng.integers(0, ITEMS // GROUPS, len(users)) * GROUPS + users % GROUPS
-    return users, np.where(rng.random(len(users)) < noise, rng.integers(0, ITEMS, len(users)), own)
+    group_items = rng.integers(0, ITEMS // GROUPS, len(users)) * GROUPS + users % GROUPS
+    return users, np.where(
+        rng.random(len(users)) < noise, rng.integers(0, ITEMS, len(users)), group_items
+    )
 
 
 def test_every_shape_is_tried_and_the_chosen_one_finds_about_as_much_as_the_best():
-    found = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
+    shape_choice = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
 
-    best = max(each.recall for each in found.trials)
-    assert len(found.trials) == len({each.shape for each in found.trials})
-    assert {each.shape.dims for each in found.trials} == {16, 8, 4, 2}
-    assert found.recall is not None and found.recall >= best * 0.97
+    best_recall = max(trial.recall for trial in shape_choice.trials)
+    assert len(shape_choice.trials) == len({trial.shape for trial in shape_choice.trials})
+    assert {trial.shape.dims for trial in shape_choice.trials} == {16, 8, 4, 2}
+    assert shape_choice.recall is not None and shape_choice.recall >= best_recall * 0.97
 
 
 def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_ones():
     rng = np.random.default_rng(0)
-    usual, other = rng.random(1_000), rng.random(1_000)
-    other += usual.mean() - other.mean() + 0.001
+    usual, rival_recalls = rng.random(1_000), rng.random(1_000)
+    rival_recalls += usual.mean() - rival_recalls.mean() + 0.001
     shapes: dict[Shape, list[np.ndarray]] = {
-        SpectralShape(0.25, 0.2): [other],
+        SpectralShape(0.25, 0.2): [rival_recalls],
         SpectralShape(0.5, 0.4): [usual],
         SpectralShape(0.5, 0.3): [usual - 0.2],
     }
@@ -47,23 +49,27 @@ def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_on
 
 @pytest.mark.parametrize(("gain", "method"), [(0.05, "spectral"), (0.07, "alternating")])
 def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeypatch, gain, method):
-    def tried(found, shapes, cuts, rng, progress):
+    def tried(recalls_by_shape, shapes, cuts, rng, progress):
         for shape in shapes:
             finds = 0.5 * (1 + gain * isinstance(shape, AlternatingShape))
-            found.setdefault(shape, [np.full(100, finds)])
+            recalls_by_shape.setdefault(shape, [np.full(100, finds)])
 
     monkeypatch.setattr(choice, "_try", tried)
 
-    found = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
+    shape_choice = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
 
-    assert found.method == found.row()["method"] == method
-    assert isinstance(found.shape, AlternatingShape) == (method == "alternating")
+    assert shape_choice.method == shape_choice.row()["method"] == method
+    assert isinstance(shape_choice.shape, AlternatingShape) == (method == "alternating")
 
 
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
-    found = choose(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
+    shape_choice = choose(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
 
-    assert found.shape.dims <= 12 and found.recall is not None and found.recall > 0.9
+    assert (
+        shape_choice.shape.dims <= 12
+        and shape_choice.recall is not None
+        and shape_choice.recall > 0.9
+    )
 
 
 def test_the_same_seed_chooses_the_same():
@@ -88,32 +94,38 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
     users, order = np.repeat(np.arange(50), 10), np.tile(np.arange(10), 50)
     items = np.where(order < 8, 2 * order, 2 * order + 1)
     mixed = np.random.default_rng(0).permutation(len(users))
-    held = []
+    held_out_arrays = []
     real = held_out.recalls
 
-    def caught(vectors, rows, seen, out, metric):
-        held.append(out.indices)
-        return real(vectors, rows, seen, out, metric)
+    def caught(vectors, rows, input_histories, targets, metric):
+        held_out_arrays.append(targets.indices)
+        return real(vectors, rows, input_histories, targets, metric)
 
     monkeypatch.setattr(held_out, "recalls", caught)
 
     choose(users[mixed], items[mixed], 20, 4, np.random.default_rng(0), times=order[mixed])
 
-    assert held and all((each % 2 == 1).all() for each in held)
+    assert held_out_arrays and all(
+        (held_out_items % 2 == 1).all() for held_out_items in held_out_arrays
+    )
 
 
 def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
     monkeypatch.setattr(cuts, "SAMPLE", 1_000)
 
-    found = choose(*clicks(), ITEMS, 8, np.random.default_rng(0))
+    shape_choice = choose(*clicks(), ITEMS, 8, np.random.default_rng(0))
 
-    assert 900 < found.interactions <= 1_000 and found.trials
+    assert 900 < shape_choice.interactions <= 1_000 and shape_choice.trials
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
     users = np.tile(np.arange(5), repeats)
 
-    found = choose(users, users, 5, 4, np.random.default_rng(0))
+    shape_choice = choose(users, users, 5, 4, np.random.default_rng(0))
 
-    assert found.shape == SpectralShape(dims=4) and not found.trials and found.recall is None
+    assert (
+        shape_choice.shape == SpectralShape(dims=4)
+        and not shape_choice.trials
+        and shape_choice.recall is None
+    )

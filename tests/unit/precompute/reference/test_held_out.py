@@ -12,21 +12,23 @@ def test_recall_is_the_mean_share_of_held_out_items_among_the_best_unseen_ones(u
     rng = np.random.default_rng(users)
     items, vectors = rng.standard_normal((90, 5)), rng.standard_normal((users, 5))
     mixed = [rng.permutation(90) for _ in range(users)]
-    seen = [each[: rng.integers(0, 10)] for each in mixed]
-    held = [each[20 : 21 + rng.integers(0, 30)] for each in mixed]
+    input_histories = [permutation[: rng.integers(0, 10)] for permutation in mixed]
+    targets = [permutation[20 : 21 + rng.integers(0, 30)] for permutation in mixed]
 
-    found = recall(
+    measured_recall = recall(
         vectors.astype(np.float32),
         items.astype(np.float32),
-        Histories.of(seen),
-        Histories.of(held),
+        Histories.of(input_histories),
+        Histories.of(targets),
         "inner_product",
     )
 
-    shares = []
-    for vector, known, wanted in zip(vectors, seen, held, strict=True):
+    expected_recalls = []
+    for vector, history, target_items in zip(vectors, input_histories, targets, strict=True):
         scores = items @ vector
-        scores[known] = -np.inf
-        best = np.argsort(-scores)[:TOP]
-        shares.append(len(set(best) & set(wanted)) / min(TOP, len(wanted)))
-    assert found == pytest.approx(np.mean(shares), abs=1e-9)
+        scores[history] = -np.inf
+        top_items = np.argsort(-scores)[:TOP]
+        expected_recalls.append(
+            len(set(top_items) & set(target_items)) / min(TOP, len(target_items))
+        )
+    assert measured_recall == pytest.approx(np.mean(expected_recalls), abs=1e-9)

@@ -22,8 +22,8 @@ def matrix() -> sp.csr_matrix:
     """Clicks with popular and rare items; some users have none, nor has one item."""
     rng = np.random.default_rng(0)
     users, items = rng.integers(0, USERS - 5, 4_000), (ITEMS * rng.random(4_000) ** 2).astype(int)
-    kept = items != 7
-    return matrix_of(users[kept], items[kept], (USERS, ITEMS))
+    kept_mask = items != 7
+    return matrix_of(users[kept_mask], items[kept_mask], (USERS, ITEMS))
 
 
 def normalised(matrix: sp.csr_matrix, shape: SpectralShape) -> np.ndarray:
@@ -31,10 +31,10 @@ def normalised(matrix: sp.csr_matrix, shape: SpectralShape) -> np.ndarray:
     dense = matrix.toarray().astype(np.float64)
     users, items = dense.sum(axis=1), dense.sum(axis=0)
     with np.errstate(divide="ignore"):
-        left = np.where(users > 0, users**-shape.user_exponent, 0)
+        user_weights = np.where(users > 0, users**-shape.user_exponent, 0)
         right = np.where(items > 0, items**-shape.item_exponent, 0)
-    found: np.ndarray = left[:, None] * dense * right
-    return found
+    normalised_matrix: np.ndarray = user_weights[:, None] * dense * right
+    return normalised_matrix
 
 
 @pytest.mark.parametrize(
@@ -44,30 +44,32 @@ def test_the_product_with_the_gram_matrix_is_that_of_the_normalised_matrix(matri
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
     wide = normalised(matrix, shape)
 
-    found = UserItemMatrix.of(matrix).gram_times(basis, shape)
+    product = UserItemMatrix.of(matrix).gram_times(basis, shape)
 
-    np.testing.assert_allclose(found, wide.T @ (wide @ basis), rtol=2e-4, atol=1e-3)
+    np.testing.assert_allclose(product, wide.T @ (wide @ basis), rtol=2e-4, atol=1e-3)
 
 
 def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix, monkeypatch):
     basis = np.random.default_rng(1).standard_normal((ITEMS, 9)).astype(np.float32)
-    data, found = UserItemMatrix.of(matrix), []
+    data, serialised_products = UserItemMatrix.of(matrix), []
 
     for cores in (1, 2, 5):
         monkeypatch.setattr(spectral, "usable_cores", lambda cores=cores: cores)
-        found.append(data.gram_times(basis, SpectralShape()).tobytes())
+        serialised_products.append(data.gram_times(basis, SpectralShape()).tobytes())
 
-    assert len(set(found)) == 1
+    assert len(set(serialised_products)) == 1
 
 
 def test_singular_vectors_equal_the_exact_ones(matrix):
     shape = SpectralShape(dims=10)
 
-    found = singular_vectors(UserItemMatrix.of(matrix), shape, np.random.default_rng(0), rounds=30)
+    spectrum = singular_vectors(
+        UserItemMatrix.of(matrix), shape, np.random.default_rng(0), rounds=30
+    )
 
     _, values, rows = np.linalg.svd(normalised(matrix, shape))
-    np.testing.assert_allclose(found.values[:10], values[:10], rtol=1e-3)
-    cosines = np.abs((found.vectors[:, :4] * rows[:4].T).sum(axis=0))
+    np.testing.assert_allclose(spectrum.values[:10], values[:10], rtol=1e-3)
+    cosines = np.abs((spectrum.vectors[:, :4] * rows[:4].T).sum(axis=0))
     np.testing.assert_allclose(cosines, 1, atol=1e-3)
 
 
@@ -84,13 +86,15 @@ def test_scores_are_those_of_the_ridge_regression_of_the_normalised_matrix(matri
     ridge = 0.1 * np.linalg.svd(wide)[1][0] ** 2
     filtered = np.linalg.solve(gram + ridge * np.eye(ITEMS), gram)
     clicks, degrees = matrix.toarray(), data.item_degrees
-    known = degrees > 0
-    wanted = (
-        (clicks[:, known] * degrees[known] ** -0.4)
-        @ filtered[known]
-        * np.where(known, np.where(known, degrees, 1) ** 0.4, 0)
+    is_clicked = degrees > 0
+    expected_scores = (
+        (clicks[:, is_clicked] * degrees[is_clicked] ** -0.4)
+        @ filtered[is_clicked]
+        * np.where(is_clicked, np.where(is_clicked, degrees, 1) ** 0.4, 0)
     )
-    np.testing.assert_allclose((clicks @ rows) @ items.T, wanted, atol=2e-3 * wanted.max())
+    np.testing.assert_allclose(
+        (clicks @ rows) @ items.T, expected_scores, atol=2e-3 * expected_scores.max()
+    )
 
 
 def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero():
@@ -98,12 +102,12 @@ def test_a_basis_becomes_orthonormal_and_a_column_that_adds_nothing_becomes_zero
     basis = rng.standard_normal((20_000, 6)).astype(np.float32) * np.logspace(0, -4, 6, dtype="f4")
     basis = np.concatenate([basis, basis[:, :1]], axis=1)
 
-    found = orthonormal(orthonormal(basis))
+    orthonormal_basis = orthonormal(orthonormal(basis))
 
-    inside = found.T.astype(np.float64) @ found
+    inside = orthonormal_basis.T.astype(np.float64) @ orthonormal_basis
     np.testing.assert_allclose(inside, np.diag([0, *np.ones(6)]), atol=1e-5)
-    rest = basis - found @ (found.T @ basis)
-    np.testing.assert_allclose(rest, 0, atol=1e-4)
+    residual = basis - orthonormal_basis @ (orthonormal_basis.T @ basis)
+    np.testing.assert_allclose(residual, 0, atol=1e-4)
 
 
 def test_an_item_that_nobody_clicked_scores_nothing(matrix):

@@ -34,9 +34,9 @@ def test_users_rank_their_own_half_of_the_items_first(tmp_path):
     scores = users.run({"history": histories_of()}) @ items.run({"item_index": np.arange(ITEMS)}).T
 
     # Then their own half scores higher
-    own = np.array([(np.arange(ITEMS) + user) % 2 == 1 for user in range(USERS)])
+    is_own_half = np.array([(np.arange(ITEMS) + user) % 2 == 1 for user in range(USERS)])
     assert (
-        np.where(own, scores, 0).sum(axis=1) > np.where(own, 0, scores).sum(axis=1)
+        np.where(is_own_half, scores, 0).sum(axis=1) > np.where(is_own_half, 0, scores).sum(axis=1)
     ).mean() > 0.9
 
 
@@ -58,19 +58,19 @@ def test_clusters_are_named_by_one_of_their_items(tmp_path):
 def test_the_bundle_says_what_was_chosen_and_how_well_it_found_what_was_held_out(tmp_path):
     users, items = interactions()
 
-    told = train(
-        ReferenceData(users, items, [str(each) for each in range(ITEMS)]), tmp_path
+    training_facts = train(
+        ReferenceData(users, items, [str(item) for item in range(ITEMS)]), tmp_path
     ).training
 
-    assert told["shapes_tried"] in {33, 39} and 0 < told["recall_at_20"] <= 1
-    assert told["held_out"] == "random" and told["users_held_out"] > 0
-    assert told["method"] in {"spectral", "alternating"}
-    assert {"item_exponent", "ridge", "dims"} <= set(told)
+    assert training_facts["shapes_tried"] in {33, 39} and 0 < training_facts["recall_at_20"] <= 1
+    assert training_facts["held_out"] == "random" and training_facts["users_held_out"] > 0
+    assert training_facts["method"] in {"spectral", "alternating"}
+    assert {"item_exponent", "ridge", "dims"} <= set(training_facts)
 
 
 def test_a_choice_with_the_same_seed_gives_the_same_bundle(tmp_path):
     users, items = interactions()
-    data = ReferenceData(users, items, [str(each) for each in range(ITEMS)])
+    data = ReferenceData(users, items, [str(item) for item in range(ITEMS)])
 
     first, second = train(data, tmp_path / "a", dims=16), train(data, tmp_path / "b", dims=16)
 
@@ -78,16 +78,16 @@ def test_a_choice_with_the_same_seed_gives_the_same_bundle(tmp_path):
 
 
 def test_a_given_shape_is_taken_and_nothing_is_tried(tmp_path):
-    told = train_small(tmp_path, dims=8).training
+    training_facts = train_small(tmp_path, dims=8).training
 
-    assert told["shapes_tried"] == 0 and told["recall_at_20"] is None
-    assert told["dims"] == 8 and told["ridge"] == SpectralShape().ridge
+    assert training_facts["shapes_tried"] == 0 and training_facts["recall_at_20"] is None
+    assert training_facts["dims"] == 8 and training_facts["ridge"] == SpectralShape().ridge
 
 
 def test_one_user_and_one_item_are_enough(tmp_path):
-    one = np.zeros(1, np.int64)
+    only_ordinal = np.zeros(1, np.int64)
 
-    bundle = train(ReferenceData(one, one, ["only"]), tmp_path)
+    bundle = train(ReferenceData(only_ordinal, only_ordinal, ["only"]), tmp_path)
 
     assert bundle.dims == 1
     assert bundle.values["user_affinity"].labels == ("only",)
@@ -104,10 +104,10 @@ def test_repeated_interactions_count_once(tmp_path):
     users, items = np.array([0, 0, 1]), np.array([0, 1, 1])
     twice = np.concatenate([users, users]), np.concatenate([items, items])
 
-    once = train(ReferenceData(users, items, ["a", "b"]), tmp_path / "a")
-    again = train(ReferenceData(*twice, ["a", "b"]), tmp_path / "b")
+    unique_bundle = train(ReferenceData(users, items, ["a", "b"]), tmp_path / "a")
+    repeated_bundle = train(ReferenceData(*twice, ["a", "b"]), tmp_path / "b")
 
-    assert once.digest == again.digest
+    assert unique_bundle.digest == repeated_bundle.digest
 
 
 def test_tables_that_no_model_file_holds_stand_beside_it(tmp_path, monkeypatch):
@@ -119,4 +119,4 @@ def test_tables_that_no_model_file_holds_stand_beside_it(tmp_path, monkeypatch):
 
     bundle = train(data, tmp_path / "bundle", dims=8)
 
-    assert {each.name for each in bundle.models if each.weights} >= {"user_tower", "item_tower"}
+    assert {model.name for model in bundle.models if model.weights} >= {"user_tower", "item_tower"}

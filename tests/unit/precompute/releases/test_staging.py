@@ -22,9 +22,9 @@ def test_one_publisher_at_a_time_is_told_who_is_in_the_way(control: Control) -> 
 
     assert stage.set(ONE, "first") is None
     assert stage.set(ONE, "a retry under another name") is None
-    found = stage.set(TWO, "second")
+    blocking_note = stage.set(TWO, "second")
 
-    assert found is not None and found.generation == ONE
+    assert blocking_note is not None and blocking_note.generation == ONE
 
 
 @pytest.mark.parametrize("canary", [None, Canary(TWO, 5.0, 0.0)])
@@ -33,15 +33,17 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
 ) -> None:
     # given: the pointer moved, the note was not taken away
     stage = StagingNote(control)
-    staged, other = (ONE, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
+    staged, other_generation = (
+        (ONE, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
+    )
     assert stage.set(staged, "dead") is None
     pointer = Pointer(ONE, 1, None, "dead", published_at=0.0, canary=canary)
     control.client.set(control.keys.live, pointer.to_bytes())
 
     # when, then
-    assert stage.set(other, "next") is None
+    assert stage.set(other_generation, "next") is None
     note = stage.get()
-    assert note is not None and note.generation == other
+    assert note is not None and note.generation == other_generation
 
 
 def test_a_retry_takes_the_note_of_the_publisher_that_died_away(control: Control) -> None:

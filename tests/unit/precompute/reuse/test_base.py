@@ -41,9 +41,12 @@ generations = st.lists(
 """Of each: its state by the ledger, and by its row; whether it can be read, and is of the same settings and bundle."""
 
 
-@given(found=generations, making=st.integers(0, 9))
-def test_the_base_is_the_newest_that_fits(found: list[Stored], making: int) -> None:
-    named = {name_of(number): each for number, each in enumerate(found, 1)}
+@given(stored_generations=generations, making=st.integers(0, 9))
+def test_the_base_is_the_newest_that_fits(stored_generations: list[Stored], making: int) -> None:
+    named = {
+        name_of(number): stored_generation
+        for number, stored_generation in enumerate(stored_generations, 1)
+    }
     reads = {
         name: (None, {
             "settings": settings_digest(CONFIG) if settings else "others",
@@ -55,8 +58,8 @@ def test_the_base_is_the_newest_that_fits(found: list[Stored], making: int) -> N
         ledger=lambda: SimpleNamespace(state=lambda name: named[name][0]),
         control=SimpleNamespace(
             rows=lambda: {
-                name: SimpleNamespace(state=each[1])
-                for name, each in named.items() if each[1] is not None
+                name: SimpleNamespace(state=stored_generation[1])
+                for name, stored_generation in named.items() if stored_generation[1] is not None
             }
         ),
         store=SimpleNamespace(names=lambda folder: {*named, "not-a-generation"}),
@@ -64,34 +67,42 @@ def test_the_base_is_the_newest_that_fits(found: list[Stored], making: int) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_read", lambda config, name: reads.get(name))
-        chosen, why = choose_base(
+        base_generation, no_base_reason = choose_base(
             cast(ReleaseLog, releases), CONFIG, OURS, making=name_of(making)
         )  # fmt: skip
 
     verified = [
-        name for name, (told, row, *_) in sorted(named.items(), reverse=True)
-        if (told or row) in VERIFIED and name != name_of(making)
+        name for name, (ledger_state, row, *_) in sorted(named.items(), reverse=True)
+        if (ledger_state or row) in VERIFIED and name != name_of(making)
     ]  # fmt: skip
     fitting = [name for name in verified if named[name][2] and named[name][3]]
-    same = [name for name in fitting if named[name][4]]
-    if same:
-        assert chosen is not None and (chosen.generation, chosen.has_lists) == (same[0], True)
-        assert why == ""
+    same_bundle_names = [name for name in fitting if named[name][4]]
+    if same_bundle_names:
+        assert base_generation is not None and (
+            base_generation.generation,
+            base_generation.has_lists,
+        ) == (same_bundle_names[0], True)
+        assert no_base_reason == ""
     elif fitting:
-        assert chosen is not None and (chosen.generation, chosen.has_lists) == (fitting[0], False)
-        assert why == BUNDLE
+        assert base_generation is not None and (
+            base_generation.generation,
+            base_generation.has_lists,
+        ) == (fitting[0], False)
+        assert no_base_reason == BUNDLE
     else:
-        assert chosen is None and why == (SETTINGS if verified else NONE)
+        assert base_generation is None and no_base_reason == (SETTINGS if verified else NONE)
 
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
-    found = choose_base(cast(ReleaseLog, None), replace(CONFIG, reuse="off"), OURS, making=MAKING)
+    base_and_reason = choose_base(
+        cast(ReleaseLog, None), replace(CONFIG, reuse="off"), OURS, making=MAKING
+    )
 
-    assert found == (None, OFF)
+    assert base_and_reason == (None, OFF)
 
 
 @pytest.mark.parametrize(
-    ("changes", "same"),
+    ("changes", "is_same"),
     [
         ({"history_limit": 7}, False), ({"shards": 3}, False), ({"page_bytes": 8192}, False),
         ({"tables": {"user_topk": CONFIG.tables["user_topk"]}}, False), ({"namespace": "other"}, False),
@@ -99,9 +110,9 @@ def test_nothing_is_looked_at_where_it_is_off() -> None:
     ],
 )  # fmt: skip
 def test_settings_that_decide_what_is_stored_make_another_digest(
-    changes: dict[str, Any], same: bool
+    changes: dict[str, Any], is_same: bool
 ) -> None:
-    assert (settings_digest(replace(CONFIG, **changes)) == settings_digest(CONFIG)) is same
+    assert (settings_digest(replace(CONFIG, **changes)) == settings_digest(CONFIG)) is is_same
 
 
 @pytest.mark.parametrize(
@@ -118,10 +129,12 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
     models: dict[str, tuple[str, dict[str, int]]], expected: bool
 ) -> None:
     # Given a base whose bundle had these models
-    stored = {
+    base_models = {
         name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()
     }
-    earlier = Base(cast(Any, None), {}, cast(Any, SimpleNamespace(models=stored)), has_lists=True)
+    earlier = Base(
+        cast(Any, None), {}, cast(Any, SimpleNamespace(models=base_models)), has_lists=True
+    )
 
     # When this night has a model of that name
     spec = SimpleNamespace(to_json=lambda: {"dims": 4})

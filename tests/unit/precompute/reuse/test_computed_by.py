@@ -28,10 +28,10 @@ def digest_of(monkeypatch: pytest.MonkeyPatch) -> Says:
 
 
 def test_instructions_make_the_digest_in_whatever_order_they_stand(digest_of: Says) -> None:
-    some = digest_of("processor\t: 0\nflags\t\t: fpu avx2 sse2\n")
+    reference_digest = digest_of("processor\t: 0\nflags\t\t: fpu avx2 sse2\n")
 
-    assert digest_of("processor\t: 7\nflags\t\t: sse2 avx2 fpu\nbugs\t: some\n") == some
-    assert digest_of("processor\t: 0\nflags\t\t: fpu avx512f sse2\n") != some
+    assert digest_of("processor\t: 7\nflags\t\t: sse2 avx2 fpu\nbugs\t: some\n") == reference_digest
+    assert digest_of("processor\t: 0\nflags\t\t: fpu avx512f sse2\n") != reference_digest
     assert digest_of("Features\t: fpu avx2 sse2\n") != digest_of("Features\t: asimd\n")
 
 

@@ -33,23 +33,23 @@ users = st.lists(
         st.booleans(),
     ),
     max_size=60, unique_by=lambda user: user.hash_,
-).map(lambda found: sorted(found, key=lambda user: user.hash_))  # fmt: skip
+).map(lambda unsorted_users: sorted(unsorted_users, key=lambda user: user.hash_))  # fmt: skip
 
 
-def copied_of(found: list[User]) -> Copied:
+def copied_of(all_users: list[User]) -> Copied:
     """Copied of users, those that are read being all that is looked at."""
-    read = [each for each in found if each.is_read]
-    kept = [each for each in found if not each.is_read]
-    asked = Decisions(
+    read = [user for user in all_users if user.is_read]
+    kept_users = [user for user in all_users if not user.is_read]
+    decisions = Decisions(
         rows=np.arange(len(read)),
-        same=np.array([each.place for each in read], np.int64),
-        could_stay=np.array([each.could_stay and each.place >= 0 for each in read], np.bool_),
-        kept=np.array([max(0, each.place) for each in kept], np.int64),
-        kept_hashes=np.array([each.hash_ for each in kept], np.uint64),
+        same=np.array([user.place for user in read], np.int64),
+        could_stay=np.array([user.could_stay and user.place >= 0 for user in read], np.bool_),
+        kept=np.array([max(0, user.place) for user in kept_users], np.int64),
+        kept_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
         pairs=np.empty(0, PAIR),
     )
-    own = np.array([row for row, each in enumerate(read) if each.has_input], np.int64)
-    return Copied.of(asked, np.array([each.hash_ for each in read], np.uint64), own)
+    own_rows = np.array([row for row, user in enumerate(read) if user.has_input], np.int64)
+    return Copied.of(decisions, np.array([user.hash_ for user in read], np.uint64), own_rows)
 
 
 def is_own(user: User) -> bool:
@@ -58,82 +58,88 @@ def is_own(user: User) -> bool:
 
 @given(users, st.integers(1, 20))
 def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
-    there = [each for each in found if is_own(each) or not each.is_read]
+    present_users = [user for user in found if is_own(user) or not user.is_read]
 
-    hashes, places, same, owners = [], [], [], 0
-    for part, own in copied_of(found).parts(most):
+    hashes, copied_records, unchanged_records, owners = [], [], [], 0
+    for part, own_slice in copied_of(found).parts(most):
         assert 1 <= len(part.hashes) <= most
-        assert own.start == owners and own.stop - own.start == len(part.rows)
-        owners = own.stop
+        assert own_slice.start == owners and own_slice.stop - own_slice.start == len(part.rows)
+        owners = own_slice.stop
         hashes += part.hashes.tolist()
-        places += part.places.tolist()
-        same += part.same.tolist()
+        copied_records += part.places.tolist()
+        unchanged_records += part.same.tolist()
         assert (part.places[part.rows] == -1).all()
         assert sorted([*part.rows.tolist(), *part.others.tolist()]) == list(range(len(part.hashes)))
 
-    assert hashes == [each.hash_ for each in there]
-    assert places == [-1 if is_own(each) else max(0, each.place) for each in there]
-    assert same == [each.place for each in there if is_own(each)]
+    assert hashes == [user.hash_ for user in present_users]
+    assert copied_records == [-1 if is_own(user) else max(0, user.place) for user in present_users]
+    assert unchanged_records == [user.place for user in present_users if is_own(user)]
 
 
 @given(users)
 def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> None:
     copied = copied_of(found)
-    own = [each for each in found if is_own(each)]
-    stays = [each.stays and each.could_stay and each.place >= 0 for each in own]
+    own_users = [user for user in found if is_own(user)]
+    stays = [user.stays and user.could_stay and user.place >= 0 for user in own_users]
     copied.stay(np.array(stays, np.bool_))
 
-    reasons, places = {}, {}
-    for each in found:
-        if not each.is_read:
-            reasons[each.hash_], places[each.hash_] = COPIED, max(0, each.place)
-    for each, stay in zip(own, stays, strict=True):
-        could = each.could_stay and each.place >= 0
-        reasons[each.hash_] = (
-            COPIED if stay else INPUTS if each.place < 0 else ENTERED if could else LOST
+    reasons, record_by_hash = {}, {}
+    for user in found:
+        if not user.is_read:
+            reasons[user.hash_], record_by_hash[user.hash_] = COPIED, max(0, user.place)
+    for user, stay in zip(own_users, stays, strict=True):
+        could = user.could_stay and user.place >= 0
+        reasons[user.hash_] = (
+            COPIED if stay else INPUTS if user.place < 0 else ENTERED if could else LOST
         )
-        places[each.hash_] = each.place if stay else -1
+        record_by_hash[user.hash_] = user.place if stay else -1
     assert dict(zip(copied.hashes.tolist(), copied.reasons().tolist(), strict=True)) == reasons
-    assert dict(zip(copied.hashes.tolist(), copied.places.tolist(), strict=True)) == places
+    assert dict(zip(copied.hashes.tolist(), copied.places.tolist(), strict=True)) == record_by_hash
 
 
 @given(users, st.integers(0, 2**32 - 1))
 def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) -> None:
     rng, copied = np.random.default_rng(seed), copied_of(found)
-    of_user = {each: rng.integers(0, 9, rng.integers(0, 4)) for each in copied.hashes.tolist()}
-    own = Histories.of([of_user[each] for each in copied.hashes[copied.rows].tolist()])
-    others = Histories.of([of_user[each] for each in copied.hashes[copied.others].tolist()])
+    of_user = {
+        hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.hashes.tolist()
+    }
+    own_histories = Histories.of(
+        [of_user[hash_value] for hash_value in copied.hashes[copied.rows].tolist()]
+    )
+    copied_histories = Histories.of(
+        [of_user[hash_value] for hash_value in copied.hashes[copied.others].tolist()]
+    )
 
-    together = copied.together(own, others)
+    merged_histories = copied.together(own_histories, copied_histories)
 
-    whole = Histories.of(list(of_user.values()))
-    assert together.indptr.tolist() == whole.indptr.tolist()
-    assert together.indices.tolist() == whole.indices.tolist()
+    expected_histories = Histories.of(list(of_user.values()))
+    assert merged_histories.indptr.tolist() == expected_histories.indptr.tolist()
+    assert merged_histories.indices.tolist() == expected_histories.indices.tolist()
 
 
 def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
-    kept = KeptShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
+    kept_shard = KeptShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
     reuse = ShardReuse(
-        kept, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
+        kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
     )
     entities = ShardInput(
         pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {}
     )
 
-    asked = reuse.ask(entities, np.array([9], np.uint64), range(1 << 64))
+    decisions = reuse.ask(entities, np.array([9], np.uint64), range(1 << 64))
 
-    assert asked.rows.tolist() == [0] and asked.same.tolist() == [-1]
-    assert not asked.could_stay.any() and not len(asked.kept)
-    assert asked.pairs.tolist() == [(7, 9)]
+    assert decisions.rows.tolist() == [0] and decisions.same.tolist() == [-1]
+    assert not decisions.could_stay.any() and not len(decisions.kept)
+    assert decisions.pairs.tolist() == [(7, 9)]
 
 
 def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included() -> None:
     # Given a base of two users with records, and no item that could enter a list
     pairs = np.array([(3, 30), (7, 70)], PAIR)
-    kept = KeptShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
+    kept_shard = KeptShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
     reuse = ShardReuse(
-        kept, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None
+        kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None
     )
 
     # When both come with the inputs that they had, and a third is new
@@ -141,8 +147,8 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
         pa.array(["ann", "bob", "eve"]), np.array([3, 7, 9], np.uint64), np.array([0, 1, 2, 3]),
         np.array([3, 4, 5]), {},
     )  # fmt: skip
-    asked = reuse.ask(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
+    decisions = reuse.ask(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
 
     # Then only the third is computed
-    assert asked.kept_hashes.tolist() == [3, 7] and asked.kept.tolist() == [0, 1]
-    assert asked.rows.tolist() == [2] and asked.same.tolist() == [-1]
+    assert decisions.kept_hashes.tolist() == [3, 7] and decisions.kept.tolist() == [0, 1]
+    assert decisions.rows.tolist() == [2] and decisions.same.tolist() == [-1]

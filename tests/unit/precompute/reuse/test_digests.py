@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "half": (pa.float16(), st.floats(width=16, allow_nan=False).map(np.float16)),
     "truth": (pa.bool_(), st.booleans()),
     "time": (pa.timestamp("us", "UTC"), st.integers(0, 2**40).map(
-        lambda each: datetime(2026, 1, 1, tzinfo=UTC) + timedelta(microseconds=each)
+        lambda microseconds: datetime(2026, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)
     )),
     "texts": (pa.list_(pa.string()), st.lists(st.none() | st.text(max_size=2), max_size=3)),
     "vector": (pa.list_(pa.float32()), st.lists(st.floats(width=32, allow_nan=False), max_size=3)),
@@ -54,11 +54,13 @@ def bits(value: Any) -> Any:
 def test_rows_have_one_digest_where_they_hold_the_same(kind: str, data: st.DataObject) -> None:
     values = data.draw(columns(kind))
 
-    found = of_column(pa.array(values, KINDS[kind][0])).tolist()
+    digests = of_column(pa.array(values, KINDS[kind][0])).tolist()
 
-    for row, digest in enumerate(found):
-        for other in range(row):
-            assert (digest == found[other]) == (bits(values[row]) == bits(values[other]))
+    for row, digest in enumerate(digests):
+        for earlier_row in range(row):
+            assert (digest == digests[earlier_row]) == (
+                bits(values[row]) == bits(values[earlier_row])
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,20 +68,20 @@ def test_rows_have_one_digest_where_they_hold_the_same(kind: str, data: st.DataO
 @given(data=st.data())
 def test_chunks_and_slices_change_nothing(kind: str, data: st.DataObject) -> None:
     values = data.draw(columns(kind))
-    whole = pa.array(values, KINDS[kind][0])
+    full_array = pa.array(values, KINDS[kind][0])
     cuts = sorted([0, *data.draw(st.lists(st.integers(0, len(values)), max_size=3)), len(values)])
 
-    chunks = [whole.slice(start, end - start) for start, end in pairwise(cuts)]
-    copies = [pa.concat_arrays([each]) for each in chunks]
+    chunks = [full_array.slice(start, end - start) for start, end in pairwise(cuts)]
+    copies = [pa.concat_arrays([chunk]) for chunk in chunks]
 
-    expected = of_column(whole).tolist()
-    for each in (chunks, copies):
-        assert of_column(pa.chunked_array(each, whole.type)).tolist() == expected
-        assert [digest for chunk in each for digest in of_column(chunk).tolist()] == expected
+    expected = of_column(full_array).tolist()
+    for chunk_list in (chunks, copies):
+        assert of_column(pa.chunked_array(chunk_list, full_array.type)).tolist() == expected
+        assert [digest for chunk in chunk_list for digest in of_column(chunk).tolist()] == expected
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_kind", "second_kind"),
     [
         ("text", "large text"), ("text", "coded"), ("small", "whole"), ("vector", "large vector"),
         ("fixed", "vector"), ("float", "double"),
@@ -87,12 +89,16 @@ def test_chunks_and_slices_change_nothing(kind: str, data: st.DataObject) -> Non
 )  # fmt: skip
 @settings(max_examples=25)
 @given(data=st.data())
-def test_how_a_value_is_laid_out_does_not_matter(one: str, other: str, data: st.DataObject) -> None:
-    values = data.draw(columns(one))
+def test_how_a_value_is_laid_out_does_not_matter(
+    first_kind: str, second_kind: str, data: st.DataObject
+) -> None:
+    values = data.draw(columns(first_kind))
 
-    found, again = (of_column(pa.array(values, KINDS[kind][0])) for kind in (one, other))
+    first_digests, second_digests = (
+        of_column(pa.array(values, KINDS[kind][0])) for kind in (first_kind, second_kind)
+    )
 
-    assert found.tolist() == again.tolist()
+    assert first_digests.tolist() == second_digests.tolist()
 
 
 def test_a_value_under_a_null_is_not_looked_at() -> None:
@@ -107,25 +113,25 @@ def test_a_value_under_a_null_is_not_looked_at() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=4), max_size=8))
 def test_rows_of_numbers_have_their_own_bounds(rows: list[list[int]]) -> None:
-    values = np.array([each for row in rows for each in row], np.uint64)
+    values = np.array([number for row in rows for number in row], np.uint64)
     starts = np.cumsum([0, *map(len, rows)]).astype(np.int64)
 
-    found = of_rows(values, starts).tolist()
+    digests = of_rows(values, starts).tolist()
 
-    for row, digest in enumerate(found):
+    for row, digest in enumerate(digests):
         assert of_rows(np.array(rows[row], np.uint64), np.array([0, len(rows[row])])) == [digest]
-        for other in range(row):
-            assert (digest == found[other]) == (rows[row] == rows[other])
+        for earlier_row in range(row):
+            assert (digest == digests[earlier_row]) == (rows[row] == rows[earlier_row])
 
 
 def test_columns_count_by_their_names_and_in_any_order() -> None:
     ages, sizes = pa.array([1, 2]), pa.array([2, 1])
 
-    found = of_columns({"age": ages, "size": sizes}, 2).tolist()
+    digests = of_columns({"age": ages, "size": sizes}, 2).tolist()
 
-    assert of_columns({"size": sizes, "age": ages}, 2).tolist() == found
-    assert of_columns({"age": sizes, "size": ages}, 2).tolist() == found[::-1]
-    assert found[0] != found[1]
+    assert of_columns({"size": sizes, "age": ages}, 2).tolist() == digests
+    assert of_columns({"age": sizes, "size": ages}, 2).tolist() == digests[::-1]
+    assert digests[0] != digests[1]
     assert of_columns({}, 2).tolist() == [0, 0]
 
 
@@ -134,15 +140,15 @@ Parts = dict[str, Any]
 
 def entities(users: list[Parts]) -> ShardInput:
     features = {
-        "country": pa.array([each["country"] for each in users], pa.int64()),
-        "tags": pa.array([each["tags"] for each in users], pa.list_(pa.string())),
+        "country": pa.array([user["country"] for user in users], pa.int64()),
+        "tags": pa.array([user["tags"] for user in users], pa.list_(pa.string())),
     }
-    vectors = np.array([each["vector"] for each in users], np.float32).reshape(-1, 2)
+    vectors = np.array([user["vector"] for user in users], np.float32).reshape(-1, 2)
     return ShardInput(
         ids=pa.array([str(row) for row in range(len(users))], pa.string()),
         hashes=np.arange(len(users), dtype=np.uint64),
-        indptr=np.cumsum([0, *(len(each["history"]) for each in users)]),
-        ordinals=np.array([item for each in users for item in each["history"]], np.int64),
+        indptr=np.cumsum([0, *(len(user["history"]) for user in users)]),
+        ordinals=np.array([item for user in users for item in user["history"]], np.int64),
         features=features,
         vectors=vectors,
     )
@@ -159,7 +165,7 @@ parts = st.fixed_dictionaries(
 )
 CHANGES: dict[str, Callable[[Parts], Parts]] = {
     "order": lambda user: {"history": user["history"][::-1]},
-    "another item": lambda user: {"history": [39 - each for each in user["history"]]},
+    "another item": lambda user: {"history": [39 - item for item in user["history"]]},
     "more": lambda user: {"history": [*user["history"], 41 - len(user["history"])]},
     "less": lambda user: {"history": user["history"][1:]},
     "newest gone": lambda user: {"history": user["history"][:-1]},
@@ -180,27 +186,31 @@ def test_a_digest_changes_with_its_user_and_with_nobody_else(
     change: str, users: list[Parts], data: st.DataObject
 ) -> None:
     row = data.draw(st.integers(0, len(users) - 1))
-    changed = [dict(each) for each in users]
-    changed[row] |= CHANGES[change](users[row])
-    assume(max(changed[row]["history"], default=0) < 40)
-    assume(len(set(changed[row]["history"])) == len(changed[row]["history"]))
-    assume(repr(changed[row]) != repr(users[row]))
+    changed_users = [dict(user) for user in users]
+    changed_users[row] |= CHANGES[change](users[row])
+    assume(max(changed_users[row]["history"], default=0) < 40)
+    assume(len(set(changed_users[row]["history"])) == len(changed_users[row]["history"]))
+    assume(repr(changed_users[row]) != repr(users[row]))
 
-    before, after = (of_users(entities(each), HASHES).tolist() for each in (users, changed))
+    original_digests, after = (
+        of_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
+    )
 
-    assert [row for row, each in enumerate(after) if each != before[row]] == [row]
+    assert [row for row, digest in enumerate(after) if digest != original_digests[row]] == [row]
 
 
 @given(users=st.lists(parts, min_size=2, max_size=5))
 def test_an_item_that_goes_to_the_next_user_changes_both(users: list[Parts]) -> None:
     assume(users[0]["history"] and users[0]["history"][-1] not in users[1]["history"])
-    changed = [dict(each) for each in users]
-    changed[0]["history"] = users[0]["history"][:-1]
-    changed[1]["history"] = [users[0]["history"][-1], *users[1]["history"]]
+    changed_users = [dict(user) for user in users]
+    changed_users[0]["history"] = users[0]["history"][:-1]
+    changed_users[1]["history"] = [users[0]["history"][-1], *users[1]["history"]]
 
-    before, after = (of_users(entities(each), HASHES).tolist() for each in (users, changed))
+    original_digests, after = (
+        of_users(entities(user_list), HASHES).tolist() for user_list in (users, changed_users)
+    )
 
-    assert [row for row, each in enumerate(after) if each != before[row]] == [0, 1]
+    assert [row for row, digest in enumerate(after) if digest != original_digests[row]] == [0, 1]
 
 
 @given(users=st.lists(parts, min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
@@ -208,10 +218,10 @@ def test_numbers_of_items_and_the_company_do_not_matter(users: list[Parts], seed
     rng = np.random.default_rng(seed)
     turned = rng.permutation(40)
     order = rng.permutation(len(users))
-    whole = entities(users)
-    expected = of_users(whole, HASHES)[order].tolist()
+    all_entities = entities(users)
+    expected = of_users(all_entities, HASHES)[order].tolist()
 
-    moved = replace(whole, ordinals=turned[whole.ordinals]).take(order)
+    moved = replace(all_entities, ordinals=turned[all_entities.ordinals]).take(order)
 
     hashes = np.empty_like(HASHES)
     hashes[turned] = HASHES

@@ -43,7 +43,7 @@ Clicks = list[tuple[str | None, str, int]]
 
 
 def item_table(ids: list[str]) -> ItemTable:
-    raws = sorted((each.encode() for each in ids), key=lambda raw: int(hash_ids([raw], 0)[0]))
+    raws = sorted((item_id.encode() for item_id in ids), key=lambda raw: int(hash_ids([raw], 0)[0]))
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
     return ItemTable(
         Directory(0, [0], [hash_ids(raws, 0)]), np.frombuffer(b"".join(raws), np.uint8), offsets,
@@ -61,17 +61,17 @@ class Night:
 
     def inputs(self) -> dict[str, Any]:
         """All that is known of each user, by name, and the digests of the inputs."""
-        told: dict[str, Any] = {}
+        inputs_by_user: dict[str, Any] = {}
         for shard in range(SHARDS):
             part = read_shard(self.folder, shard, history_limit=5)
             pairs = paired(part, of_users(part, self.items.directory.hashes()))
             for row, name in enumerate(part.ids.to_pylist()):
                 history = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
-                told[name] = (
+                inputs_by_user[name] = (
                     shard, int(part.hashes[row]), self.items.ids_of(history.astype(np.uint32)),
                     part.features["age"][row].as_py(), int(pairs["digest"][row]),
                 )  # fmt: skip
-        return told
+        return inputs_by_user
 
     def touched(self) -> set[int]:
         paths = [shard_paths(self.folder, shard, (TOUCHED,))[0] for shard in range(SHARDS)]
@@ -82,26 +82,39 @@ def partitioned(root: Path, name: str, ids: list[str], earlier: Earlier | None =
     sources = Sources(interactions=("clicks",), user_features="users.parquet")
     config = NightConfig(base=str(root), shards=SHARDS, sources=sources)
     items = item_table(ids)
-    found = partition(
-        config, items, root / name, before=parse_time(CUT), feature_columns=["age"], earlier=earlier
+    partition_result = partition(
+        config,
+        items,
+        root / name,
+        cutoff_at=parse_time(CUT),
+        feature_columns=["age"],
+        earlier=earlier,
     )
-    return Night(items, root / name, found)
+    return Night(items, root / name, partition_result)
 
 
 def taken_over(night: Night, files: int, items: ItemTable) -> Earlier:
     """What a night takes over of another one, as `earlier_partition` finds it."""
-    before = night.items.ids_of(np.arange(night.items.count, dtype=np.uint32))
-    places = np.asarray(items.ordinals_of([each.encode() for each in before]), np.int64)
-    gone = [each for each, place in zip(before, places.tolist(), strict=True) if place < 0]
-    counted, unusable = night.found.counted, night.found.unusable
-    stayed = len(places) == items.count and bool((places == np.arange(len(places))).all())
+    base_item_ids = night.items.ids_of(np.arange(night.items.count, dtype=np.uint32))
+    new_ordinals = np.asarray(
+        items.ordinals_of([item_id.encode() for item_id in base_item_ids]), np.int64
+    )
+    lost_item_ids = [
+        item_id
+        for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True)
+        if ordinal < 0
+    ]
+    interaction_counts, unusable = night.found.counted, night.found.unusable
+    stayed = len(new_ordinals) == items.count and bool(
+        (new_ordinals == np.arange(len(new_ordinals))).all()
+    )
     return Earlier(
-        folder=night.folder, seed=night.found.seed, files=files, places=None if stayed else places,
-        gone=text_hashes(pa.array(gone, pa.string()), UNKNOWN_SEED), popularity=counted.popularity,
-        unknown=counted.unknown, interactions=counted.interactions,
-        unknown_items=counted.unknown_items,
+        folder=night.folder, seed=night.found.seed, files=files, places=None if stayed else new_ordinals,
+        gone=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_SEED), popularity=interaction_counts.popularity,
+        unknown=interaction_counts.unknown, interactions=interaction_counts.interactions,
+        unknown_items=interaction_counts.unknown_items,
         unusable={
-            name: each for name, each in unusable.items()
+            name: report for name, report in unusable.items()
             if name.partition(".")[0] in (INTERACTIONS, USER_ROWS)
         },
     )  # fmt: skip
@@ -109,17 +122,19 @@ def taken_over(night: Night, files: int, items: ItemTable) -> Earlier:
 
 def write(root: Path, number: int, clicks: Clicks) -> None:
     table = {
-        "user": pa.array([each[0] for each in clicks], pa.string()),
-        "item": [each[1] for each in clicks],
-        "timestamp": [each[2] for each in clicks],
+        "user": pa.array([row[0] for row in clicks], pa.string()),
+        "item": [row[1] for row in clicks],
+        "timestamp": [row[2] for row in clicks],
     }
     (root / "clicks").mkdir(exist_ok=True)
     pq.write_table(pa.table(table), root / f"clicks/day-{number}.parquet")
 
 
-def shown(counted: Any) -> dict[str, Any]:
+def shown(interaction_counts: Any) -> dict[str, Any]:
     return {
-        name: each.tolist() if isinstance(each := getattr(counted, name), np.ndarray) else each
+        name: count.tolist()
+        if isinstance(count := getattr(interaction_counts, name), np.ndarray)
+        else count
         for name in ("interactions", "unknown_items", "popularity", "late")
     }
 
@@ -129,10 +144,14 @@ def shown(counted: Any) -> dict[str, Any]:
     first=st.lists(good, min_size=1, max_size=25),
     more=st.lists(st.lists(click, max_size=12), max_size=2),
     fresh=st.lists(st.lists(st.one_of(click, late), max_size=12), max_size=2),
-    gone=st.sets(st.sampled_from(KNOWN[1:]), max_size=3), comes=st.integers(0, 2),
+    withdrawn_items=st.sets(st.sampled_from(KNOWN[1:]), max_size=3), new_item_count=st.integers(0, 2),
 )  # fmt: skip
 def test_taking_over_gives_what_reading_all_gives(
-    first: Clicks, more: list[Clicks], fresh: list[Clicks], gone: set[str], comes: int
+    first: Clicks,
+    more: list[Clicks],
+    fresh: list[Clicks],
+    withdrawn_items: set[str],
+    new_item_count: int,
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -144,29 +163,39 @@ def test_taking_over_gives_what_reading_all_gives(
         for number, clicks in enumerate([first, *more]):
             write(root, number, clicks)
         base = partitioned(root, "base", KNOWN)
-        before = base.inputs()
+        base_inputs = base.inputs()
         for number, clicks in enumerate(fresh, 1 + len(more)):
             write(root, number, clicks)
-        ids = [each for each in KNOWN if each not in gone] + [f"new{at}" for at in range(comes)]
-        whole = partitioned(root, "whole", ids)
+        ids = [item_id for item_id in KNOWN if item_id not in withdrawn_items] + [
+            f"new{at}" for at in range(new_item_count)
+        ]
+        full_night = partitioned(root, "whole", ids)
 
-        earlier = taken_over(base, 1 + len(more), whole.items)
-        ours = partitioned(root, "ours", ids, earlier)
+        earlier = taken_over(base, 1 + len(more), full_night.items)
+        incremental_night = partitioned(root, "ours", ids, earlier)
 
-        now = whole.inputs()
-        assert ours.inputs() == now
-        assert shown(ours.found.counted) == shown(whole.found.counted)
+        full_inputs = full_night.inputs()
+        assert incremental_night.inputs() == full_inputs
+        assert shown(incremental_night.found.counted) == shown(full_night.found.counted)
         # What left counts as named, whether it was or not: should it come back, all is read.
-        assert set(whole.found.counted.unknown) <= set(ours.found.counted.unknown)
-        assert (ours.found.users, ours.found.seed) == (whole.found.users, whole.found.seed)
-        assert ours.found.unusable == whole.found.unusable
-        assert ours.found.took_over and not whole.found.took_over
-        changed = {
-            each[1] for user, each in now.items() if before.get(user, [None])[-1] != each[-1]
-        }
-        assert changed <= ours.touched()
-        again = partitioned(
-            root, "again", ids, taken_over(ours, 1 + len(more) + len(fresh), ours.items)
+        assert set(full_night.found.counted.unknown) <= set(incremental_night.found.counted.unknown)
+        assert (incremental_night.found.users, incremental_night.found.seed) == (
+            full_night.found.users,
+            full_night.found.seed,
         )
-        assert again.inputs() == now and again.touched() == set()
-        assert shown(again.found.counted) == shown(whole.found.counted) | {"late": 0}
+        assert incremental_night.found.unusable == full_night.found.unusable
+        assert incremental_night.found.took_over and not full_night.found.took_over
+        changed_hashes = {
+            user_input[1]
+            for user, user_input in full_inputs.items()
+            if base_inputs.get(user, [None])[-1] != user_input[-1]
+        }
+        assert changed_hashes <= incremental_night.touched()
+        repeated_night = partitioned(
+            root,
+            "again",
+            ids,
+            taken_over(incremental_night, 1 + len(more) + len(fresh), incremental_night.items),
+        )
+        assert repeated_night.inputs() == full_inputs and repeated_night.touched() == set()
+        assert shown(repeated_night.found.counted) == shown(full_night.found.counted) | {"late": 0}

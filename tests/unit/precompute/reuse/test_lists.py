@@ -20,17 +20,17 @@ KINDS = ("usual", "ties", "spread", "huge", "tiny", "mixed")
 
 def drawn(rng: np.random.Generator, kind: str, count: int, dims: int) -> NDArray[np.float32]:
     """Vectors of a kind, some of them zero."""
-    found = rng.standard_normal((count, dims))
+    drawn_vectors = rng.standard_normal((count, dims))
     if kind == "ties":
-        found = rng.integers(-1, 2, (count, dims)).astype(np.float64)
+        drawn_vectors = rng.integers(-1, 2, (count, dims)).astype(np.float64)
     powers = {
         "usual": (0.0, 0.0), "ties": (0.0, 0.0), "spread": (-12.0, 12.0), "huge": (17.0, 37.5),
         "tiny": (-45.0, -16.0), "mixed": (-45.0, 37.0),
     }[kind]  # fmt: skip
-    found *= 10.0 ** rng.uniform(*powers, (count, 1))
-    found[rng.random(count) < 0.1] = 0
+    drawn_vectors *= 10.0 ** rng.uniform(*powers, (count, 1))
+    drawn_vectors[rng.random(count) < 0.1] = 0
     with np.errstate(over="ignore"):
-        vectors = found.astype(np.float32)
+        vectors = drawn_vectors.astype(np.float32)
     return np.where(np.isfinite(vectors), vectors, np.float32(3e38)).astype(np.float32)
 
 
@@ -52,25 +52,31 @@ def test_a_no_is_certain(
     entering = np.flatnonzero(rng.random(items) < 0.3)
     if kind == "ties" and len(entering):
         catalogue[entering[0]] = catalogue[(entering[0] + 1) % items]
-    others = np.setdiff1d(np.arange(items), entering)
-    seen = [rng.choice(items, rng.integers(0, items), replace=False) for _ in range(users)]
+    earlier_items = np.setdiff1d(np.arange(items), entering)
+    seen_items = [rng.choice(items, rng.integers(0, items), replace=False) for _ in range(users)]
     with np.errstate(all="ignore"):
-        before = rank(vectors, catalogue, every(users, others), seen, k, metric=metric)
-        now = rank(vectors, catalogue, every(users, np.arange(items)), seen, k, metric=metric)
+        earlier_lists = rank(
+            vectors, catalogue, every(users, earlier_items), seen_items, k, metric=metric
+        )
+        new_lists = rank(
+            vectors, catalogue, every(users, np.arange(items)), seen_items, k, metric=metric
+        )
     layout = Layout("topk", k, precision)
     with np.errstate(all="ignore"):
-        records, _ = encode(layout, np.zeros(users, np.uint64), before, np.ones(users, np.bool_), 0)
-    whole = np.flatnonzero(records["flags"] != ABSENT)
+        records, _ = encode(
+            layout, np.zeros(users, np.uint64), earlier_lists, np.ones(users, np.bool_), 0
+        )
+    present_rows = np.flatnonzero(records["flags"] != ABSENT)
 
     with np.errstate(all="ignore"):
         yes = could_enter(
-            vectors[whole], catalogue[entering], entering, floors(layout, records[whole]),
-            Histories.of([seen[row] for row in whole.tolist()]), metric,
+            vectors[present_rows], catalogue[entering], entering, floors(layout, records[present_rows]),
+            Histories.of([seen_items[row] for row in present_rows.tolist()]), metric,
         )  # fmt: skip
 
-    for row in whole[~yes].tolist():
-        assert (now[0][row] == before[0][row]).all()
-        assert now[1][row].tobytes() == before[1][row].tobytes()
+    for row in present_rows[~yes].tolist():
+        assert (new_lists[0][row] == earlier_lists[0][row]).all()
+        assert new_lists[1][row].tobytes() == earlier_lists[1][row].tobytes()
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -78,27 +84,29 @@ def test_far_from_the_last_score_the_answer_is_no(metric: Metric) -> None:
     """Else nothing would be copied: of usual items few reach lists of few."""
     rng = np.random.default_rng(1)
     vectors, catalogue = drawn(rng, "usual", 400, 32), drawn(rng, "usual", 500, 32)
-    before = rank(vectors, catalogue, every(400, np.arange(10, 500)), None, 10, metric=metric)
-    now = rank(vectors, catalogue, every(400, np.arange(500)), None, 10, metric=metric)
+    earlier_lists = rank(
+        vectors, catalogue, every(400, np.arange(10, 500)), None, 10, metric=metric
+    )
+    new_lists = rank(vectors, catalogue, every(400, np.arange(500)), None, 10, metric=metric)
     layout = Layout("topk", 10, "f2")
-    records = encode_topk(layout, np.zeros(400, np.uint64), *before, 0)
+    records = encode_topk(layout, np.zeros(400, np.uint64), *earlier_lists, 0)
 
     yes = could_enter(
         vectors, catalogue[:10], np.arange(10), floors(layout, records),
         Histories.of([[]] * 400), metric,
     )  # fmt: skip
 
-    changed = (now[0] != before[0]).any(axis=1)
-    assert yes[changed].all()
-    assert yes.sum() <= changed.sum() + 4
+    is_changed = (new_lists[0] != earlier_lists[0]).any(axis=1)
+    assert yes[is_changed].all()
+    assert yes.sum() <= is_changed.sum() + 4
 
 
 def test_what_a_user_has_had_does_not_enter() -> None:
     vectors = np.ones((2, 3), np.float32)
-    seen = Histories.of([[7], [8]])
+    seen_items = Histories.of([[7], [8]])
 
     yes = could_enter(
-        vectors, vectors[:1], np.array([7]), np.zeros(2), seen, "inner_product"
+        vectors, vectors[:1], np.array([7]), np.zeros(2), seen_items, "inner_product"
     )  # fmt: skip
 
     assert yes.tolist() == [False, True]
@@ -112,10 +120,11 @@ def test_a_list_holds_what_is_lost(lists: list[list[int]], lost: list[bool]) -> 
     records = records_of(lists)
     mask = np.array(lost)
 
-    found = holds_lost(records, mask)
+    has_lost_item = holds_lost(records, mask)
 
-    assert found.tolist() == [
-        any(lost[item] for item in each) or (len(each) < 4 and lost[10]) for each in lists
+    assert has_lost_item.tolist() == [
+        any(lost[item] for item in ordinals) or (len(ordinals) < 4 and lost[10])
+        for ordinals in lists
     ]
 
 
@@ -128,12 +137,14 @@ def test_items_are_numbered_by_their_places(lists: list[list[int]], places: list
 
     renumbered(records, np.array(places[:10]))
 
-    expected = [[places[item] for item in each] + [NO_ITEM] * (4 - len(each)) for each in lists]
+    expected = [
+        [places[item] for item in ordinals] + [NO_ITEM] * (4 - len(ordinals)) for ordinals in lists
+    ]
     assert records["items"].tolist() == expected
 
 
 def records_of(lists: list[list[int]]) -> NDArray[np.void]:
-    items = np.array([each + [NO_ITEM] * (4 - len(each)) for each in lists], np.uint32)
+    items = np.array([ordinals + [NO_ITEM] * (4 - len(ordinals)) for ordinals in lists], np.uint32)
     scores = np.zeros(items.shape, np.float32)
     layout = Layout("topk", 4, "f2")
     return encode_topk(layout, np.zeros(len(lists), np.uint64), items, scores, 0)
@@ -156,20 +167,22 @@ def test_the_floor_is_below_every_score(
 ) -> None:
     rng = np.random.default_rng(seed)
     scores = np.ldexp(rng.standard_normal((50, 3)) * 2.0 ** -rng.integers(0, 12, (50, 3)), power)
-    found = scores.astype(np.float32)
-    assert_below(np.sort(-np.abs(found) if falls else found, axis=1)[:, ::-1], precision)
+    float32_scores = scores.astype(np.float32)
+    assert_below(
+        np.sort(-np.abs(float32_scores) if falls else float32_scores, axis=1)[:, ::-1], precision
+    )
 
 
 def assert_below(scores: NDArray[np.float32], precision: Precision) -> None:
     layout, count = Layout("topk", scores.shape[1], precision), len(scores)
     items = np.tile(np.arange(scores.shape[1], dtype=np.uint32), (count, 1))
-    whole, short = items.copy(), items.copy()
+    full_items, short = items.copy(), items.copy()
     short[:, -1] = NO_ITEM
-    marks, everybody = np.zeros(count, np.uint64), np.ones(count, np.bool_)
-    records, _ = encode(layout, marks, (whole, scores), everybody, 0)
-    kept = records["flags"] != ABSENT
+    fingerprints, has_answer = np.zeros(count, np.uint64), np.ones(count, np.bool_)
+    records, _ = encode(layout, fingerprints, (full_items, scores), has_answer, 0)
+    is_present = records["flags"] != ABSENT
 
-    assert kept.any()
-    assert (floors(layout, records[kept]) <= scores[kept, -1].astype(np.float64)).all()
-    records, _ = encode(layout, marks, (short, scores), everybody, 0)
+    assert is_present.any()
+    assert (floors(layout, records[is_present]) <= scores[is_present, -1].astype(np.float64)).all()
+    records, _ = encode(layout, fingerprints, (short, scores), has_answer, 0)
     assert np.isneginf(floors(layout, records[records["flags"] != ABSENT])).all()

@@ -18,38 +18,38 @@ def inputs(count: int) -> Inputs:
     return {"history": Histories.of(rows), "age": rng.standard_normal(count).astype(np.float32)}
 
 
-def alone(given: Inputs) -> NDArray[np.float32]:
+def alone(tower_inputs: Inputs) -> NDArray[np.float32]:
     """Rows that depend on nothing else."""
-    histories, ages = given["history"], given["age"]
+    histories, ages = tower_inputs["history"], tower_inputs["age"]
     assert isinstance(histories, Histories) and not isinstance(ages, Histories)
     sums = [float(histories.take(np.array([row])).indices.sum()) for row in range(len(ages))]
     return np.stack([np.array(sums, np.float32), ages], axis=1)
 
 
-def with_mean(given: Inputs) -> NDArray[np.float32]:
-    found = alone(given)
-    found += found.mean(axis=0)
-    return found
+def with_mean(tower_inputs: Inputs) -> NDArray[np.float32]:
+    outputs = alone(tower_inputs)
+    outputs += outputs.mean(axis=0)
+    return outputs
 
 
-def with_largest(given: Inputs) -> NDArray[np.float32]:
-    found = alone(given)
-    found /= np.abs(found).max()  # as dynamic int8 does
-    return found
+def with_largest(tower_inputs: Inputs) -> NDArray[np.float32]:
+    outputs = alone(tower_inputs)
+    outputs /= np.abs(outputs).max()  # as dynamic int8 does
+    return outputs
 
 
-def with_count(given: Inputs) -> NDArray[np.float32]:
-    return alone(given) + np.float32(rows_of(given) > 100)
+def with_count(tower_inputs: Inputs) -> NDArray[np.float32]:
+    return alone(tower_inputs) + np.float32(rows_of(tower_inputs) > 100)
 
 
-def with_place(given: Inputs) -> NDArray[np.float32]:
-    return alone(given) + (np.arange(rows_of(given), dtype=np.float32) % 4)[:, None]
+def with_place(tower_inputs: Inputs) -> NDArray[np.float32]:
+    return alone(tower_inputs) + (np.arange(rows_of(tower_inputs), dtype=np.float32) % 4)[:, None]
 
 
-def with_neighbour(given: Inputs) -> NDArray[np.float32]:
-    found = alone(given)
-    found[1:] += np.float32(1e-7) * found[:-1]
-    return found
+def with_neighbour(tower_inputs: Inputs) -> NDArray[np.float32]:
+    outputs = alone(tower_inputs)
+    outputs[1:] += np.float32(1e-7) * outputs[:-1]
+    return outputs
 
 
 @pytest.mark.parametrize("count", [1, 2, 40, ROWS, ROWS + 300])
@@ -66,11 +66,11 @@ def test_rows_that_depend_on_their_neighbours_are_caught(run: Run) -> None:
 
 
 def test_no_more_than_a_sample_is_run() -> None:
-    asked: list[int] = []
+    row_counts: list[int] = []
 
-    def counted(given: Inputs) -> NDArray[np.float32]:
-        asked.append(rows_of(given))
-        return alone(given)
+    def count_and_run(tower_inputs: Inputs) -> NDArray[np.float32]:
+        row_counts.append(rows_of(tower_inputs))
+        return alone(tower_inputs)
 
-    assert is_regrouped_alike(counted, inputs(ROWS + 300))
-    assert asked[0] == ROWS and sum(asked[1:]) == ROWS
+    assert is_regrouped_alike(count_and_run, inputs(ROWS + 300))
+    assert row_counts[0] == ROWS and sum(row_counts[1:]) == ROWS

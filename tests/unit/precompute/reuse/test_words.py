@@ -7,7 +7,7 @@ from precompute.reuse.words import base_in_words, users_in_words
 
 
 @pytest.mark.parametrize(
-    ("users", "said"),
+    ("users", "expected_text"),
     [
         ({"copied": 1_360, "inputs": 30, "lost": 6, "entered": 4}, (
             "1,360 copied, 40 computed (30 for their inputs, "
@@ -17,12 +17,12 @@ from precompute.reuse.words import base_in_words, users_in_words
         ({"copied": 0, "computed": 7}, "0 copied, 7 computed"),
     ],
 )  # fmt: skip
-def test_users_are_told_by_reason(users: dict[str, int], said: str) -> None:
-    assert users_in_words(users) == said
+def test_users_are_told_by_reason(users: dict[str, int], expected_text: str) -> None:
+    assert users_in_words(users) == expected_text
 
 
 @pytest.mark.parametrize(
-    ("noted", "said"),
+    ("base_entry", "expected_text"),
     [
         ({}, "no copies"),
         ({"generation": None, "why": NONE, "read_because": NONE}, f"no copies: {NONE}"),
@@ -31,5 +31,7 @@ def test_users_are_told_by_reason(users: dict[str, int], said: str) -> None:
         ({"generation": "g", "why": BUNDLE, "read_because": ""}, f"no lists copied, items and values from g: {BUNDLE}"),
     ],
 )  # fmt: skip
-def test_the_base_is_told_or_why_there_is_none(noted: dict[str, str], said: str) -> None:
-    assert base_in_words(noted) == said
+def test_the_base_is_told_or_why_there_is_none(
+    base_entry: dict[str, str], expected_text: str
+) -> None:
+    assert base_in_words(base_entry) == expected_text

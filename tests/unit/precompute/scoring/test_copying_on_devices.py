@@ -16,10 +16,10 @@ def test_rows_are_alike_on_the_processor_alone(
 ) -> None:
     # Given a model whose rows depend on nothing else, as far as a sample of them can tell
     tower: Any = SimpleNamespace(
-        spec=SimpleNamespace(inputs=[]), run=lambda given: np.zeros((len(given["row"]), 2), "f4")
+        spec=SimpleNamespace(inputs=[]), run=lambda inputs: np.zeros((len(inputs["row"]), 2), "f4")
     )
 
-    def opened(_made: object, model: Any, on: str | None) -> Any:
+    def opened(_build: object, model: Any, on: str | None) -> Any:
         return tower if on is None else DeviceTower(model.name, tower, tower)
 
     features = SimpleNamespace(of=lambda rows: ({}, np.ones(len(rows), np.bool_)))
@@ -27,13 +27,13 @@ def test_rows_are_alike_on_the_processor_alone(
     monkeypatch.setattr(input_samples, "_some_users", lambda _: None)
     monkeypatch.setattr(input_samples, "open_item_features", lambda *_: features)
     monkeypatch.setattr(input_samples, "item_inputs", lambda *given: ({"row": given[-1]}, None))
-    monkeypatch.setattr(DeviceTower, "run", lambda _, given: tower.run(given))
+    monkeypatch.setattr(DeviceTower, "run", lambda _, inputs: tower.run(inputs))
     model = SimpleNamespace(name="item_tower", entity="item", digest="1", spec=None)
     base: Any = SimpleNamespace(has_model=lambda _: True)
     bundle: Any = SimpleNamespace(models=[model])
-    made: Any = None
+    build: Any = None
     items: Any = SimpleNamespace(count=9)
 
-    found = input_samples.regrouped_alike(made, base, bundle, items, device)
+    alike_by_model = input_samples.regrouped_alike(build, base, bundle, items, device)
 
-    assert found == {"item_tower": is_alike}
+    assert alike_by_model == {"item_tower": is_alike}

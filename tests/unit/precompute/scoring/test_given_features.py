@@ -24,10 +24,10 @@ def test_a_value_that_cannot_be_used_costs_no_other() -> None:
     }  # fmt: skip
     published = np.array([True, True, True, False, True])
 
-    found = given_features(TowerSpec(inputs, "vector", 2), columns, published)
+    feature_json = given_features(TowerSpec(inputs, "vector", 2), columns, published)
 
-    ends = found.indptr.tolist()
-    rows = [found.indices[start:end].tobytes() for start, end in pairwise(ends)]
+    ends = feature_json.indptr.tolist()
+    rows = [feature_json.indices[start:end].tobytes() for start, end in pairwise(ends)]
     assert [orjson.loads(row) if row else None for row in rows] == [
         {"age": 7, "home": "x", "taste": [0.5, 1.0]},
         {"home": "y"},

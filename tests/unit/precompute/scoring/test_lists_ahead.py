@@ -22,27 +22,27 @@ TEXTS = ["a", "b", "ü", "zz", ""]
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31), count=st.integers(1, 80), k=st.integers(1, 30),
-    share=st.floats(0, 1), metric=st.sampled_from(["inner_product", "cosine"]), distinct=st.booleans(),
+    allowed_share=st.floats(0, 1), metric=st.sampled_from(["inner_product", "cosine"]), distinct=st.booleans(),
 )  # fmt: skip
 def test_a_list_under_a_filter_is_the_one_that_a_search_by_vector_finds(
-    seed: int, count: int, k: int, share: float, metric: Metric, *, distinct: bool
+    seed: int, count: int, k: int, allowed_share: float, metric: Metric, *, distinct: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((count, 6)).astype(np.float32)
     if not distinct:  # many ties
         vectors = np.round(vectors)
-    users, mask = rng.standard_normal((3, 6)).astype(np.float32), rng.random(count) < share
-    gone = Histories.of([rng.permutation(count)[: rng.integers(0, count + 1)] for _ in users])
+    users, mask = rng.standard_normal((3, 6)).astype(np.float32), rng.random(count) < allowed_share
+    exclusions = Histories.of([rng.permutation(count)[: rng.integers(0, count + 1)] for _ in users])
 
-    ordinals, scores = Scorer.of(vectors, metric).top(users, k, gone, allowed=mask, threads=1)
+    ordinals, scores = Scorer.of(vectors, metric).top(users, k, exclusions, allowed=mask, threads=1)
 
-    best = BestOf(vectors)
+    subset_search = BestOf(vectors)
     for row, user in enumerate(users):
-        out = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
-        left = np.setdiff1d(np.flatnonzero(mask), out)
-        wanted, theirs = best.of(user, left, k, metric)
+        excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
+        allowed_ordinals = np.setdiff1d(np.flatnonzero(mask), excluded_ordinals)
+        expected_ordinals, theirs = subset_search.of(user, allowed_ordinals, k, metric)
         used = ordinals[row] != NO_ITEM
-        np.testing.assert_array_equal(ordinals[row][used], wanted)
+        np.testing.assert_array_equal(ordinals[row][used], expected_ordinals)
         np.testing.assert_array_equal(scores[row][used], theirs)
 
 
@@ -54,26 +54,30 @@ def test_a_list_under_a_filter_is_the_one_that_a_search_by_vector_finds(
 def test_lists_of_a_value_are_the_best_items_that_have_it(
     tags: list[list[str]], k: int, data: st.DataObject, *, is_list: bool
 ) -> None:
-    had = tags if is_list else [each[:1] for each in tags]
-    scores = data.draw(st.lists(st.integers(0, 3), min_size=len(had), max_size=len(had)))
-    names, codes = names_of({text for each in had for text in each})
+    tags_by_item = tags if is_list else [item_tags[:1] for item_tags in tags]
+    scores = data.draw(
+        st.lists(st.integers(0, 3), min_size=len(tags_by_item), max_size=len(tags_by_item))
+    )
+    names, codes = names_of({text for item_tags in tags_by_item for text in item_tags})
     if is_list:
-        flat = np.array([codes[text] for each in had for text in each], np.uint32)
-        offsets = np.cumsum([0, *map(len, had)]).astype(np.uint64)
+        flat = np.array(
+            [codes[text] for item_tags in tags_by_item for text in item_tags], np.uint32
+        )
+        offsets = np.cumsum([0, *map(len, tags_by_item)]).astype(np.uint64)
         column = AttributeColumn("texts", flat, offsets, names)
     else:
-        plain = [codes[each[0]] if each else NO_CODE for each in had]
-        column = AttributeColumn("text", np.array(plain, np.uint32), None, names)
-    order = sorted(range(len(had)), key=lambda at: (-scores[at], at))
-    place = np.argsort(order)
+        item_codes = [codes[item_tags[0]] if item_tags else NO_CODE for item_tags in tags_by_item]
+        column = AttributeColumn("text", np.array(item_codes, np.uint32), None, names)
+    order = sorted(range(len(tags_by_item)), key=lambda at: (-scores[at], at))
+    rank_by_item = np.argsort(order)
 
-    values = AttributeValues.of("shelf", column, place)
+    values = AttributeValues.of("shelf", column, rank_by_item)
     lists = values.lists(np.arange(len(values.ids)), k)
 
     assert [raw.decode() for raw in values.ids] == sorted(codes, key=str.encode)
-    for raw, found in zip(values.ids, lists.tolist(), strict=True):
-        wanted = [at for at in order if raw.decode() in had[at]][:k]
-        assert found == wanted + [int(NO_ITEM)] * (k - len(wanted))
+    for raw, listed_ordinals in zip(values.ids, lists.tolist(), strict=True):
+        expected_ordinals = [at for at in order if raw.decode() in tags_by_item[at]][:k]
+        assert listed_ordinals == expected_ordinals + [int(NO_ITEM)] * (k - len(expected_ordinals))
 
 
 def test_mean_scores_are_those_of_the_defaults() -> None:
@@ -87,8 +91,8 @@ def test_mean_scores_are_those_of_the_defaults() -> None:
     )
     for metric in ("inner_product", "cosine"):
         ids, scores = favourites_of(items, users, metric, 50)
-        found = mean_scores(items, users, metric)
+        item_scores = mean_scores(items, users, metric)
 
-        order = np.lexsort((np.arange(5_000), -found))[:50]
+        order = np.lexsort((np.arange(5_000), -item_scores))[:50]
         assert order.tolist() == list(ids)
-        np.testing.assert_array_equal(found[order], np.array(scores, np.float32))
+        np.testing.assert_array_equal(item_scores[order], np.array(scores, np.float32))

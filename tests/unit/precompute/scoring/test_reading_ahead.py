@@ -14,28 +14,28 @@ from precompute.scoring.users.work import ShardWork
 @pytest.mark.parametrize("cores", [2, 16, 64])
 def test_slices_come_in_their_order_and_few_are_read_ahead(monkeypatch, cores, per_reader):
     monkeypatch.setattr(reading, "usable_cores", lambda: cores)
-    begun, lock, ahead = [], threading.Lock(), []
+    started_numbers, lock, ahead = [], threading.Lock(), []
 
     def read(number):
         with lock:
-            begun.append(number)
+            started_numbers.append(number)
         return number * 10
 
-    found = []
+    received_values = []
     for value in reading._in_order(read, range(3, 23), per_reader):
-        found.append(value)
-        ahead.append(len(begun) - len(found))
+        received_values.append(value)
+        ahead.append(len(started_numbers) - len(received_values))
 
-    assert found == [number * 10 for number in range(3, 23)]
+    assert received_values == [number * 10 for number in range(3, 23)]
     assert max(ahead) <= (per_reader * reading.READERS_MOST if cores >= 8 else 0)
 
 
 def test_several_slices_are_read_at_once(monkeypatch):
     monkeypatch.setattr(reading, "usable_cores", lambda: 16)
-    together = threading.Barrier(reading.READERS_MOST, timeout=30)
+    barrier = threading.Barrier(reading.READERS_MOST, timeout=30)
 
     def read(number):
-        together.wait()  # ends only if as many others read
+        barrier.wait()  # ends only if as many others read
         return number
 
     numbers = range(2 * reading.READERS_MOST)
@@ -59,25 +59,25 @@ def test_what_a_slice_raises_comes_in_its_place(monkeypatch, cores):
 
 
 def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: now))
+    clock_s = 100.0
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: clock_s))
     shard: Any = object.__new__(ShardWork)
     object.__setattr__(shard, "seconds", {"read": 0.5})
     object.__setattr__(shard, "noting", threading.Lock())
 
     chunks: list[Any] = [object(), object(), object()]
 
-    def made():
-        nonlocal now
+    def make_chunks():
+        nonlocal clock_s
         for chunk in chunks:
-            now += 2.0
+            clock_s += 2.0
             yield chunk
-        now += 1.0
+        clock_s += 1.0
 
-    found = []
-    for chunk in reading.timed_reads(shard, made()):
-        now += 50.0
-        found.append(chunk)
+    received_chunks = []
+    for chunk in reading.timed_reads(shard, make_chunks()):
+        clock_s += 50.0
+        received_chunks.append(chunk)
 
-    assert found == chunks
+    assert received_chunks == chunks
     assert shard.seconds == {"read": 0.5 + 3 * 2.0 + 1.0}

@@ -38,13 +38,13 @@ class Odd:
 def test_each_row_that_raises_is_found_and_the_others_have_their_outputs(
     numbers: list[int],
 ) -> None:
-    tower, given_ = Odd(), np.array(numbers, np.int64)
+    tower, input_numbers = Odd(), np.array(numbers, np.int64)
 
-    found, raised = run_apart(tower, {"home": given_})
+    outputs, raised = run_apart(tower, {"home": input_numbers})
 
-    assert raised.tolist() == [each < 0 for each in numbers]
-    assert found[~raised, 0].tolist() == [each for each in numbers if each >= 0]
-    assert np.isnan(found[raised]).all()
+    assert raised.tolist() == [number < 0 for number in numbers]
+    assert outputs[~raised, 0].tolist() == [number for number in numbers if number >= 0]
+    assert np.isnan(outputs[raised]).all()
     assert tower.runs <= 1 + 2 * len(numbers)
 
 

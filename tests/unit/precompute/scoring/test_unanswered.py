@@ -26,15 +26,15 @@ def test_lists_are_made_for_those_who_have_a_vector(
     users = rng.standard_normal((10, 8)).astype(np.float32)
     users[unanswered] = np.nan
     scorer = Scorer.of(rng.standard_normal((50, 8)).astype(np.float32), "inner_product")
-    asked: list[int] = []
+    user_counts: list[int] = []
 
-    def noted(users: Any, *given: Any, **more: Any) -> Any:
-        asked.append(len(users))
-        return scorer.top(users, *given, **more)
+    def record_top(users: Any, *search_arguments: Any, **more: Any) -> Any:
+        user_counts.append(len(users))
+        return scorer.top(users, *search_arguments, **more)
 
-    seen = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
+    seen_items = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
     chunk: Any = SimpleNamespace(
-        ids=range(10), outputs={"user_tower": users}, lists={}, seen=seen,
+        ids=range(10), outputs={"user_tower": users}, lists={}, seen=seen_items,
         answered={"user_tower": np.isfinite(users).all(axis=1)},
     )  # fmt: skip
     work = object.__new__(ShardWork)
@@ -44,13 +44,13 @@ def test_lists_are_made_for_those_who_have_a_vector(
     }.items():  # fmt: skip
         object.__setattr__(work, name, value)
     monkeypatch.setattr(ShardWork, "busy", lambda *_: nullcontext())
-    monkeypatch.setattr(ShardWork, "_scorers", lambda _: {"top": SimpleNamespace(top=noted)})
+    monkeypatch.setattr(ShardWork, "_scorers", lambda _: {"top": SimpleNamespace(top=record_top)})
 
     ordinals, scores = work.score(chunk).lists["top"]
 
-    whole = scorer.top(np.nan_to_num(users), K, seen)
+    expected_lists = scorer.top(np.nan_to_num(users), K, seen_items)
     answered = np.setdiff1d(np.arange(10), unanswered)
-    assert asked == [len(answered)]
-    assert np.array_equal(ordinals[answered], whole[0][answered])
-    assert np.array_equal(scores[answered], whole[1][answered])
+    assert user_counts == [len(answered)]
+    assert np.array_equal(ordinals[answered], expected_lists[0][answered])
+    assert np.array_equal(scores[answered], expected_lists[1][answered])
     assert (ordinals[unanswered] == NO_ITEM).all() and (scores[unanswered] == 0).all()

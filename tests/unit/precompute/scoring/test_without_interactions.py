@@ -39,41 +39,42 @@ def entities(count: int, without: tuple[int, ...] = ()) -> ShardInput:
 
 
 def scored(users: NDArray[np.float32], metric: Metric) -> NDArray[np.float64]:
-    left, right = users.astype(np.float64), VECTORS.astype(np.float64)
+    user_vectors, right = users.astype(np.float64), VECTORS.astype(np.float64)
     if metric == "cosine":
-        left /= np.linalg.norm(left, axis=1, keepdims=True)
+        user_vectors /= np.linalg.norm(user_vectors, axis=1, keepdims=True)
         right /= np.linalg.norm(right, axis=1, keepdims=True)
-    return np.asarray(left @ right.T)
+    return np.asarray(user_vectors @ right.T)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric: Metric) -> None:
-    given = entities(40, without=(0, 7))
+    original_entities = entities(40, without=(0, 7))
 
-    drawn = with_drawn_histories(given, items(), metric, seed=0)
+    drawn = with_drawn_histories(original_entities, items(), metric, seed=0)
 
-    assert given.vectors is not None and drawn.vectors is not None
-    kept = [row for row in range(40) if row not in (0, 7)]
-    assert drawn.ids == given.ids.take(pa.array(kept))
-    assert drawn.features["age"].to_pylist() == kept
-    assert np.array_equal(drawn.hashes, given.hashes[kept])
-    best = np.argsort(-scored(given.vectors[kept], metric), axis=1)[:, :100]
-    for row, suits in enumerate(best):
+    assert original_entities.vectors is not None and drawn.vectors is not None
+    kept_rows = [row for row in range(40) if row not in (0, 7)]
+    assert drawn.ids == original_entities.ids.take(pa.array(kept_rows))
+    assert drawn.features["age"].to_pylist() == kept_rows
+    assert np.array_equal(drawn.hashes, original_entities.hashes[kept_rows])
+    best_items = np.argsort(-scored(original_entities.vectors[kept_rows], metric), axis=1)[:, :100]
+    for row, suits in enumerate(best_items):
         history = drawn.ordinals[drawn.indptr[row] : drawn.indptr[row + 1]]
         assert 1 <= len(history) == len(set(history.tolist())) <= LONGEST
         assert set(history.tolist()) <= set(suits.tolist())
 
 
 def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
-    given = entities(700)
+    original_entities = entities(700)
 
-    first, again, other = (
-        with_drawn_histories(given, items(), "inner_product", seed=seed) for seed in (0, 0, 1)
+    first, repeated_draw, reseeded_draw = (
+        with_drawn_histories(original_entities, items(), "inner_product", seed=seed)
+        for seed in (0, 0, 1)
     )
 
     assert len(first.ids) == USERS_MAX
-    assert np.array_equal(first.ordinals, again.ordinals)
-    assert not np.array_equal(first.ordinals, other.ordinals)
+    assert np.array_equal(first.ordinals, repeated_draw.ordinals)
+    assert not np.array_equal(first.ordinals, reseeded_draw.ordinals)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
@@ -83,9 +84,9 @@ def test_defaults_are_the_items_with_the_highest_mean_score(metric: Metric) -> N
     ids, scores = favourites_of(items(), users, metric, 20)
 
     means = scored(users, metric).mean(axis=0)
-    best = np.argsort(-means, kind="stable")[:20]
-    assert ids == [f"i{item}" for item in best]
-    assert np.allclose(scores, means[best], rtol=1e-5, atol=1e-6)
+    best_items = np.argsort(-means, kind="stable")[:20]
+    assert ids == [f"i{item}" for item in best_items]
+    assert np.allclose(scores, means[best_items], rtol=1e-5, atol=1e-6)
 
 
 def test_there_are_no_more_defaults_than_items() -> None:

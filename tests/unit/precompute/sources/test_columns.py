@@ -45,12 +45,14 @@ def test_a_column_is_its_rows_however_it_is_encoded(
     ids = Ids.of(column.dictionary_encode() if encoded else column)
     assert whole(ids) == texts and len(ids) == len(texts)
 
-    kept = np.array(
+    kept_mask = np.array(
         data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool
     )
-    some = ids.only(kept)
-    assert whole(some) == [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
-    assert some.hashes(5).tolist() == hash_ids(some.raws(), 5).tolist()
+    kept_ids = ids.only(kept_mask)
+    assert whole(kept_ids) == [
+        text for text, is_kept in zip(texts, kept_mask, strict=True) if is_kept
+    ]
+    assert kept_ids.hashes(5).tolist() == hash_ids(kept_ids.raws(), 5).tolist()
 
 
 def test_texts_with_one_hash_stay_apart(monkeypatch):
@@ -58,8 +60,8 @@ def test_texts_with_one_hash_stay_apart(monkeypatch):
     real = columns.hashes_of_texts
 
     def weak(texts, seed):
-        found = real(texts, seed)
-        return found if found is None or seed else np.zeros_like(found)
+        hashes = real(texts, seed)
+        return hashes if hashes is None or seed else np.zeros_like(hashes)
 
     monkeypatch.setattr(columns, "hashes_of_texts", weak)
     texts = ["a", "b", "a", "c"]
@@ -86,7 +88,7 @@ def test_numbers_in_a_dictionary_become_decimal():
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("column", "message_pattern"),
     [
         (pa.array([b"a"]).dictionary_encode(), "is binary; ids are strings.*as strings"),
         (pa.array([1.5]).dictionary_encode(), "is double; ids are strings.*as Int64"),
@@ -96,14 +98,14 @@ def test_numbers_in_a_dictionary_become_decimal():
         ),
     ],
 )
-def test_a_column_that_holds_no_ids_is_refused_by_name(column, said):
-    with pytest.raises(SourceError, match=said) as refused:
+def test_a_column_that_holds_no_ids_is_refused_by_name(column, message_pattern):
+    with pytest.raises(SourceError, match=message_pattern) as refused:
         read_ids(column, Path("clicks.parquet"), "who")
     assert "clicks.parquet" in str(refused.value) and "who" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("column", "rows", "said"),
+    ("column", "rows", "expected_reason"),
     [
         (pa.array([None, "a"]), [0], "who: no id"),
         (pa.array([None, "a"]).dictionary_encode(), [0], "who: no id"),
@@ -124,10 +126,10 @@ def test_a_column_that_holds_no_ids_is_refused_by_name(column, said):
         ),
     ],
 )
-def test_rows_without_an_id_that_can_be_used_are_told_apart(column, rows, said):
-    ids, bad = read_ids(column, Path("clicks.parquet"), "who")
-    ((reason, mask),) = bad.items()
-    assert said in reason and np.flatnonzero(mask).tolist() == rows
+def test_rows_without_an_id_that_can_be_used_are_told_apart(column, rows, expected_reason):
+    ids, mask_by_reason = read_ids(column, Path("clicks.parquet"), "who")
+    ((reason, mask),) = mask_by_reason.items()
+    assert expected_reason in reason and np.flatnonzero(mask).tolist() == rows
     good = [row for row in range(len(column)) if row not in rows]
     assert [ids.texts()[row].as_py() for row in good] == [str(column[row].as_py()) for row in good]
 
@@ -147,15 +149,17 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
         tmp_path / "a.parquet",
         dictionary_pagesize_limit=page_bytes,
     )  # fmt: skip
-    told: list[Interactions] = []
+    late_batches: list[Interactions] = []
     batches = list(
         read_interactions(
             Sources(interactions=("a.parquet",)), tmp_path,
-            before=parse_time("2026-01-01"), late=told.append,
+            cutoff_at=parse_time("2026-01-01"), late=late_batches.append,
         )
     )  # fmt: skip
     assert [text for batch in batches for text in whole(batch.users)] == users[:rows]
     assert not {"late-item", "light-item"} & {
         name for batch in batches for name in batch.items.names.to_pylist()
     }
-    assert [whole(each.users) + whole(each.items) for each in told] == [["late", "late-item"]]
+    assert [whole(batch.users) + whole(batch.items) for batch in late_batches] == [
+        ["late", "late-item"]
+    ]

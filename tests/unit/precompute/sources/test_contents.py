@@ -69,12 +69,12 @@ NUMBERS = ["csv", "text", "codes", pa.int64(), pa.float64(), pa.decimal128(38, 0
 @pytest.mark.parametrize("kind", [*NUMBERS, pa.int32(), pa.uint32()])
 def test_dates_as_digits_are_read_with_a_remark(tmp_path, kind):
     name = write_times(tmp_path, kind, [20231114, 20231115, 0, 20231399])
-    _, times, told = read(tmp_path, name)
+    _, times, report = read(tmp_path, name)
     assert times == [DAY_AT, DAY_AT + DAY_US]
-    assert told["remarks"] == [
+    assert report["remarks"] == [
         "column 'timestamp' holds dates as yyyymmdd: they are read so, as UTC"
     ]
-    assert told["left_out"] == 2
+    assert report["left_out"] == 2
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -82,8 +82,8 @@ def test_dates_as_digits_are_read_with_a_remark(tmp_path, kind):
     ("value", "seconds"), [(202311142213, 22 * 3600 + 13 * 60), (20231114221320, 80_000)]
 )
 def test_moments_as_digits_are_read_with_a_remark(tmp_path, kind, value, seconds):
-    _, times, told = read(tmp_path, write_times(tmp_path, kind, [value]))
-    assert times == [DAY_AT + seconds * 10**6] and "yyyymmddhhmm" in told["remarks"][0]
+    _, times, report = read(tmp_path, write_times(tmp_path, kind, [value]))
+    assert times == [DAY_AT + seconds * 10**6] and "yyyymmddhhmm" in report["remarks"][0]
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -124,9 +124,9 @@ def test_spark_s_times_beyond_range_are_left_out_and_counted(tmp_path):
         }
     )
     pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
-    pairs, times, told = read(tmp_path, "a.parquet")
+    pairs, times, report = read(tmp_path, "a.parquet")
     assert pairs == [("b", "j")] and abs(times[0] - SECONDS * 10**6) <= DAY_US
-    assert told["reasons"]["timestamp: a time out of range"]["rows"] == 1
+    assert report["reasons"]["timestamp: a time out of range"]["rows"] == 1
 
 
 def test_weights_and_times_may_be_coded_or_decimal(tmp_path):
@@ -144,24 +144,27 @@ def test_weights_and_times_may_be_coded_or_decimal(tmp_path):
 WORDS = ["NULL", "null", "\\N", "nan", "NaN", "None", "NA", "N/A", "NaT", "<NA>"]
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("null_spelling", WORDS)
 @pytest.mark.parametrize("kind", ["csv", pa.string(), pa.large_string(), pa.string_view(), "codes"])
-def test_a_word_for_nothing_is_no_id(tmp_path, word, kind):
-    users, items = [word, "u1", "u2", "u3"], ["i0", word, f"x{word}", word.replace("N", "Na") + "x"]
+def test_a_word_for_nothing_is_no_id(tmp_path, null_spelling, kind):
+    users, items = (
+        [null_spelling, "u1", "u2", "u3"],
+        ["i0", null_spelling, f"x{null_spelling}", null_spelling.replace("N", "Na") + "x"],
+    )
     if kind == "csv":
         rows = [f"{user},{item}" for user, item in zip(users, items, strict=True)]
         (tmp_path / "a.csv").write_text("\n".join(["user,item", *rows]) + "\n")
         name = "a.csv"
     else:
         columns = [
-            pa.array(each).dictionary_encode() if kind == "codes" else pa.array(each, kind)
-            for each in (users, items)
+            pa.array(texts).dictionary_encode() if kind == "codes" else pa.array(texts, kind)
+            for texts in (users, items)
         ]
         pq.write_table(pa.table(columns, ["user", "item"]), tmp_path / "a.parquet")
         name = "a.parquet"
-    pairs, _, told = read(tmp_path, name)
-    assert pairs == [("u2", f"x{word}"), ("u3", word.replace("N", "Na") + "x")]
-    assert {why: each["rows"] for why, each in told["reasons"].items()} == {
+    pairs, _, report = read(tmp_path, name)
+    assert pairs == [("u2", f"x{null_spelling}"), ("u3", null_spelling.replace("N", "Na") + "x")]
+    assert {reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()} == {
         "user: no id": 1, "item: no id": 1,
     }  # fmt: skip
 
@@ -222,12 +225,12 @@ def test_ids_of_every_type_are_texts_however_many_there_are(tmp_path, kind, use_
     ],
 )
 def test_ids_in_memory_may_be_views_or_runs(column):
-    ids, bad = read_ids(column, Path("given"), "who")
-    assert ids.texts().to_pylist() == ["a", "b", "a"] and not bad
+    ids, mask_by_reason = read_ids(column, Path("given"), "who")
+    assert ids.texts().to_pylist() == ["a", "b", "a"] and not mask_by_reason
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("column", "message_pattern"),
     [
         (pa.array([Decimal("1.5")]), "holds fractions; ids are strings or whole numbers"),
         (pa.array([1.5]), "write the column as Int64"),
@@ -239,8 +242,8 @@ def test_ids_in_memory_may_be_views_or_runs(column):
         (pa.array([DAY]), "is it the column of ids"),
     ],
 )
-def test_a_type_that_holds_no_ids_is_refused_with_what_to_do(column, said):
-    with pytest.raises(SourceError, match=said) as refused:
+def test_a_type_that_holds_no_ids_is_refused_with_what_to_do(column, message_pattern):
+    with pytest.raises(SourceError, match=message_pattern) as refused:
         read_ids(column, Path("clicks.parquet"), "who")
     assert "clicks.parquet" in str(refused.value) and "'who'" in str(refused.value)
 
@@ -345,7 +348,7 @@ def test_a_text_file_of_rows_is_not_read_as_lines_of_ids(tmp_path, line, name):
         read(tmp_path, name)
 
 
-@pytest.mark.parametrize("line", [each for each in TABLES if len(each.split()) > 1])
+@pytest.mark.parametrize("line", [line for line in TABLES if len(line.split()) > 1])
 def test_what_settings_call_lines_are_lines(tmp_path, line):
     (tmp_path / "a.txt").write_text(f"{line}\n" * 2)
     assert len(read(tmp_path, "a.txt", format="lines")[0]) == 2 * (len(line.split()) - 1)
@@ -358,10 +361,10 @@ def test_what_settings_call_lines_are_lines(tmp_path, line):
 def test_lines_of_ids_are_read(tmp_path, text):
     (tmp_path / "a.txt").write_text("\ufeff" + text)
     expected = [
-        (words[0], item)
+        (fields[0], item)
         for line in text.splitlines()
-        for words in [line.split()]
-        for item in words[1:]
+        for fields in [line.split()]
+        for item in fields[1:]
     ]
     assert read(tmp_path, "a.txt")[0] == expected
 
@@ -378,12 +381,12 @@ def test_numpy_is_not_asked_for_objects(tmp_path):
     assert read(tmp_path, "a.parquet")[1] == [SECONDS * 10**6] * 1_000
 
 
-@pytest.mark.parametrize("word", ["none", "NONE", "(none)", "#VALUE!", "-1.#IND"])
-def test_further_words_for_nothing_are_no_ids(tmp_path, word):
-    (tmp_path / "a.csv").write_text(f"user,item\nu1,i1\n{word},i2\nu3,{word}\n")
+@pytest.mark.parametrize("null_spelling", ["none", "NONE", "(none)", "#VALUE!", "-1.#IND"])
+def test_further_words_for_nothing_are_no_ids(tmp_path, null_spelling):
+    (tmp_path / "a.csv").write_text(f"user,item\nu1,i1\n{null_spelling},i2\nu3,{null_spelling}\n")
     pairs, _, report = read(tmp_path, "a.csv")
     assert pairs == [("u1", "i1")]
-    assert {why: reason["rows"] for why, reason in report["reasons"].items()} == {
+    assert {reason_text: reason["rows"] for reason_text, reason in report["reasons"].items()} == {
         "user: no id": 1,
         "item: no id": 1,
     }
@@ -414,16 +417,16 @@ def test_a_header_again_is_no_row_in_whatever_case_and_format(tmp_path, name, na
         lines = [sign.join(pair) for pair in pairs]
         header = ["user,item"] if name == "a.csv" else []
         (tmp_path / name).write_text("\n".join([*header, *lines]) + "\n")
-    found, _, report = read(tmp_path, name)
-    assert found == [pair for pair in pairs if pair != names]
+    read_pairs, _, report = read(tmp_path, name)
+    assert read_pairs == [pair for pair in pairs if pair != names]
     assert report["reasons"]["the header again"]["rows"] == 1
 
 
 def test_blanks_that_are_part_of_ids_are_told(tmp_path):
     write(tmp_path, item=["i1   ", "\u00a0i2", "i3"])
     _, _, report = read(tmp_path, "a.parquet")
-    (told,) = report["remarks"]
-    assert told.startswith("column 'item' has blanks around 2 of its first 3 ids")
+    (remark,) = report["remarks"]
+    assert remark.startswith("column 'item' has blanks around 2 of its first 3 ids")
 
 
 @pytest.mark.parametrize("kind", ["csv", "text", pa.int64()])
@@ -466,7 +469,7 @@ def test_seconds_since_a_beginning_of_their_own_are_read(tmp_path, step):
 def test_a_date_that_means_never_is_out_of_range_in_csv_too(tmp_path):
     name = write_times(tmp_path, "csv", ["2023-11-14", "9999-12-31", "9999-12-31 23:59:59", "soon"])
     _, _, report = read(tmp_path, name)
-    assert {why: reason["rows"] for why, reason in report["reasons"].items()} == {
+    assert {reason_text: reason["rows"] for reason_text, reason in report["reasons"].items()} == {
         "timestamp: a time out of range": 2,
         "timestamp: no time that can be read": 1,
     }
@@ -480,7 +483,7 @@ def test_a_comment_above_lines_is_no_line(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message_pattern"),
     [
         ("a.jsonl", b"{}", "JSON is not read: write it as Parquet or CSV"),
         ("a.csv.zst", b"", "this compression is not read: unpack it"),
@@ -490,9 +493,11 @@ def test_a_comment_above_lines_is_no_line(tmp_path, text):
         ("a.csv.gz", b"user,item\nu1,i1\n", "not compressed with gzip, as its name says"),
     ],
 )
-def test_what_another_program_reads_is_refused_with_what_to_do(tmp_path, name, content, said):
+def test_what_another_program_reads_is_refused_with_what_to_do(
+    tmp_path, name, content, message_pattern
+):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message_pattern):
         read(tmp_path, name)
 
 

@@ -45,9 +45,9 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("line_break", ["\n", "\r\n"])
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("byte_order_mark", ["", "\ufeff"])
 def test_quoted_values_are_read_as_python_reads_them(
-    tmp_path, small_pieces, separator, line_break, name, mark
+    tmp_path, small_pieces, separator, line_break, name, byte_order_mark
 ):
     drawn = random.Random(7)
     signs = ["a", '"', "\n", separator, " x", '""', "\n\n", "'"]
@@ -55,15 +55,15 @@ def test_quoted_values_are_read_as_python_reads_them(
         (f"u{n}", f'i"{n}', "".join(drawn.choices(signs, k=drawn.randrange(9))), "1700000000")
         for n in range(300)
     ]
-    out = io.StringIO()
-    writer = csv.writer(out, delimiter=separator, lineterminator=line_break)
+    csv_buffer = io.StringIO()
+    writer = csv.writer(csv_buffer, delimiter=separator, lineterminator=line_break)
     writer.writerows([("user", "item", "title", "timestamp"), *rows])
-    write(tmp_path, mark + out.getvalue(), name)
+    write(tmp_path, byte_order_mark + csv_buffer.getvalue(), name)
 
-    pairs, told = read(tmp_path, name, separator=separator)
+    pairs, report = read(tmp_path, name, separator=separator)
 
     assert pairs == [row[:2] for row in rows]
-    assert told["left_out"] == 0
+    assert report["left_out"] == 0
 
 
 def test_a_quoted_value_may_be_longer_than_what_is_parsed_at_once(tmp_path):
@@ -104,8 +104,8 @@ def test_without_quoting_every_line_is_a_row(tmp_path, quote):
     rows = [UNQUOTED.format(number) for number in range(4200)]
     rows[1000] = rows[1000].replace("Heat", '"Heat')
     write(tmp_path, HEADER + "".join(rows))
-    pairs, told = read(tmp_path, "a.csv", quote=quote)
-    assert len(pairs) == told["rows"] == 4200 and pairs[1000] == ("u1000", "i1000")
+    pairs, report = read(tmp_path, "a.csv", quote=quote)
+    assert len(pairs) == report["rows"] == 4200 and pairs[1000] == ("u1000", "i1000")
 
 
 def test_another_quote_and_quotes_within_plain_values_are_read(tmp_path, small_pieces):
@@ -115,11 +115,11 @@ def test_another_quote_and_quotes_within_plain_values_are_read(tmp_path, small_p
 
 def test_lines_that_are_no_row_are_told_by_their_number_in_the_file(tmp_path, small_pieces):
     write(tmp_path, f'{HEADER}\nu1,i1,"a\n\nb",1\nu2,i2\nu3,i3,x,1\n\nu4,i4,x,1,\n')
-    pairs, told = read(tmp_path, "a.csv")
+    pairs, report = read(tmp_path, "a.csv")
     assert pairs == [("u1", "i1"), ("u3", "i3")]
-    ((reason, left),) = told["reasons"].items()
+    ((reason, reason_report),) = report["reasons"].items()
     assert reason == "more or fewer columns than the header"
-    assert [case["line"] for case in left["cases"]] == ["6", "9"]
+    assert [case["line"] for case in reason_report["cases"]] == ["6", "9"]
 
 
 def test_a_separator_at_the_end_of_every_row_is_told_with_what_to_do(tmp_path):
@@ -130,9 +130,11 @@ def test_a_separator_at_the_end_of_every_row_is_told_with_what_to_do(tmp_path):
 
 def test_an_id_with_a_line_break_is_left_out_and_counted(tmp_path):
     write(tmp_path, 'user,item,title\n"u\n1",i1,x\nu2,"i\n\n2","a\nb"\nu3,i3,x\nu4,i4,"a\n\nb"\n')
-    pairs, told = read(tmp_path, "a.csv")
+    pairs, report = read(tmp_path, "a.csv")
     assert pairs == [("u3", "i3"), ("u4", "i4")]
-    assert {why: each["rows"] for why, each in told["reasons"].items()} == {
+    assert {
+        reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()
+    } == {
         "user: an id with a line break": 1,
         "item: an id with a line break": 1,
     }
@@ -142,9 +144,9 @@ def test_a_backslash_before_a_quote_is_told_and_read_where_settings_name_it(tmp_
     write(tmp_path, 'user,item,title\nu1,i1,x\n"u\\"2",i2,"a \\"b\\", c"\nu3,\\N,x\nu4,i4,"5\\""\n')
     with pytest.raises(SourceError, match=r"line 3: a backslash stands before a quote.*escape ="):
         read(tmp_path, "a.csv")
-    pairs, told = read(tmp_path, "a.csv", escape="\\")
+    pairs, report = read(tmp_path, "a.csv", escape="\\")
     assert pairs == [("u1", "i1"), ('u"2', "i2"), ("u4", "i4")]
-    assert told["left_out"] == 1
+    assert report["left_out"] == 1
 
 
 def test_a_backslash_at_the_end_of_a_quoted_value_is_its_own(tmp_path):
@@ -164,18 +166,20 @@ def test_a_backslash_at_the_end_of_a_quoted_value_is_its_own(tmp_path):
 )
 def test_blanks_and_marks_around_names_and_ids_are_not_theirs(tmp_path, text):
     write(tmp_path, text)
-    pairs, told = read(tmp_path, "a.csv", timestamp_column="timestamp")
-    assert pairs == [("u1", "i1"), ("u2", "i2")] and told["left_out"] == 0
+    pairs, report = read(tmp_path, "a.csv", timestamp_column="timestamp")
+    assert pairs == [("u1", "i1"), ("u2", "i2")] and report["left_out"] == 0
     assert read(tmp_path, "a.csv", item_column=" item")[0] == pairs
 
 
-@pytest.mark.parametrize("again", ["user,item\n", "\ufeffuser,item\n", '"user", "item"\n'])
-def test_a_header_again_is_left_out_and_counted(tmp_path, small_pieces, again):
-    write(tmp_path, f"user,item\nu1,i1\n{again}u2,i2\n")
-    write(tmp_path, f"user,item\nu3,i3\n{again}u4,i4\n", "b.csv.gz")
-    pairs, told = read(tmp_path, "a.csv", "b.csv.gz")
+@pytest.mark.parametrize(
+    "repeated_header", ["user,item\n", "\ufeffuser,item\n", '"user", "item"\n']
+)
+def test_a_header_again_is_left_out_and_counted(tmp_path, small_pieces, repeated_header):
+    write(tmp_path, f"user,item\nu1,i1\n{repeated_header}u2,i2\n")
+    write(tmp_path, f"user,item\nu3,i3\n{repeated_header}u4,i4\n", "b.csv.gz")
+    pairs, report = read(tmp_path, "a.csv", "b.csv.gz")
     assert pairs == [("u1", "i1"), ("u2", "i2"), ("u3", "i3"), ("u4", "i4")]
-    assert told["reasons"]["the header again"]["rows"] == 2
+    assert report["reasons"]["the header again"]["rows"] == 2
 
 
 @pytest.mark.parametrize("text", ["user,item\n", "user,item", "\ufeffuser,item\r\n"])
@@ -199,17 +203,17 @@ def test_an_empty_file_is_told(tmp_path, text):
         read(tmp_path, "a.csv")
 
 
-@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+@pytest.mark.parametrize("byte_order_mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
 @pytest.mark.parametrize("name", ["a.csv", "a.txt"])
-def test_utf_16_is_told_with_what_to_do(tmp_path, mark, name):
-    coding = "utf-16-le" if mark == codecs.BOM_UTF16_LE else "utf-16-be"
-    write(tmp_path, mark + "user,item\nu1,i1\n".encode(coding), name)
+def test_utf_16_is_told_with_what_to_do(tmp_path, byte_order_mark, name):
+    coding = "utf-16-le" if byte_order_mark == codecs.BOM_UTF16_LE else "utf-16-be"
+    write(tmp_path, byte_order_mark + "user,item\nu1,i1\n".encode(coding), name)
     with pytest.raises(SourceError, match=r"is UTF-16: convert it .*iconv"):
         read(tmp_path, name)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message_pattern"),
     [
         ({"quote": ","}, "quote and separator are both ','"),
         ({"escape": '"'}, "escape and quote are both"),
@@ -217,6 +221,6 @@ def test_utf_16_is_told_with_what_to_do(tmp_path, mark, name):
         ({"quote": '""'}, "must be one character"),
     ],
 )
-def test_signs_with_two_meanings_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_signs_with_two_meanings_are_refused(settings, message_pattern):
+    with pytest.raises(ConfigError, match=message_pattern):
         Sources(("a.csv",), **settings)

@@ -34,27 +34,32 @@ FITTING: dict[str, st.SearchStrategy[Any]] = {
     "age": st.integers(-9, 9), "score": st.sampled_from([0.5, 1, -2.25]), "home": st.sampled_from(["", "x", "é"]),
     "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
 }  # fmt: skip
-ROW = st.fixed_dictionaries({name: st.none() | each for name, each in FITTING.items()})
+ROW = st.fixed_dictionaries({name: st.none() | strategy for name, strategy in FITTING.items()})
 WANTED: dict[Kind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
-    st.fixed_dictionaries({}, optional={name: st.none() | each for name, each in FITTING.items()}),
+    st.fixed_dictionaries(
+        {}, optional={name: st.none() | strategy for name, strategy in FITTING.items()}
+    ),
 )
 
 
 def batches(ids: list[str], rows: list[dict[str, Any]], size: int) -> Any:
     for at in range(0, len(ids), size):
-        some = rows[at : at + size]
+        batch_rows = rows[at : at + size]
         yield (
             Ids.of(pa.array(ids[at : at + size], pa.string())),
-            {name: pa.array([row[name] for row in some], kind) for name, kind in TYPES.items()},
+            {
+                name: pa.array([row[name] for row in batch_rows], kind)
+                for name, kind in TYPES.items()
+            },
         )
 
 
-def rows_of(found: Any) -> list[tuple[str, dict[str, Any]]]:
+def rows_of(feature_batches: Any) -> list[tuple[str, dict[str, Any]]]:
     return [
         (id_, {name: column[at].as_py() for name, column in columns.items()})
-        for ids, columns in found
+        for ids, columns in feature_batches
         for at, id_ in enumerate(ids.texts().to_pylist())
     ]
 
@@ -68,10 +73,10 @@ def rows_of(found: Any) -> list[tuple[str, dict[str, Any]]]:
 def test_the_table_is_the_one_with_these_values(
     told: Any, values: EntityValues, size: int, adds: bool
 ) -> None:
-    ids, rows = [each[0] for each in told], [each[1] for each in told]
+    ids, rows = [id_and_row[0] for id_and_row in told], [id_and_row[1] for id_and_row in told]
     unusable = Unusable()
 
-    found = with_event_values(
+    feature_batches = with_event_values(
         batches(ids, rows, size),
         values,
         kind="user",
@@ -79,29 +84,31 @@ def test_the_table_is_the_one_with_these_values(
         adds=values if adds else (),
     )
 
-    wanted = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
+    expected_rows = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
     if adds:
         empty = dict.fromkeys(TYPES)
-        new = {raw: each for raw, each in values.items() if raw.decode() not in ids}
-        wanted += [
+        new = {
+            raw: entity_values for raw, entity_values in values.items() if raw.decode() not in ids
+        }
+        expected_rows += [
             (raw.decode(), empty | dict(new[raw]))
             for raw in sorted(new)
             if any(value is not None for value in new[raw].values())
         ]
-    assert rows_of(found) == wanted
-    assert all(not each["reasons"] for each in unusable.to_json().values())
+    assert rows_of(feature_batches) == expected_rows
+    assert all(not source_report["reasons"] for source_report in unusable.to_json().values())
 
 
 def test_the_columns_keep_their_types() -> None:
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
     values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
 
-    found = with_event_values(
+    feature_batches = with_event_values(
         batches(["a", "b"], [row, row], 2), values, kind="user", unusable=Unusable()
     )
 
-    ((_, columns),) = found
-    assert {name: each.type for name, each in columns.items()} == TYPES
+    ((_, columns),) = feature_batches
+    assert {name: column.type for name, column in columns.items()} == TYPES
 
 
 @pytest.mark.parametrize(
@@ -115,20 +122,20 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
     unusable = Unusable()
 
-    found = with_event_values(
+    feature_batches = with_event_values(
         batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable
     )
 
-    assert rows_of(found) == [("a", row | {name: None})]
-    (noted,) = unusable.to_json()[f"events.{name}"]["reasons"].values()
-    assert noted == {"rows": 1, "cases": [{"item": "a"}]}
+    assert rows_of(feature_batches) == [("a", row | {name: None})]
+    (reason_report,) = unusable.to_json()[f"events.{name}"]["reasons"].values()
+    assert reason_report == {"rows": 1, "cases": [{"item": "a"}]}
 
 
 def write(path: Path, events: list[tuple[int, Event | str | None]]) -> None:
     table = {
         "position": pa.array([Position(ms, 0).number for ms, _ in events], pa.int64()),
         "event": [
-            each.to_bytes().decode() if isinstance(each, Event) else each for _, each in events
+            event.to_bytes().decode() if isinstance(event, Event) else event for _, event in events
         ],
         "user": pa.nulls(len(events), pa.string()),
     }
@@ -148,10 +155,10 @@ def test_the_newest_position_counts_over_all_files(tmp_path: Path) -> None:
         (7, Event("f", 0, b"u", None, type="left")),
     ])  # fmt: skip
 
-    found = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED)
+    event_values = EventValues.read([first, second], {"user": [b"gone"], "item": [b"gone"]}, WANTED)
 
-    assert found.users == {b"u": {"country": 1}}
-    assert found.items == {b"i": {"price": None, "stock": True}}
+    assert event_values.users == {b"u": {"country": 1}}
+    assert event_values.items == {b"i": {"price": None, "stock": True}}
     assert EventValues.read([], {}, WANTED) == EventValues()
 
 
@@ -166,10 +173,10 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
         (6, Event("f", 0, None, b"new", attributes={"price": 7})),
     ])  # fmt: skip
 
-    found = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED)
+    event_values = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED)
 
-    assert found.brought == {b"new", b"row"}
-    assert found.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
+    assert event_values.brought == {b"new", b"row"}
+    assert event_values.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
     assert brought_vectors([path]) == {b"row": (3.0, 4.0)}
     assert brought_vectors([]) == {}
 
@@ -183,18 +190,18 @@ def test_attributes_that_nobody_wants_take_no_place(tmp_path: Path) -> None:
         tmp_path / "1.parquet", [*junk, (999, Event("x", 0, None, b"i", attributes={"price": 1}))]
     )
 
-    found = EventValues.read([tmp_path / "1.parquet"], {}, WANTED)
+    event_values = EventValues.read([tmp_path / "1.parquet"], {}, WANTED)
 
-    assert found == EventValues({}, {b"i": {"price": 1}})
+    assert event_values == EventValues({}, {b"i": {"price": 1}})
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    bad, worse = tmp_path / "bad.parquet", tmp_path / "worse.parquet"
-    write(bad, [(1, '{"id": 7')])
+    malformed_path, worse = tmp_path / "bad.parquet", tmp_path / "worse.parquet"
+    write(malformed_path, [(1, '{"id": 7')])
     worse.write_bytes(b"PAR1")
 
     with pytest.raises(CorruptArtefact, match="not an event"):
-        EventValues.read([bad], {}, WANTED)
+        EventValues.read([malformed_path], {}, WANTED)
     with pytest.raises(SourceError, match=r"worse\.parquet"):
         EventValues.read([worse], {}, WANTED)
 

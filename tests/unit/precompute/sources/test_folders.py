@@ -54,11 +54,11 @@ SPARK = (
 def test_what_a_job_left_behind_is_no_data_at_any_depth(
     place: Place, tmp_path: Path, pattern: str
 ) -> None:
-    before = place(SPARK)
+    path_prefix = place(SPARK)
 
-    found = files_read(tmp_path, before + pattern)
+    read_names = files_read(tmp_path, path_prefix + pattern)
 
-    assert found == ["clicks/_day=2/part-1.csv", "clicks/day=1/part-0.csv"]
+    assert read_names == ["clicks/_day=2/part-1.csv", "clicks/day=1/part-0.csv"]
 
 
 @pytest.mark.parametrize(
@@ -67,38 +67,40 @@ def test_what_a_job_left_behind_is_no_data_at_any_depth(
 def test_lock_files_and_halves_beside_the_data_are_left_out(
     place: Place, tmp_path: Path, note: str
 ) -> None:
-    before = place(["clicks/clicks.csv", f"clicks/{note}"])
+    path_prefix = place(["clicks/clicks.csv", f"clicks/{note}"])
 
-    assert files_read(tmp_path, f"{before}clicks/*") == ["clicks/clicks.csv"]
-    assert files_read(tmp_path, f"{before}clicks") == ["clicks/clicks.csv"]
+    assert files_read(tmp_path, f"{path_prefix}clicks/*") == ["clicks/clicks.csv"]
+    assert files_read(tmp_path, f"{path_prefix}clicks") == ["clicks/clicks.csv"]
 
 
 def test_what_a_pattern_names_by_itself_is_read_whatever_it_is_called(
     place: Place, tmp_path: Path
 ) -> None:
-    before = place(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
+    path_prefix = place(["_raw/.new/a.csv", "_raw/.new/_b.csv"])
 
-    assert files_read(tmp_path, f"{before}_raw/.new/*.csv") == ["_raw/.new/a.csv"]
-    assert files_read(tmp_path, f"{before}_raw/.new/_b.csv") == ["_raw/.new/_b.csv"]
+    assert files_read(tmp_path, f"{path_prefix}_raw/.new/*.csv") == ["_raw/.new/a.csv"]
+    assert files_read(tmp_path, f"{path_prefix}_raw/.new/_b.csv") == ["_raw/.new/_b.csv"]
 
 
 def test_a_folder_is_read_with_its_subfolders(place: Place, tmp_path: Path) -> None:
     names = ["clicks/a.csv", "clicks/day=1/b.csv", "clicks/day=1/hour=2/c.csv"]
-    before = place(names)
+    path_prefix = place(names)
 
     for pattern in ("clicks", "clicks/**", "clicks/**/*.csv", "clicks/*"):
-        assert files_read(tmp_path, before + pattern) == names
-    assert files_read(tmp_path, f"{before}clicks/day=*") == names[1:]
-    assert files_read(tmp_path, f"{before}clicks/*.csv") == names[:1]
+        assert files_read(tmp_path, path_prefix + pattern) == names
+    assert files_read(tmp_path, f"{path_prefix}clicks/day=*") == names[1:]
+    assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == names[:1]
 
 
 def test_a_file_that_is_named_twice_is_read_once(place: Place, tmp_path: Path) -> None:
-    before = place(["clicks/a.csv", "clicks/b.csv"])
+    path_prefix = place(["clicks/a.csv", "clicks/b.csv"])
     patterns = ["clicks/b.csv", "clicks", "clicks/*.csv", "./clicks/a.csv", "clicks//b.csv"]
 
-    found = files_read(tmp_path, *(before + pattern for pattern in patterns[: 3 if before else 5]))
+    read_names = files_read(
+        tmp_path, *(path_prefix + pattern for pattern in patterns[: 3 if path_prefix else 5])
+    )
 
-    assert found == ["clicks/b.csv", "clicks/a.csv"]
+    assert read_names == ["clicks/b.csv", "clicks/a.csv"]
 
 
 def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None:
@@ -138,13 +140,13 @@ def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None
 def test_a_table_whose_log_says_which_files_count_is_refused_by_its_kind(
     place: Place, tmp_path: Path, log: str, kind: str, pattern: str
 ) -> None:
-    before = place([log, "lake/clicks/data/a.csv", "plain/b.csv"])
+    path_prefix = place([log, "lake/clicks/data/a.csv", "plain/b.csv"])
 
     with pytest.raises(SourceError, match=rf"lake/clicks is {kind}: .* Write its rows") as refused:
-        source_files((before + pattern,), tmp_path)
+        source_files((path_prefix + pattern,), tmp_path)
 
     assert str(refused.value.details["path"]).endswith("lake/clicks")
-    assert files_read(tmp_path, f"{before}plain") == ["plain/b.csv"]
+    assert files_read(tmp_path, f"{path_prefix}plain") == ["plain/b.csv"]
 
 
 def test_who_may_not_look_above_the_files_may_read_them(
@@ -153,45 +155,48 @@ def test_who_may_not_look_above_the_files_may_read_them(
     """A bucket's policy may allow one prefix alone; a link with a signature, one file."""
     folder = f"/{uuid.uuid4().hex}"
     MemoryFileSystem().pipe_file(f"{folder}/clicks/a.csv", b"user,item\nu,i\n")
-    exists, listed = MemoryFileSystem.exists, MemoryFileSystem.ls
+    exists, original_ls = MemoryFileSystem.exists, MemoryFileSystem.ls
 
     def denied(call: Callable[..., object]) -> Callable[..., object]:
-        def asks(self: MemoryFileSystem, path: str, *given: object, **named: object) -> object:
+        def asks(self: MemoryFileSystem, path: str, *arguments: object, **named: object) -> object:
             if not path.startswith(f"{folder}/clicks") or path.endswith(("_log", ".hoodie")):
                 raise PermissionError(f"AccessDenied: {path}")
-            return call(self, path, *given, **named)
+            return call(self, path, *arguments, **named)
 
         return asks
 
     monkeypatch.setattr(MemoryFileSystem, "exists", denied(exists))
-    monkeypatch.setattr(MemoryFileSystem, "ls", denied(listed))
+    monkeypatch.setattr(MemoryFileSystem, "ls", denied(original_ls))
 
     assert files_read(tmp_path, f"memory:/{folder}/clicks/*.csv") == ["i"]
     assert files_read(tmp_path, f"memory:/{folder}/clicks/a.csv") == ["i"]
 
 
 def test_a_folder_called_metadata_is_no_table(place: Place, tmp_path: Path) -> None:
-    before = place(["clicks/metadata/about.csv", "clicks/a.csv"])
+    path_prefix = place(["clicks/metadata/about.csv", "clicks/a.csv"])
 
-    assert files_read(tmp_path, f"{before}clicks/*.csv") == ["clicks/a.csv"]
+    assert files_read(tmp_path, f"{path_prefix}clicks/*.csv") == ["clicks/a.csv"]
 
 
 def test_only_notes_are_named_where_nothing_else_matches(place: Place, tmp_path: Path) -> None:
-    before = place(["clicks/_SUCCESS", "clicks/~$a.csv"])
+    path_prefix = place(["clicks/_SUCCESS", "clicks/~$a.csv"])
 
     with pytest.raises(SourceError, match=r"no source file matches .*notes .*_SUCCESS, ~\$a\.csv"):
-        source_files((f"{before}clicks/*",), tmp_path)
+        source_files((f"{path_prefix}clicks/*",), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["folder [v1]", "a?b", "[x]"])
 def test_folders_and_files_with_brackets_in_their_names_are_read(
     place: Place, tmp_path: Path, name: str
 ) -> None:
-    before = place([f"{name}/a [1].csv", f"{name}/b.csv"])
+    path_prefix = place([f"{name}/a [1].csv", f"{name}/b.csv"])
 
-    assert files_read(tmp_path, f"{before}{name}/*.csv") == [f"{name}/a [1].csv", f"{name}/b.csv"]
-    assert files_read(tmp_path, f"{before}{name}/a [1].csv") == [f"{name}/a [1].csv"]
-    assert files_read(tmp_path, f"{before}{name}") == [f"{name}/a [1].csv", f"{name}/b.csv"]
+    assert files_read(tmp_path, f"{path_prefix}{name}/*.csv") == [
+        f"{name}/a [1].csv",
+        f"{name}/b.csv",
+    ]
+    assert files_read(tmp_path, f"{path_prefix}{name}/a [1].csv") == [f"{name}/a [1].csv"]
+    assert files_read(tmp_path, f"{path_prefix}{name}") == [f"{name}/a [1].csv", f"{name}/b.csv"]
 
 
 def test_a_project_in_a_folder_with_brackets_is_found(tmp_path: Path) -> None:

@@ -32,41 +32,41 @@ def test_of_usual_interactions_nothing_is_said(tmp_path: Path) -> None:
 def test_one_id_with_a_fifth_of_the_rows_is_named(tmp_path: Path) -> None:
     rows = plain() + [f"0,i{row % 40},{NOW_S}" for row in range(300)]
 
-    (told,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = remarks(shape_of(tmp_path, rows))
 
-    assert told.startswith("the user '0' has 23% of all rows")
+    assert remark.startswith("the user '0' has 23% of all rows")
 
 
 def test_items_that_come_once_each_are_told_and_that_a_field_holds_several(tmp_path: Path) -> None:
     rows = [f"u{row},i{row} j{row} k{row},{NOW_S}" for row in range(200)]
 
-    (told,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = remarks(shape_of(tmp_path, rows))
 
-    assert "200 items in 200 rows: nearly each comes once, and most hold several words" in told
+    assert "200 items in 200 rows: nearly each comes once, and most hold several words" in remark
 
 
 def test_times_that_are_all_older_than_any_log_are_told(tmp_path: Path) -> None:
     rows = [row.rpartition(",")[0] + f",{number + 1}" for number, row in enumerate(plain())]
 
-    (told,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = remarks(shape_of(tmp_path, rows))
 
-    assert told.startswith("the newest time is 1970-01-01")
+    assert remark.startswith("the newest time is 1970-01-01")
 
 
 def test_the_share_of_rows_without_a_time_is_told(tmp_path: Path) -> None:
     rows = [row.rpartition(",")[0] + ",0" for row in plain(100)] + plain(900)
 
-    (told,) = remarks(shape_of(tmp_path, rows))
+    (remark,) = remarks(shape_of(tmp_path, rows))
 
-    assert told.startswith("10% of the rows have no time")
+    assert remark.startswith("10% of the rows have no time")
     assert remarks(shape_of(tmp_path, rows, timestamp_column="")) == []
 
 
 def test_too_little_data_is_said_with_what_is_needed(tmp_path: Path) -> None:
-    (told,) = remarks(shape_of(tmp_path, ["u1,i1,1700000000", "u2,i2,1700000000"]))
+    (remark,) = remarks(shape_of(tmp_path, ["u1,i1,1700000000", "u2,i2,1700000000"]))
 
-    assert "too little data to judge by: 2 users and 2 items" in told
-    assert "about 100 users and 20 items" in told
+    assert "too little data to judge by: 2 users and 2 items" in remark
+    assert "about 100 users and 20 items" in remark
     with pytest.raises(SourceError, match="1 user and 1 item; at least 2 users and 2 items"):
         demand_least(1, 1)
     demand_least(2, 2)
@@ -76,15 +76,15 @@ def test_counts_of_two_parts_are_those_of_the_whole() -> None:
     rng = np.random.default_rng(4)
     hashes = rng.integers(0, 1 << 63, 1000).astype(np.uint64) * np.uint64(2)
     times = rng.integers(0, 3, 1000)
-    whole, parts = RowCounts(), RowCounts()
-    whole.add(hashes, times)
+    all_counts, parts = RowCounts(), RowCounts()
+    all_counts.add(hashes, times)
     parts.add(hashes[700:], times[700:])
 
     parts = RowCounts.of_report(parts.to_json())
     parts.add(hashes[:700], times[:700])
 
-    assert parts.to_json() == whole.to_json()
-    assert whole.user_rows.sum() == 1000 and whole.newest_us == 2
+    assert parts.to_json() == all_counts.to_json()
+    assert all_counts.user_rows.sum() == 1000 and all_counts.newest_us == 2
 
 
 def test_few_ids_and_ids_of_one_word_are_no_histories() -> None:
@@ -105,4 +105,4 @@ def test_few_rows_without_a_time_are_told_by_their_number() -> None:
     shape = Shape(
         rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
     )  # fmt: skip
-    assert any(told.startswith("1 of 4,200 rows have no time") for told in remarks(shape))
+    assert any(remark.startswith("1 of 4,200 rows have no time") for remark in remarks(shape))

@@ -102,11 +102,11 @@ def test_times_that_do_not_fit_are_refused_not_wrapped(tmp_path):
 def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
     write(tmp_path, timestamp=[SECONDS * 1000])
     with pytest.raises(SourceError, match="divide milliseconds by 1,000"):
-        list(read_interactions(Sources(("*",)), tmp_path, before=parse_time("2026-01-01")))
+        list(read_interactions(Sources(("*",)), tmp_path, cutoff_at=parse_time("2026-01-01")))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message_pattern"),
     [
         ("a.txt", b"u1 caf\xe9\n", "not UTF-8"),
         ("a.csv", b"user,item\nu1,caf\xe9\n", "item: an id that is not UTF-8"),
@@ -141,9 +141,11 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
         ("a.orc", b"", "only Parquet, CSV and lines are read: write it as Parquet or CSV"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path, name, content, said):
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
+    tmp_path, name, content, message_pattern
+):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SourceError, match=said) as caught:
+    with pytest.raises(SourceError, match=message_pattern) as caught:
         read(tmp_path, name)
     assert name in caught.value.message
 
@@ -163,10 +165,10 @@ def test_a_disk_that_fails_is_worth_another_try(tmp_path, name):
 def test_a_file_that_cannot_be_opened_now_is_worth_another_try(tmp_path, monkeypatch, number):
     (tmp_path / "a.txt").write_text("u1 i1\n")
 
-    def away(_path, *_mode):
+    def fail_to_open(_path, *_mode):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "open", away)
+    monkeypatch.setattr(Path, "open", fail_to_open)
     with pytest.raises(StoreError, match=r"a\.txt now"):
         read(tmp_path, "a.txt")
 
@@ -194,8 +196,8 @@ def test_a_parquet_file_that_breaks_in_the_middle_is_named(tmp_path):
 
 
 def test_ids_that_are_not_utf_8_are_refused_by_column(tmp_path):
-    bad = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"user": ["u"], "item": bad}), tmp_path / "a.parquet")
+    non_utf8_ids = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"user": ["u"], "item": non_utf8_ids}), tmp_path / "a.parquet")
     with pytest.raises(SourceError, match=r"a\.parquet can be used: item: an id that is not UTF-8"):
         read(tmp_path, "a.parquet")
 
@@ -242,8 +244,8 @@ def test_sources_behind_a_url_are_read_as_files_of_this_host_are(tmp_path, name)
     files = [tmp_path / name]
 
     for pattern in (f"memory:/{folder}/{name}", f"memory:/{folder}", f"memory:/{folder}/*"):
-        found = source_files((pattern,), tmp_path)
-        assert pin(found) == pin(files)
+        remote_files = source_files((pattern,), tmp_path)
+        assert pin(remote_files) == pin(files)
         batches = list(read_interactions(Sources((pattern,)), tmp_path))
         assert pairs(batches) == pairs(read(tmp_path, name)) == {("u", "i0"), ("u", "i1")}
 
@@ -251,8 +253,10 @@ def test_sources_behind_a_url_are_read_as_files_of_this_host_are(tmp_path, name)
 def pairs(batches):
     return {
         pair
-        for each in batches
-        for pair in zip(each.users.texts().to_pylist(), each.items.texts().to_pylist(), strict=True)
+        for batch in batches
+        for pair in zip(
+            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True
+        )
     }
 
 
@@ -260,16 +264,16 @@ def test_what_a_driver_raises_is_worth_another_try_and_shows_no_secret(tmp_path,
     class Throttled(Exception):
         """As botocore's: no OSError."""
 
-    def fails(*_given, **_named):
+    def fails(*_arguments, **_named):
         raise Throttled("SlowDown for key=AKIA secret=hush")
 
     url = f"memory://{uuid.uuid4().hex}/a.csv"
     MemoryFileSystem().pipe_file(url, b"user,item\nu,i\n")
-    (found,) = source_files((url,), tmp_path)
+    (source_file,) = source_files((url,), tmp_path)
     monkeypatch.setattr(MemoryFileSystem, "_open", fails)
 
     for read_it in (
-        lambda: pin([found]),
+        lambda: pin([source_file]),
         lambda: list(read_interactions(Sources((url,)), tmp_path)),
     ):
         with pytest.raises(StoreError, match="Throttled: SlowDown") as failed:

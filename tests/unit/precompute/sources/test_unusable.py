@@ -35,9 +35,11 @@ def read(folder, name, unusable):
 
 
 def reasons(unusable, source="interactions"):
-    found = unusable.to_json()[source]
-    assert found["left_out"] == sum(each["rows"] for each in found["reasons"].values())
-    return {reason: each["rows"] for reason, each in found["reasons"].items()}
+    report = unusable.to_json()[source]
+    assert report["left_out"] == sum(
+        reason_report["rows"] for reason_report in report["reasons"].values()
+    )
+    return {reason: reason_report["rows"] for reason, reason_report in report["reasons"].items()}
 
 
 def test_a_parquet_row_that_says_nothing_costs_only_itself(tmp_path):
@@ -118,11 +120,11 @@ def test_cases_are_few_and_name_nobody_who_is_erased():
     unusable.looked_at("interactions", 100)
     unusable.note("interactions", "no id", 50, ({"user": f"u{row}"} for row in range(50)))
     unusable.note("interactions", "no time", 2, [{"user": "gone"}, {"user": "here"}])
-    found = unusable.to_json()
-    assert len(found["interactions"]["reasons"]["no id"]["cases"]) == CASES
-    assert found["interactions"]["left_out"] == 52
-    assert "here" in ids_in(found) and "gone" not in ids_in(found)
-    twice = merged([found, found])["interactions"]
+    report = unusable.to_json()
+    assert len(report["interactions"]["reasons"]["no id"]["cases"]) == CASES
+    assert report["interactions"]["left_out"] == 52
+    assert "here" in ids_in(report) and "gone" not in ids_in(report)
+    twice = merged([report, report])["interactions"]
     assert (twice["rows"], twice["left_out"]) == (200, 104)
 
 
@@ -131,12 +133,12 @@ def test_cases_are_few_and_name_nobody_who_is_erased():
        st.sampled_from(["", "Z", "+02:00", "-0330", "+05"]), st.sampled_from(["T", " "]))  # fmt: skip
 def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
     text = moment.isoformat(between) + zone
-    wanted = round(parse_time(text).timestamp() * 10**6)
-    for others in ([], ["noon", "2024-06-01", "1700000000.5"]):
-        found, readable, missing = times_of_texts(pa.array([text, *others]))
+    expected_us = round(parse_time(text).timestamp() * 10**6)
+    for other_texts in ([], ["noon", "2024-06-01", "1700000000.5"]):
+        times_us, readable, missing = times_of_texts(pa.array([text, *other_texts]))
         assert readable[0] and not missing.any()
-        assert abs(int(found[0]) - wanted) <= 200  # of a float of seconds
-    assert found.tolist()[2:] == [1_717_200_000_000_000, 1_700_000_000_500_000]
+        assert abs(int(times_us[0]) - expected_us) <= 200  # of a float of seconds
+    assert times_us.tolist()[2:] == [1_717_200_000_000_000, 1_700_000_000_500_000]
     assert readable.tolist() == [True, False, True, True]
 
 
@@ -146,29 +148,29 @@ def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
      "2024/01/02", "-5", "1e300", "inf", "\u0662\u0660\u0662\u0664-01-01"],
 )  # fmt: skip
 def test_texts_that_are_no_time_are_told_apart(text):
-    for others in ([], ["2024-01-01T00:00:00.123456789Z"]):
-        _, readable, missing = times_of_texts(pa.array([text, *others]))
-        assert readable.tolist() == [False, *[True] * len(others)] and not missing.any()
+    for other_texts in ([], ["2024-01-01T00:00:00.123456789Z"]):
+        _, readable, missing = times_of_texts(pa.array([text, *other_texts]))
+        assert readable.tolist() == [False, *[True] * len(other_texts)] and not missing.any()
 
 
 def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
-    found = read_values(pa.array([1, 2**40, None]), narrow)
-    assert found.usable.tolist() == [True, False, False]
-    assert found.missing.tolist() == [False, False, True] and list(found.bad) == [
+    feature_values = read_values(pa.array([1, 2**40, None]), narrow)
+    assert feature_values.usable.tolist() == [True, False, False]
+    assert feature_values.missing.tolist() == [False, False, True] and list(feature_values.bad) == [
         "age: too large for int32"
     ]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
-    found = read_values(pa.array(rows), wide)
-    assert found.usable.tolist() == [True, False, False, False, False, True]
-    assert found.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert set(found.bad) == {
+    feature_values = read_values(pa.array(rows), wide)
+    assert feature_values.usable.tolist() == [True, False, False, False, False, True]
+    assert feature_values.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert set(feature_values.bad) == {
         "taste: not of width 2", "taste: a null in a list", "taste: not finite as float32",
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")
-    found = read_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
-    assert found.numbers.tolist() == ["de", "", ""] and found.usable.tolist() == [
+    feature_values = read_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
+    assert feature_values.numbers.tolist() == ["de", "", ""] and feature_values.usable.tolist() == [
         True,
         False,
         False,

@@ -42,12 +42,12 @@ def test_what_is_timed_apart_is_what_the_steps_time() -> None:
 
 
 def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
-    before = NIGHT[: NIGHT.index(SEALED_BY)]
+    steps_before_seal = NIGHT[: NIGHT.index(SEALED_BY)]
 
-    assert [*REPORTED] == [name for name in before if name != "score"]
+    assert [*REPORTED] == [name for name in steps_before_seal if name != "score"]
 
 
-@pytest.mark.parametrize("name", [*NIGHT, *(each.replace("_", "-") for each in BEFORE)])
+@pytest.mark.parametrize("name", [*NIGHT, *(step.replace("_", "-") for step in BEFORE)])
 def test_each_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 
@@ -64,7 +64,9 @@ def test_each_step_has_a_command(name: str) -> None:
 )
 def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
     text = (ROOT / file).read_text().partition(after)[2].partition("retire")[0] + "retire"
-    words = re.sub(r"\W+", " ", text.lower())
-    places = [words.find(name.replace("_", " ")) for name in NIGHT]
+    normalised_text = re.sub(r"\W+", " ", text.lower())
+    positions = [normalised_text.find(name.replace("_", " ")) for name in NIGHT]
 
-    assert -1 not in places and places == sorted(places), dict(zip(NIGHT, places, strict=True))
+    assert -1 not in positions and positions == sorted(positions), dict(
+        zip(NIGHT, positions, strict=True)
+    )

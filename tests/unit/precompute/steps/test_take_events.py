@@ -22,24 +22,24 @@ OLDER, NEWER = "20260131T000000Z-0123456789ab", "20260131T000000Z-f123456789ab"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NightConfig:
     """Settings with a store that has no file of events, all of whose generations are unfinished."""
-    found = NightConfig(
+    night_config = NightConfig(
         namespace="taking", artifacts=str(tmp_path), events=EventsConfig(enabled=True)
     )
 
     @contextmanager
     def opened(_: NightConfig) -> Iterator[Any]:
-        yield SimpleNamespace(store=found.store(), state=lambda _: State.BEGUN)
+        yield SimpleNamespace(store=night_config.store(), state=lambda _: State.BEGUN)
 
     monkeypatch.setattr(take_events, "open_releases", opened)
     monkeypatch.setattr(take_events, "all_files", lambda _: [])
-    return found
+    return night_config
 
 
 def begun(config: NightConfig, generations: Mapping[str, str]) -> None:
     """Generations that began with the events up to positions."""
-    for generation, until in generations.items():
+    for generation, until_position in generations.items():
         report = {
-            "cut": CUT, "settings": settings_digest(config), "events": {"until": until}, "inputs": [],
+            "cut": CUT, "settings": settings_digest(config), "events": {"until": until_position}, "inputs": [],
         }  # fmt: skip
         Build(config, config.store(), generation).report("begin", report)
 

@@ -27,7 +27,7 @@ def entry(token: str, **changes: Any) -> TokenEntry:
 
 def known(clock: FakeClock | None = None, token: str = "", **changes: Any) -> Callers:
     """Callers of three named tokens, and perhaps of the one of the settings."""
-    tokens = {name: entry(each, **changes) for name, each in TOKENS.items()}
+    tokens = {name: entry(token_text, **changes) for name, token_text in TOKENS.items()}
     ticking = clock or FakeClock()
     return Callers.of(token, tokens, QuotaTable.private(), {}, clock=lambda: ticking.now)
 
@@ -37,12 +37,12 @@ def bearer(token: str) -> list[tuple[bytes, bytes]]:
 
 
 def test_each_token_has_its_owner() -> None:
-    found = known(token="sesame")
+    callers = known(token="sesame")
 
-    assert {name: found.identify(bearer(each)).name for name, each in TOKENS.items()} == {
+    assert {name: callers.identify(bearer(token)).name for name, token in TOKENS.items()} == {
         name: name for name in TOKENS
     }
-    default = found.identify(bearer("sesame"))
+    default = callers.identify(bearer("sesame"))
     assert default.name == "default" and default.scopes == set(SCOPES) and not default.is_bounded
 
 
@@ -58,9 +58,9 @@ def test_without_tokens_anybody_may_ask_and_with_none_in_the_file_nobody() -> No
     b"Bearer x{}",
 ])  # fmt: skip
 def test_nothing_but_the_very_token_counts(header: bytes) -> None:
-    sent = header.replace(b"{}", TOKENS["ana"].encode())
+    header_value = header.replace(b"{}", TOKENS["ana"].encode())
 
-    assert known(token="sesame").identify([(b"authorization", sent)]) is STRANGER
+    assert known(token="sesame").identify([(b"authorization", header_value)]) is STRANGER
 
 
 @pytest.mark.parametrize("scheme", [b"bearer", b"BEARER", b"beArer"])
@@ -79,22 +79,22 @@ def test_the_first_header_counts() -> None:
 
 
 def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
-    found = Callers.of("sésame", None, QuotaTable.private(), {})
+    callers = Callers.of("sésame", None, QuotaTable.private(), {})
 
     for encoding in ("utf-8", "latin-1"):
-        sent = b"Bearer " + "sésame".encode(encoding)
-        assert found.identify([(b"authorization", sent)]).name == "default"
+        header_value = b"Bearer " + "sésame".encode(encoding)
+        assert callers.identify([(b"authorization", header_value)]).name == "default"
 
 
 def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compare_digest, digest_of = hmac.compare_digest, hashlib.sha256
-    found, compared, hashed = known(token="sesame"), list[tuple[bytes, bytes]](), list[int]()
+    callers, compared, hashed = known(token="sesame"), list[tuple[bytes, bytes]](), list[int]()
 
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return compare_digest(one, other)
+    def compare(left_digest: bytes, right_digest: bytes) -> bool:
+        compared.append((left_digest, right_digest))
+        return compare_digest(left_digest, right_digest)
 
     def sha256(data: bytes) -> Any:
         hashed.append(len(data))
@@ -106,16 +106,18 @@ def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
     near = [right[:at] + ("-" if right[at] != "-" else "_") + right[at + 1 :] for at in range(40)]
     wrong = [*near, *(secrets.token_urlsafe(32) for _ in range(1_000))]
 
-    for each in wrong:
+    for token in wrong:
         compared.clear()
         hashed.clear()
-        assert found.identify(bearer(each)) is STRANGER
+        assert callers.identify(bearer(token)) is STRANGER
         # All known digests, of one length, whatever was sent and however much of it was right.
         assert len(compared) == len(TOKENS) + 1 and len(hashed) == 1
-        assert {(len(one), len(other)) for one, other in compared} == {(32, 32)}
-    for each in TOKENS.values():
+        assert {
+            (len(left_digest), len(right_digest)) for left_digest, right_digest in compared
+        } == {(32, 32)}
+    for token in TOKENS.values():
         compared.clear()
-        assert found.identify(bearer(each)) is not STRANGER
+        assert callers.identify(bearer(token)) is not STRANGER
         assert len(compared) == len(TOKENS) + 1
 
 
@@ -126,10 +128,10 @@ def test_any_bytes_are_a_strangers(sent: bytes) -> None:
 
 def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
     token = "x" * TOKEN_BYTES_MAX
-    found = Callers.of("", {"a": entry(token)}, QuotaTable.private(), {})
+    callers = Callers.of("", {"a": entry(token)}, QuotaTable.private(), {})
 
-    assert found.identify(bearer(token)).name == "a"
-    assert found.identify(bearer(token + "y")) is STRANGER
+    assert callers.identify(bearer(token)).name == "a"
+    assert callers.identify(bearer(token + "y")) is STRANGER
 
 
 def test_an_expired_token_is_refused_with_its_own_code() -> None:

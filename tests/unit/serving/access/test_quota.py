@@ -31,38 +31,40 @@ LIMITED = QuotaLimits(requests_per_s=10.0)
 def test_never_more_than_the_rate_and_one_burst_in_any_time(
     rate: float, asked: list[tuple[float, int]]
 ) -> None:
-    limits, standing, now = QuotaLimits(entities_per_s=rate), Taken(), 1_000.0
+    limits, standing, now_s = QuotaLimits(entities_per_s=rate), Taken(), 1_000.0
     let_through: list[tuple[float, int]] = []
     for pause, amount in asked:
-        now += pause
-        found = after_taking(standing, limits, now, 0, amount)
-        if isinstance(found, Taken):
-            standing = found
-            let_through.append((now, amount))
+        now_s += pause
+        charge_result = after_taking(standing, limits, now_s, 0, amount)
+        if isinstance(charge_result, Taken):
+            standing = charge_result
+            let_through.append((now_s, amount))
     room = rate * burst_s(rate)
     for first in range(len(let_through)):
         begin = let_through[first][0]
-        taken = 0
+        taken_amount = 0
         for at, amount in let_through[first:]:
             # The last one may be more than a burst: it is let through by what is there, and paid for after.
-            assert taken + min(amount, room) <= (rate * (at - begin) + room) * (1 + 1e-6) + 1e-6
-            taken += amount
+            assert (
+                taken_amount + min(amount, room) <= (rate * (at - begin) + room) * (1 + 1e-6) + 1e-6
+            )
+            taken_amount += amount
 
 
 @given(RATES, st.integers(0, 30))
 def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds: int) -> None:
-    limits, standing, now, count = QuotaLimits(requests_per_s=rate), Taken(), 1_000.0, 0
-    end = now + seconds
-    while now <= end:
-        found = after_taking(standing, limits, now, 1, 0)
-        if isinstance(found, Taken):
-            standing = found._replace(in_flight=0)
+    limits, standing, now_s, count = QuotaLimits(requests_per_s=rate), Taken(), 1_000.0, 0
+    end = now_s + seconds
+    while now_s <= end:
+        charge_result = after_taking(standing, limits, now_s, 1, 0)
+        if isinstance(charge_result, Taken):
+            standing = charge_result._replace(in_flight=0)
             count += 1
             if count > 2_000:
                 return
         else:
-            assert found.wait_s > 0
-            now += found.wait_s + 1e-9
+            assert charge_result.wait_s > 0
+            now_s += charge_result.wait_s + 1e-9
     assert abs(count - rate * (seconds + burst_s(rate))) <= 1 + 1e-3
 
 
@@ -82,19 +84,19 @@ def test_who_waits_as_told_is_let_through(rate: float, amount: int) -> None:
 
 def test_all_is_taken_or_nothing() -> None:
     limits = QuotaLimits(requests_per_s=100.0, entities_per_s=1.0, in_flight=5)
-    before = Taken(entities_until=10.0)
+    initial_state = Taken(entities_until=10.0)
 
-    found = after_taking(before, limits, 8.5, 1, 1)
+    charge_result = after_taking(initial_state, limits, 8.5, 1, 1)
 
-    assert isinstance(found, Shortage) and found.kind == "entities_per_s"
+    assert isinstance(charge_result, Shortage) and charge_result.kind == "entities_per_s"
 
 
 def test_in_flight_has_its_own_bound() -> None:
     limits = QuotaLimits(in_flight=2)
 
     assert isinstance(after_taking(Taken(in_flight=1), limits, 0.0, 1, 5), Taken)
-    found = after_taking(Taken(in_flight=2), limits, 0.0, 1, 0)
-    assert isinstance(found, Shortage) and found.kind == "in_flight"
+    charge_result = after_taking(Taken(in_flight=2), limits, 0.0, 1, 0)
+    assert isinstance(charge_result, Shortage) and charge_result.kind == "in_flight"
     assert isinstance(after_taking(Taken(in_flight=2), limits, 0.0, 0, 7), Taken)  # its entities
 
 
@@ -113,43 +115,43 @@ def test_what_is_given_back_can_be_taken_again() -> None:
 
 def test_tokens_have_rows_of_their_own_and_workers_share_them(tmp_path: Path) -> None:
     QuotaTable.create(tmp_path / "quotas", 4)
-    one, other = (QuotaTable.open(tmp_path / "quotas", each) for each in (0, 3))
+    first_table, second_table = (QuotaTable.open(tmp_path / "quotas", column) for column in (0, 3))
 
-    assert [one.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert [other.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert isinstance(one.take(key_of("a"), LIMITED, 7.0, 1, 0), Shortage)
-    assert other.take(key_of("b"), LIMITED, 7.0, 1, 0) is None
-    assert one.standing(key_of("a"), 7.0).in_flight == 10
+    assert [first_table.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert [second_table.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert isinstance(first_table.take(key_of("a"), LIMITED, 7.0, 1, 0), Shortage)
+    assert second_table.take(key_of("b"), LIMITED, 7.0, 1, 0) is None
+    assert first_table.standing(key_of("a"), 7.0).in_flight == 10
 
 
 def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     path, limits = tmp_path / "quotas", QuotaLimits(in_flight=3)
     QuotaTable.create(path, 4)
-    killed, other = QuotaTable.open(path, 0), QuotaTable.open(path, 1)
-    for each in (killed, killed, other):
-        assert each.take(key_of("a"), limits, 1.0, 1, 0) is None
-    assert isinstance(other.take(key_of("a"), limits, 1.0, 1, 0), Shortage)
+    killed, surviving_table = QuotaTable.open(path, 0), QuotaTable.open(path, 1)
+    for table in (killed, killed, surviving_table):
+        assert table.take(key_of("a"), limits, 1.0, 1, 0) is None
+    assert isinstance(surviving_table.take(key_of("a"), limits, 1.0, 1, 0), Shortage)
 
     QuotaTable.clear_in(path, 0)
 
-    assert other.standing(key_of("a"), 1.0).in_flight == 1
-    assert other.take(key_of("a"), limits, 1.0, 1, 0) is None
+    assert surviving_table.standing(key_of("a"), 1.0).in_flight == 1
+    assert surviving_table.take(key_of("a"), limits, 1.0, 1, 0) is None
     QuotaTable.open(path, 1)  # its successor begins with none
     assert killed.standing(key_of("a"), 1.0).in_flight == 0
 
 
 def test_rows_of_tokens_that_rest_are_used_again() -> None:
     table, limits = QuotaTable.private(), QuotaLimits(requests_per_s=1.0)
-    held = key_of("held")
-    assert table.take(held, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
+    held_key = key_of("held")
+    assert table.take(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
 
     for number in range(3 * ROWS):
         key = key_of(str(number))
-        now = 10.0 * number
-        assert table.take(key, limits, now, 1, 0) is None
+        now_s = 10.0 * number
+        assert table.take(key, limits, now_s, 1, 0) is None
         table.leave(key)
 
-    assert table.standing(held, 1e9).in_flight == 1
+    assert table.standing(held_key, 1e9).in_flight == 1
     assert table.standing(key_of(str(3 * ROWS - 1)), 0.0).requests_until > 0
 
 
@@ -169,38 +171,42 @@ def test_a_column_beyond_the_table_is_refused(tmp_path: Path) -> None:
         QuotaTable.open(tmp_path / "quotas", 2)
 
 
-def _takes(path: str, column: int, begin: Any, told: "multiprocessing.Queue[int]") -> None:
+def _takes(path: str, column: int, begin: Any, count_queue: "multiprocessing.Queue[int]") -> None:
     table, limits, count = QuotaTable.open(Path(path), column), QuotaLimits(5_000.0), 0
     begin.wait(60)
-    until = time.monotonic() + 2.0
-    while (now := time.monotonic()) < until:
-        if table.take(key_of("a"), limits, now, 1, 0) is None:
+    deadline = time.monotonic() + 2.0
+    while (now_s := time.monotonic()) < deadline:
+        if table.take(key_of("a"), limits, now_s, 1, 0) is None:
             table.leave(key_of("a"))
             count += 1
-    told.put(count)
+    count_queue.put(count)
 
 
 def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     path, context = tmp_path / "quotas", multiprocessing.get_context("spawn")
     QuotaTable.create(path, 5)
-    told, begin = context.Queue(), context.Barrier(5)
-    others = [
-        context.Process(target=_takes, args=(str(path), each, begin, told)) for each in range(4)
+    count_queue, begin = context.Queue(), context.Barrier(5)
+    processes = [
+        context.Process(target=_takes, args=(str(path), column, begin, count_queue))
+        for column in range(4)
     ]
-    for process in others:
+    for process in processes:
         process.start()
     begin.wait(60)
-    began = time.monotonic()
-    taken = sum(told.get(timeout=60) for _ in others)
-    for process in others:
+    began_at = time.monotonic()
+    total_count = sum(count_queue.get(timeout=60) for _ in processes)
+    for process in processes:
         process.join(10)
-    ended = time.monotonic()
+    ended_at = time.monotonic()
 
     # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
     # processes, however they came into each other's way.
-    paid_from = QuotaTable.open(path, 4).standing(key_of("a"), ended).requests_until - taken / 5_000
-    assert taken > 5_000 and began - 0.2 <= paid_from <= began + 0.2
-    assert taken <= 5_000 * (ended - began + BURST_S)
+    paid_from = (
+        QuotaTable.open(path, 4).standing(key_of("a"), ended_at).requests_until
+        - total_count / 5_000
+    )
+    assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2
+    assert total_count <= 5_000 * (ended_at - began_at + BURST_S)
 
 
 @pytest.mark.parametrize(("wait_s", "said_s"), [(0.0002, 0.001), (0.25, 0.25), (0.2501, 0.251)])

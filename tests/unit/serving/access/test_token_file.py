@@ -38,7 +38,7 @@ def test_what_is_written_is_read_and_for_its_owner_alone(tmp_path: Path) -> None
 
     assert read_tokens(path) == tokens
     assert path.stat().st_mode & 0o777 == 0o600 and [
-        each.name for each in path.parent.iterdir()
+        file.name for file in path.parent.iterdir()
     ] == ["tokens.json"]
     assert tokens["ben"].expires_s == 1_893_452_400.0
 
@@ -97,15 +97,19 @@ def test_a_file_that_is_missing_says_how_to_make_it(tmp_path: Path) -> None:
 
 
 def test_two_names_for_one_token_and_too_many_are_refused(tmp_path: Path) -> None:
-    same = {"sha256": DIGEST, "scopes": ["read"]}
+    entry_json = {"sha256": DIGEST, "scopes": ["read"]}
     with pytest.raises(ConfigError, match="ana and ben have the same"):
-        read_tokens(written(tmp_path / "a", {"ana": same, "ben": same}))
-    many = {f"t{each}": {"sha256": f"{each:064x}", "scopes": ["read"]} for each in range(TOKENS_MAX + 1)}  # fmt: skip
+        read_tokens(written(tmp_path / "a", {"ana": entry_json, "ben": entry_json}))
+    excess_entries = {
+        f"t{number}": {"sha256": f"{number:064x}", "scopes": ["read"]}
+        for number in range(TOKENS_MAX + 1)
+    }
     with pytest.raises(ConfigError, match="at most 256"):
-        read_tokens(written(tmp_path / "b", many))
+        read_tokens(written(tmp_path / "b", excess_entries))
     with pytest.raises(ConfigError, match="at most 256"):
         write_tokens(
-            tmp_path / "c", {name: TokenEntry(sha256=DIGEST, scopes=("read",)) for name in many}
+            tmp_path / "c",
+            {name: TokenEntry(sha256=DIGEST, scopes=("read",)) for name in excess_entries},
         )
 
 
@@ -119,10 +123,10 @@ def test_changes_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
             entry = TokenEntry(sha256=f"{number:064x}", scopes=("read",))
             write_tokens(path, tokens | {f"t{number}": entry})
 
-    threads = [threading.Thread(target=add, args=(each,)) for each in range(20)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
     assert len(read_tokens(path)) == 20

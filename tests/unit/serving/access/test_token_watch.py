@@ -37,15 +37,19 @@ def samples(watched: TokenWatch) -> dict[tuple[str, ...], float]:
 def test_a_change_is_in_force_at_the_next_look(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a")})
-    found = watch(path, token="sesame")
-    before = found.callers
-    assert not found.look() and found.callers is before
+    token_watch = watch(path, token="sesame")
+    initial_callers = token_watch.callers
+    assert not token_watch.look() and token_watch.callers is initial_callers
 
     write_tokens(path, {"ben": entry("b")})
 
-    assert found.look() and found.callers is not before
-    assert [name_of(found.callers, each) for each in ("a", "b", "sesame")] == ["", "ben", "default"]
-    assert not found.look()
+    assert token_watch.look() and token_watch.callers is not initial_callers
+    assert [name_of(token_watch.callers, token) for token in ("a", "b", "sesame")] == [
+        "",
+        "ben",
+        "default",
+    ]
+    assert not token_watch.look()
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"version":1,"tokens":{"x":{}}}', None])
@@ -54,32 +58,36 @@ def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
 ) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a")})
-    found = watch(path)
-    before = found.callers
+    token_watch = watch(path)
+    initial_callers = token_watch.callers
 
     path.unlink() if body is None else path.write_bytes(body)
     with caplog.at_level(logging.ERROR):
-        looks = [found.look() for _ in range(3)]
+        reload_flags = [token_watch.look() for _ in range(3)]
 
-    assert looks == [False] * 3 and found.callers is before and name_of(before, "a") == "ana"
+    assert (
+        reload_flags == [False] * 3
+        and token_watch.callers is initial_callers
+        and name_of(initial_callers, "a") == "ana"
+    )
     assert len(caplog.records) == 1 and str(path) in caplog.text
-    assert samples(found)["larder_tokens_stale",] == 1
+    assert samples(token_watch)["larder_tokens_stale",] == 1
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
-    assert found.look() and samples(found)["larder_tokens_stale",] == 0
+    assert token_watch.look() and samples(token_watch)["larder_tokens_stale",] == 0
 
 
 def test_counts_outlive_a_change_and_end_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
-    found = watch(path)
-    found.callers.identify([(b"authorization", b"Bearer a")]).asked.requests += 3
+    token_watch = watch(path)
+    token_watch.callers.identify([(b"authorization", b"Bearer a")]).asked.requests += 3
 
     write_tokens(path, {"ana": entry("a", "score")})
-    found.look()
+    token_watch.look()
 
-    told = samples(found)
-    assert told["larder_token_requests_total", "ana"] == 3
-    assert not [each for each in told if "ben" in each]
+    value_by_sample = samples(token_watch)
+    assert value_by_sample["larder_token_requests_total", "ana"] == 3
+    assert not [sample_key for sample_key in value_by_sample if "ben" in sample_key]
 
 
 def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_file_nothing_is_looked_at() -> None:
-    found = TokenWatch("sesame", "", QuotaTable.private())
+    token_watch = TokenWatch("sesame", "", QuotaTable.private())
 
-    assert not found.look() and name_of(found.callers, "sesame") == "default"
-    assert samples(found)["larder_token_requests_total", "default"] == 0
+    assert not token_watch.look() and name_of(token_watch.callers, "sesame") == "default"
+    assert samples(token_watch)["larder_token_requests_total", "default"] == 0

@@ -24,8 +24,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def audit(place: Path) -> list[Any]:
-    return audit_records(ArtefactStore(str(place / "artifacts" / "default")))
+def audit(folder: Path) -> list[Any]:
+    return audit_records(ArtefactStore(str(folder / "artifacts" / "default")))
 
 
 def test_a_token_is_shown_once_and_kept_as_its_hash(
@@ -40,9 +40,9 @@ def test_a_token_is_shown_once_and_kept_as_its_hash(
     assert entry.sha256 == hashlib.sha256(token.encode()).hexdigest()
     assert (entry.scopes, entry.requests_per_s, entry.in_flight) == (("read", "score"), 50.0, 4)
     assert main(["tokens", "list"]) == main(["tokens", "list", "--json"]) == 0
-    listed = capsys.readouterr().out
-    assert "shop" in listed and "read,score" in listed and token not in listed
-    assert entry.sha256 not in listed
+    token_listing = capsys.readouterr().out
+    assert "shop" in token_listing and "read,score" in token_listing and token not in token_listing
+    assert entry.sha256 not in token_listing
     for file in place.rglob("*"):
         assert not file.is_file() or token.encode() not in file.read_bytes()
     (record,) = audit(place)
@@ -60,7 +60,7 @@ def test_a_revoked_token_is_gone_and_failures_are_written_down_too(
     assert main(["tokens", "revoke", "shop"]) == 2
 
     assert read_tokens(place / "tokens.json") == {}
-    assert [(each.action, each.outcome) for each in audit(place)] == [
+    assert [(record.action, record.outcome) for record in audit(place)] == [
         ("token_add", "done"), ("token_add", "failed"), ("token_revoke", "done"), ("token_revoke", "failed"),
     ]  # fmt: skip
 
@@ -75,17 +75,17 @@ def test_what_cannot_be_written_down_is_not_done(
     assert "larder_" not in capsys.readouterr().out and not (place / "tokens.json").exists()
 
 
-@pytest.mark.parametrize(("line", "why"), [
+@pytest.mark.parametrize(("line", "expected_text"), [
     ("add default --scope read", "LARDER_TOKEN"), ("add a/b --scope read", "letters"),
     ("add a --scope read --days -1", "--days"), ("add a --scope read --requests-per-s 0", "above 0"),
 ])  # fmt: skip
 def test_what_cannot_be_made_is_said_in_a_line(
-    place: Path, capsys: pytest.CaptureFixture[str], line: str, why: str
+    place: Path, capsys: pytest.CaptureFixture[str], line: str, expected_text: str
 ) -> None:
     assert main(["tokens", *line.split()]) == 2
 
-    said = capsys.readouterr().err
-    assert why in said and said.count("\n") == 1 and audit(place) == []
+    error_output = capsys.readouterr().err
+    assert expected_text in error_output and error_output.count("\n") == 1 and audit(place) == []
 
 
 def test_a_pasted_token_is_not_written_down(
@@ -97,4 +97,4 @@ def test_a_pasted_token_is_not_written_down(
     assert main(["tokens", "revoke", token]) == 2
     assert main(["tokens", "revoke", "shop", "--reason", f"leaked {token} to a chat"]) == 0
 
-    assert token not in json.dumps([str(each) for each in audit(place)])
+    assert token not in json.dumps([str(record) for record in audit(place)])

@@ -66,12 +66,12 @@ def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_half_a
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
     looks(valve, clock, wait=0.05, seconds=0.3)
-    some = admitted(valve)
+    admitted_count = admitted(valve)
     looks(valve, clock, wait=0.05, seconds=2)
     none = admitted(valve)
     looks(valve, clock, wait=0.001, seconds=0.5)
 
-    assert 100 <= some <= 600 and none == 0
+    assert 100 <= admitted_count <= 600 and none == 0
     assert admitted(valve) == 1_000
 
 
@@ -106,20 +106,20 @@ def test_what_opened_the_valve_too_far_closes_it_and_the_next_steps_are_small_ag
         return valve.share
 
     opened = [sample(wait) for wait in (0.001, 0.001, 0.001, 0.001, 0.04)]
-    closed, again = sample(0.04), sample(0.001)
+    closed, reopened_share = sample(0.04), sample(0.001)
 
     assert opened == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.0])
-    assert (closed, again) == pytest.approx((0.5, 0.6))
+    assert (closed, reopened_share) == pytest.approx((0.5, 0.6))
 
 
 def test_where_samples_are_rare_each_of_them_is_judged() -> None:
-    valve, clock, shares = Valve(TARGET_S, INTERVAL_S), FakeClock(), list[float]()
+    valve, clock, admitted_shares = Valve(TARGET_S, INTERVAL_S), FakeClock(), list[float]()
     for _ in range(4):
         clock.tick(0.12)
         valve.observe(0.04, clock())
-        shares.append(valve.share)
+        admitted_shares.append(valve.share)
 
-    assert shares == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    assert admitted_shares == pytest.approx([1.0, 0.5, 0.25, 0.125])
 
 
 class Process:
@@ -136,7 +136,7 @@ class Process:
         rng = np.random.default_rng(0)
         rates = ((load * self.MOST, 0.0, seconds), (0.5 * self.MOST, seconds, calm_s))
         self.due = np.concatenate(
-            [began + np.cumsum(rng.exponential(1 / r, int(r * t))) for r, began, t in rates]
+            [began_at + np.cumsum(rng.exponential(1 / r, int(r * t))) for r, began_at, t in rates]
         )
         self.is_new = rng.random(len(self.due)) < 0.05
         self.is_live, self.is_refused = self.is_new.copy(), np.zeros(len(self.due), bool)
@@ -145,17 +145,17 @@ class Process:
         self._run()
 
     def _run(self) -> None:
-        now, up_to, look = 0.0, 0, 0.0
+        now_s, up_to, next_observation_at = 0.0, 0, 0.0
         while up_to < len(self.due):
-            now = max(now, self.due[up_to])
-            began, end = now, int(np.searchsorted(self.due, now, side="right"))
+            now_s = max(now_s, self.due[up_to])
+            began_at, end = now_s, int(np.searchsorted(self.due, now_s, side="right"))
             for at in range(up_to, end):
-                now += self._answer(at) if self.is_new[at] else self.HIT_S
-                self.took[at] = now - self.due[at]
+                now_s += self._answer(at) if self.is_new[at] else self.HIT_S
+                self.took[at] = now_s - self.due[at]
             up_to = end
-            if now >= look:
-                self._gate.observe(now - began, 0.0, now)
-                look = now + LOOK_S
+            if now_s >= next_observation_at:
+                self._gate.observe(now_s - began_at, 0.0, now_s)
+                next_observation_at = now_s + LOOK_S
 
     def _answer(self, at: int) -> float:
         if not self._gate.admit_costly():
@@ -213,10 +213,10 @@ def test_the_share_is_kept_exactly_and_spread_evenly(share: float, of: int) -> N
     valve = Valve(1.0, 1.0)
     valve.share = share
 
-    went = [valve.admit() for _ in range(of)]
+    is_admitted = [valve.admit() for _ in range(of)]
 
     for upto in range(1, of + 1):
-        assert abs(sum(went[:upto]) - share * upto) < 1 + 1e-6
+        assert abs(sum(is_admitted[:upto]) - share * upto) < 1 + 1e-6
 
 
 @given(
@@ -265,26 +265,32 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
         world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
-    holding = Holding(world.snapshot())
-    now = asyncio.get_running_loop().time()
+    served = Holding(world.snapshot())
+    now_s = asyncio.get_running_loop().time()
 
-    async def look(id_: str) -> dict[str, Any]:
+    async def look_up(id_: str) -> dict[str, Any]:
         stranger = entity(id_, history=ids("i3"))
-        return (await ladder.lookup(holding, ask(stranger), now))[0]
+        return (await ladder.lookup(served, ask(stranger), now_s))[0]
 
-    first = asyncio.ensure_future(look("new"))
+    first = asyncio.ensure_future(look_up("new"))
     assert await turns(lambda: len(inferences.flights) == 1)
     is_open = False
-    joiner = asyncio.ensure_future(look("new"))
+    joiner = asyncio.ensure_future(look_up("new"))
     assert await turns(lambda: inferences.flights.shared == 1)
     goes_on.set()
-    assert [(await each)["source"] for each in (first, joiner)] == ["live", "live"]
-    shed, stored, known = await look("other"), await look("new"), await look("u3")
+    assert [(await task)["source"] for task in (first, joiner)] == ["live", "live"]
+    shed, stored_answer, known_answer = (
+        await look_up("other"),
+        await look_up("new"),
+        await look_up("u3"),
+    )
 
     assert (shed["source"], shed["reason"], shed["live"]) == (
         "default", "not_in_generation", "overloaded",
     )  # fmt: skip
-    assert stored["source"] == "l1" and known["source"] == "l2" and len(world.jobs) == 1
+    assert (
+        stored_answer["source"] == "l1" and known_answer["source"] == "l2" and len(world.jobs) == 1
+    )
     await world.tiers.aclose()
 
 
@@ -304,7 +310,7 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
         running = batches.infer(job(1.0))
         await asyncio.to_thread(world.predictor.started.wait, 5)
         assert batches.waited() == 0.0
-        waiting = [batches.infer(job(each)) for each in (0.4, 0.1)]
+        waiting = [batches.infer(job(time_left_s)) for time_left_s in (0.4, 0.1)]
         clock.tick(0.1)
 
         assert batches.waited() == pytest.approx(0.25)
@@ -314,12 +320,16 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
 
 
 async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
-    clock, seen, loop = FakeClock(), list[tuple[float, float, float]](), asyncio.get_running_loop()
+    clock, observations, loop = (
+        FakeClock(),
+        list[tuple[float, float, float]](),
+        asyncio.get_running_loop(),
+    )
     enough = asyncio.Event()
 
-    def observe(turn_s: float, model_wait: float, now: float) -> None:
-        seen.append((turn_s, model_wait, now))
-        if len(seen) == 3:
+    def observe(turn_s: float, model_wait: float, now_s: float) -> None:
+        observations.append((turn_s, model_wait, now_s))
+        if len(observations) == 3:
             enough.set()
 
     def work() -> None:
@@ -334,18 +344,18 @@ async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
         await enough.wait()
     pulse.stop()
 
-    turns_s, model_waits, times = zip(*seen, strict=True)
+    turns_s, model_waits, times = zip(*observations, strict=True)
     assert turns_s == pytest.approx([0.03] * 3) and set(model_waits) == {0.5}
     assert np.diff(times) == pytest.approx([0.03] * 2)
 
 
 async def test_a_pulse_goes_on_after_an_observer_that_raises() -> None:
-    seen, enough = 0, asyncio.Event()
+    observation_count, enough = 0, asyncio.Event()
 
-    def observe(_turn_s: float, _model_wait: float, _now: float) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 1:
+    def observe(_turn_s: float, _model_wait: float, _now_s: float) -> None:
+        nonlocal observation_count
+        observation_count += 1
+        if observation_count == 1:
             raise RuntimeError("planted")
         enough.set()
 
@@ -374,7 +384,9 @@ class Request:
 
     @property
     def statuses(self) -> list[int]:
-        return [each["status"] for each in self.sent if each["type"] == "http.response.start"]
+        return [
+            message["status"] for message in self.sent if message["type"] == "http.response.start"
+        ]
 
 
 def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
@@ -427,16 +439,16 @@ def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
 
 
 def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
-    gate, told = admission(), list[int]()
+    gate, reported_statuses = admission(), list[int]()
     app = Front()
     assert app.refusal() is None  # nothing to answer from: the routes say so
-    app.gate = gate_of(gate, requested=lambda _route, status: told.append(status))
+    app.gate = gate_of(gate, requested=lambda _route, status: reported_statuses.append(status))
     assert app.refusal() is None and gate.shed["queue"] == 0
     gate.costly.share = 0.0
 
     refused = app.refusal()
 
-    assert refused is not None and refused[0]["status"] == 503 and told == [503]
+    assert refused is not None and refused[0]["status"] == 503 and reported_statuses == [503]
     assert (b"retry-after", b"1") in refused[0]["headers"] and gate.shed["queue"] == 1
 
 
@@ -448,8 +460,8 @@ async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
     admitted_, new = Request("/v1/lookup/slow"), Request("/v1/lookup/slow")
     admitted_.scope[ADMITTED] = True
 
-    for each in (admitted_, new):
-        await app(each.scope, each.receive, each.send)
+    for request in (admitted_, new):
+        await app(request.scope, request.receive, request.send)
 
     assert (admitted_.statuses, new.statuses) == ([200], [503])
 

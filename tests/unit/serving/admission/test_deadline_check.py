@@ -33,9 +33,9 @@ def judged(
         "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
         CALLER: caller,
     }  # fmt: skip
-    found = Lateness(gate, Headers(LIMITS), LIMITS).is_late(scope, body or b"")
-    assert gate.shed["late"] == found
-    return found
+    is_late = Lateness(gate, Headers(LIMITS), LIMITS).is_late(scope, body or b"")
+    assert gate.shed["late"] == is_late
+    return is_late
 
 
 def told(deadline_ms: object) -> bytes:

@@ -87,27 +87,27 @@ async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(
 async def test_requests_begin_in_their_order_and_begun_ones_end_first(
     pacer: WorkPacer, clock: FakeClock
 ) -> None:
-    said: list[tuple[int, int]] = []
+    worked_portions: list[tuple[int, int]] = []
 
     async def work(number: int) -> None:
         await pacer.begin(stays)
         for portion in range(2):
-            said.append((number, portion))
+            worked_portions.append((number, portion))
             clock.tick(2 * BUDGET_S)
             await pacer.go_on()
 
     await asyncio.gather(*(work(number) for number in range(5)))
 
-    begun = [number for number, portion in said if portion == 0]
-    assert begun == sorted(begun)
-    assert said.index((1, 1)) < said.index((3, 0))
+    begin_order = [number for number, portion in worked_portions if portion == 0]
+    assert begin_order == sorted(begin_order)
+    assert worked_portions.index((1, 1)) < worked_portions.index((3, 0))
 
 
 async def test_who_is_alone_begins_at_once(pacer: WorkPacer) -> None:
     with Iterations() as iterations:
-        before = iterations.now
+        initial_iteration = iterations.now
         assert await pacer.begin(stays) == 0.0
-        assert iterations.now == before
+        assert iterations.now == initial_iteration
 
 
 async def test_work_waits_while_there_is_something_at_the_sockets_and_not_for_ever(
@@ -123,9 +123,9 @@ async def test_work_waits_while_there_is_something_at_the_sockets_and_not_for_ev
     handling = asyncio.create_task(handle_sockets())
     await pacer.begin(stays)  # alone: at once
     clock.tick(BUDGET_S)
-    began = clock()
+    began_at = clock()
     waited_s = await pacer.begin(stays)
-    assert 0.045 < waited_s < 0.06 and clock() - began == pytest.approx(waited_s)
+    assert 0.045 < waited_s < 0.06 and clock() - began_at == pytest.approx(waited_s)
 
     ticking = False
     await handling
@@ -207,9 +207,9 @@ async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None
 
 async def test_where_nobody_paces_others_get_the_loop_all_the_same() -> None:
     with Iterations() as iterations:
-        before = iterations.now
+        initial_iteration = iterations.now
         await go_on()
-        assert iterations.now > before
+        assert iterations.now > initial_iteration
 
 
 def test_a_wait_is_kept_with_the_request() -> None:
@@ -240,13 +240,13 @@ def front(clock: FakeClock, work_s: float = 0.1) -> tuple[Front, list[str], Admi
 
 async def ask(app: Front, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
     """Messages that the application sends for a lookup of this name."""
-    sent: list[Any] = []
+    messages: list[Any] = []
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        messages.append(message)
 
     path = f"/v1/lookup/{name}"
     scope = {
@@ -254,7 +254,7 @@ async def ask(app: Front, name: str, is_gone: Callable[[], bool] = stays) -> lis
         "headers": [(b"content-type", b"application/json")], "root_path": "", "state": {}, "larder.is_gone": is_gone,
     }  # fmt: skip
     await app(scope, receive, send)
-    return sent
+    return messages
 
 
 async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
@@ -266,7 +266,7 @@ async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
         ask(app, "first"), ask(app, "gone", lambda: True), ask(app, "last")
     )
 
-    assert worked == ["first", "last"] and [len(sent) for sent in answers] == [2, 0, 2]
+    assert worked == ["first", "last"] and [len(messages) for messages in answers] == [2, 0, 2]
     assert admission.shed["gone"] == 1 and admission.under_way == 0
 
 
@@ -275,7 +275,7 @@ async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -
 
     answers = await asyncio.gather(*(ask(app, str(number)) for number in range(8)))
 
-    statuses = [sent[0]["status"] for sent in answers]
+    statuses = [messages[0]["status"] for messages in answers]
     # Two begin at once; those behind them wait for 0.1 s each.
     assert statuses == [200] * 6 + [503] * 2 and worked == list("012345")
     assert b'"overloaded"' in answers[-1][1]["body"] and admission.shed["late"] == 2
@@ -283,7 +283,7 @@ async def test_who_waited_for_all_of_its_deadline_is_refused(clock: FakeClock) -
 
 async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> None:
     app, _, admission = front(clock)
-    asked = [asyncio.create_task(ask(app, str(number))) for number in range(4)]
+    tasks = [asyncio.create_task(ask(app, str(number))) for number in range(4)]
     await asyncio.sleep(0)
     clock.tick(0.2)
     for _ in range(2):
@@ -291,13 +291,13 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
         clock.tick(0.1)
 
     assert admission.is_behind and admission.loop.share < 1.0
-    await asyncio.gather(*asked)
+    await asyncio.gather(*tasks)
 
 
 async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: FakeClock) -> None:
     app, worked, admission = front(clock)
     app.has_room = lambda: False
 
-    sent = await ask(app, "batch")
+    messages = await ask(app, "batch")
 
-    assert sent[0]["status"] == 503 and worked == [] and admission.shed["full"] == 1
+    assert messages[0]["status"] == 503 and worked == [] and admission.shed["full"] == 1

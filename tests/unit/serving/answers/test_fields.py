@@ -47,9 +47,11 @@ def row(field: AnswerField) -> str:
 def test_the_reference_page_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
     every = [*map(row, fields_of(Answer)), *map(row, fields_of(Ranking)[len(fields_of(Origin)) :])]
-    found = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6]
+    page_rows = [
+        line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6
+    ]
 
-    assert "\n".join(found) == "\n".join(every)
+    assert "\n".join(page_rows) == "\n".join(every)
 
 
 @pytest.mark.parametrize(
@@ -58,69 +60,80 @@ def test_the_reference_page_has_every_field_and_no_other() -> None:
 def test_the_schema_has_every_field_and_demands_what_is_always_there(
     declared: type[Origin], schema: dict[str, Any]
 ) -> None:
-    assert list(schema["properties"]) == [each.name for each in dataclasses.fields(declared)]
-    assert {each.name for each in fields_of(declared) if each.said.when == "always"} == set(
+    assert list(schema["properties"]) == [field.name for field in dataclasses.fields(declared)]
+    assert {field.name for field in fields_of(declared) if field.said.when == "always"} == set(
         schema["required"]
     )
 
 
 def test_every_field_of_an_answer_is_of_all_or_of_one_kind_of_tables() -> None:
-    predicted = [each for kind in PREDICTION.values() for each in kind]
+    predicted = [field for kind in PREDICTION.values() for field in kind]
 
     assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN, *predicted)
-    assert {each.said.when for each in (*fields_of(Origin), *fields_of(Ranking))} == {
+    assert {field.said.when for field in (*fields_of(Origin), *fields_of(Ranking))} == {
         "always", "told",
     }  # fmt: skip
 
 
 def test_a_source_or_a_field_that_only_a_newer_service_has_breaks_no_client() -> None:
-    sent = {
+    newer_fields = {
         "id": "u", "table": "t", "source": "oracle", "generation": "g", "age_seconds": 1.5, "published_at": "2026",
         "more": [1],
     }  # fmt: skip
-    known = {**sent, "source": "l1", "producer": None}
+    known_fields = {**newer_fields, "source": "l1", "producer": None}
 
-    newer, (answer,) = (
-        read_answers(orjson.dumps({"answers": [each]}), 1) for each in (sent, known)
+    newer_answers, (answer,) = (
+        read_answers(orjson.dumps({"answers": [answer_fields]}), 1)
+        for answer_fields in (newer_fields, known_fields)
     )
 
-    assert str(newer[0].source) == "oracle" and answer.source is Source.L1
+    assert str(newer_answers[0].source) == "oracle" and answer.source is Source.L1
 
 
 def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
-    assert [*STORED, *FALLBACKS] == [each for each in Source if each is not Source.LIVE]
+    assert [*STORED, *FALLBACKS] == [source for source in Source if source is not Source.LIVE]
 
 
 def test_the_dashboard_draws_the_sources_in_the_order_of_the_ladder() -> None:
     page = (ROOT / "serving/dashboard/page/series.js").read_text()
     drawn = re.findall(r'\{ name: "(\w+)", label: .*, tone: ', page)
 
-    assert [each for each in drawn if each in set(Source)] == list(Source)
+    assert [source_name for source_name in drawn if source_name in set(Source)] == list(Source)
 
 
 @pytest.mark.parametrize("page", ["http-api", "glossary"])
 def test_the_documents_list_the_sources_in_the_order_of_the_ladder(page: str) -> None:
-    listed = r"`l1`(?:(?:, | or )`\w+`)+"
-    found = re.findall(listed, (ROOT / "docs/reference" / f"{page}.md").read_text())
+    list_pattern = r"`l1`(?:(?:, | or )`\w+`)+"
+    source_lists = re.findall(list_pattern, (ROOT / "docs/reference" / f"{page}.md").read_text())
 
-    assert [tuple(re.findall(r"\w+(?=`)", each)) for each in found] == [tuple(Source)]
+    assert [tuple(re.findall(r"\w+(?=`)", source_list)) for source_list in source_lists] == [
+        tuple(Source)
+    ]
 
 
 @pytest.mark.parametrize(
     "file", sorted(set(FILES) - OWN), ids=lambda file: str(file.relative_to(ROOT))
 )
 def test_nobody_lists_the_sources_again(file: Path) -> None:
-    assert [each for each in listings(ast.parse(file.read_text())) if is_of_sources(each)] == []
+    assert [
+        constants for constants in listings(ast.parse(file.read_text())) if is_of_sources(constants)
+    ] == []
 
 
 def listings(tree: ast.AST) -> Iterator[set[Any]]:
     """Constants that stand in one tuple, list, set or subscript."""
     for node in ast.walk(tree):
         parts = getattr(node, "elts", ())
-        yield {each.value for each in parts if isinstance(each, ast.Constant)}
+        yield {
+            element_node.value for element_node in parts if isinstance(element_node, ast.Constant)
+        }
 
 
-def is_of_sources(words: set[Any]) -> bool:
+def is_of_sources(constants: set[Any]) -> bool:
     """True if it is about them: generations are called live and previous as well, and documents have such fields."""
-    own = words.intersection(Source)
-    return len(own) > 1 and len(words - own) < 2 and not own <= {"live", "previous"}
+    named_sources = constants.intersection(Source)
+    return (
+        len(named_sources) > 1
+        and len(constants - named_sources) < 2
+        and not named_sources <= {"live", "previous"}
+    )

@@ -11,17 +11,17 @@ from tests.unit.test_rooms import ROOT
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "enum_members"),
     [("reason", TOLD), ("live", LiveReason), ("stale", Stale)],
     ids=["reason", "live", "stale"],
 )
 def test_the_reference_page_lists_every_word_with_its_meaning(
-    field: str, words: Iterable[Word]
+    field: str, enum_members: Iterable[Word]
 ) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
 
     _, table = page.split(f"| `{field}` | says |\n|---|---|\n")
-    rows = [f"| `{word}` | {word.meaning} |" for word in words]
+    rows = [f"| `{member}` | {member.meaning} |" for member in enum_members]
 
     assert table.split("\n\n")[0] == "\n".join(rows)
 

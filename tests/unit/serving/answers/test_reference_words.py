@@ -6,7 +6,7 @@ from tests.unit.test_rooms import ROOT
 
 
 @pytest.mark.parametrize(
-    ("field", "word"),
+    ("field", "field_value"),
     [
         ("reason", "l2_timeout"),
         ("reason", "breaker_open"),
@@ -17,10 +17,12 @@ from tests.unit.test_rooms import ROOT
         ("stale", "pointer_corrupt"),
     ],
 )
-def test_the_reference_page_says_what_a_word_of_an_answer_means(field: str, word: str) -> None:
+def test_the_reference_page_says_what_a_word_of_an_answer_means(
+    field: str, field_value: str
+) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
 
     table = page.partition(f"| `{field}` | says |\n|---|---|\n")[2].partition("\n\n")[0]
-    meanings = [line for line in table.splitlines() if line.startswith(f"| `{word}` | ")]
+    meanings = [line for line in table.splitlines() if line.startswith(f"| `{field_value}` | ")]
 
     assert len(meanings) == 1

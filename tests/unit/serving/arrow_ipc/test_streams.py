@@ -50,23 +50,23 @@ ROWS = st.lists(
 
 
 def written(rows: list[tuple[Any, ...]]) -> bytes:
-    ids, items, scores, vectors, short, dropped, age = (
+    ids, items, scores, vectors, short, dropped_counts, age = (
         zip(*rows, strict=True) if rows else ((),) * 7
     )
-    flat = [each.encode() for row in items for each in row or ()]
+    flat = [item.encode() for row in items for item in row or ()]
     columns = [
-        texts([None if each is None else each.encode() for each in ids]),
-        lists(ends(items), texts(flat), [each is not None for each in items]),
+        texts([None if id_ is None else id_.encode() for id_ in ids]),
+        lists(ends(items), texts(flat), [item_list is not None for item_list in items]),
         lists(ends(scores), numbers(np.array([n for row in scores for n in row], np.float32))),
         fixed_lists(
             len(rows),
             numbers(np.array([row or [0] * 3 for row in vectors], np.float32).ravel()),
-            [each is not None for each in vectors],
+            [vector is not None for vector in vectors],
         ),
-        flags([bool(each) for each in short], [each is not None for each in short]),
+        flags([bool(is_short) for is_short in short], [is_short is not None for is_short in short]),
         numbers(
-            np.array([each or 0 for each in dropped], np.int32),
-            [each is not None for each in dropped],
+            np.array([dropped_count or 0 for dropped_count in dropped_counts], np.int32),
+            [dropped_count is not None for dropped_count in dropped_counts],
         ),
         numbers(np.array(age, np.float64)),
     ]
@@ -74,7 +74,7 @@ def written(rows: list[tuple[Any, ...]]) -> bytes:
 
 
 def ends(lists_: tuple[Any, ...]) -> NDArray[np.int32]:
-    return np.cumsum([0, *(len(each or ()) for each in lists_)], dtype=np.int32)
+    return np.cumsum([0, *(len(list_ or ()) for list_ in lists_)], dtype=np.int32)
 
 
 @given(rows=ROWS)
@@ -90,24 +90,24 @@ def test_pyarrow_reads_what_is_written_and_so_do_we(rows: list[tuple[Any, ...]])
     for name, at in zip(table.column_names, range(7), strict=True):
         expected = [row[at] for row in rows]
         assert table[name].to_pylist() == expected
-        found = [
-            list(each) if isinstance(each, tuple | np.ndarray) else each
-            for each in frame.columns[name]
+        cells = [
+            list(cell) if isinstance(cell, tuple | np.ndarray) else cell
+            for cell in frame.columns[name]
         ]
-        assert found == expected
+        assert cells == expected
     assert frame.rows == len(rows) and frame.metadata == {"table": "t", "ü": ""}
 
 
 def body(*arrays: pa.Array, names: list[str] | None = None, **metadata: str) -> bytes:
     schema = pa.schema(
-        [pa.field(name, each.type) for name, each in zip(names or ["id"], arrays, strict=True)],
+        [pa.field(name, array.type) for name, array in zip(names or ["id"], arrays, strict=True)],
         metadata=metadata or None,
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(pa.record_batch(list(arrays), schema=schema), custom_metadata=None)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    arrow_stream: bytes = sink.getvalue().to_pybytes()
+    return arrow_stream
 
 
 IDS = st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=50)
@@ -123,9 +123,9 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    found = batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
+    id_batch = batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
 
-    assert found == ([each.encode() for each in ids], 7)
+    assert id_batch == ([id_.encode() for id_ in ids], 7)
 
 
 @given(ids=IDS)
@@ -133,9 +133,9 @@ def test_the_clients_question_is_what_pyarrow_would_send(ids: list[str]) -> None
     raw = write_arrow_ids(ids, {"k": "3", "deadline_ms": "20.5"})
 
     assert pa.ipc.open_stream(raw).read_all()["id"].to_pylist() == ids
-    ask = lookup_of({}, raw, "arrow", "t", LIMITS)
-    assert [each.id for each in ask.entities] == ids
-    assert (ask.options.k, ask.options.deadline_s) == (3, 0.0205)
+    lookup = lookup_of({}, raw, "arrow", "t", LIMITS)
+    assert [entity.id for entity in lookup.entities] == ids
+    assert (lookup.options.k, lookup.options.deadline_s) == (3, 0.0205)
 
 
 def compressed() -> bytes:
@@ -144,8 +144,8 @@ def compressed() -> bytes:
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, column.schema, options=options) as writer:
         writer.write_batch(column)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    arrow_stream: bytes = sink.getvalue().to_pybytes()
+    return arrow_stream
 
 
 REFUSED = {
@@ -229,18 +229,18 @@ def test_a_damaged_stream_is_read_or_refused_and_nothing_else(data: st.DataObjec
     end = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
 
     with contextlib.suppress(Problem):  # any other error fails
-        ask = lookup_of({}, bytes(raw[:end]), "arrow", "t", LIMITS)
-        assert 1 <= len(ask.entities) <= LIMITS.max_batch
-        assert all(each.raw and len(each.raw) <= 256 for each in ask.entities)
+        lookup = lookup_of({}, bytes(raw[:end]), "arrow", "t", LIMITS)
+        assert 1 <= len(lookup.entities) <= LIMITS.max_batch
+        assert all(entity.raw and len(entity.raw) <= 256 for entity in lookup.entities)
 
 
 @given(raw=st.binary(max_size=300), rows=st.integers(0, 3))
 def test_what_anybody_answers_is_garbled_at_worst(raw: bytes, rows: int) -> None:
-    for each in (raw, VALID[: len(raw)] + raw):
+    for answer_body in (raw, VALID[: len(raw)] + raw):
         with pytest.raises(Garbled):
-            read_arrow_answers(each, rows)
+            read_arrow_answers(answer_body, rows)
         with pytest.raises((Malformed, Unsupported)):
-            read(b"\xff\xff\xff\xff" + each, rows)
+            read(b"\xff\xff\xff\xff" + answer_body, rows)
 
 
 @pytest.mark.parametrize(

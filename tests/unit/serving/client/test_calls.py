@@ -16,7 +16,7 @@ def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "build_calls",
     [
         lambda: list(split("u-1", Options(), 10, 10)),
         lambda: many("t", [Entity("u-1", history="i-1")], Options()),
@@ -24,9 +24,9 @@ def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
         lambda: score("u-1", "i-1", Options()),
     ],
 )
-def test_a_text_is_not_taken_for_a_list_of_its_letters(ask: Callable[[], object]) -> None:
+def test_a_text_is_not_taken_for_a_list_of_its_letters(build_calls: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="not the text"):
-        ask()
+        build_calls()
 
 
 def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:
@@ -50,24 +50,24 @@ def test_a_url_has_no_room_for_exclude() -> None:
 def test_a_batch_is_cut_where_the_service_would_refuse_it(count: int, sizes: list[int]) -> None:
     parts = list(split(list(range(count)), Options(), 3, 100))
 
-    assert [len(each) for each in parts] == sizes
-    assert [each for part in parts for each in part] == list(range(count))
+    assert [len(part) for part in parts] == sizes
+    assert [entity_id for part in parts for entity_id in part] == list(range(count))
 
 
 def test_histories_and_exclude_count_as_the_service_counts_them() -> None:
-    entities = [Entity(str(place), history=["i"] * 4) for place in range(5)]
+    entities = [Entity(str(index), history=["i"] * 4) for index in range(5)]
 
     parts = list(split(entities, Options(exclude=["x", "y"]), 100, 10))
 
-    assert [len(each) for each in parts] == [2, 2, 1]
+    assert [len(part) for part in parts] == [2, 2, 1]
 
 
 def test_features_count_as_the_service_counts_them() -> None:
-    entities = [Entity(str(place), features={"a": [0.5] * 3, "b": "x"}) for place in range(5)]
+    entities = [Entity(str(index), features={"a": [0.5] * 3, "b": "x"}) for index in range(5)]
 
     parts = list(split(entities, Options(), 100, 10, 10))
 
-    assert [len(each) for each in parts] == [2, 2, 1]
+    assert [len(part) for part in parts] == [2, 2, 1]
 
 
 def test_an_entity_beyond_every_limit_still_goes_so_that_the_service_says_so() -> None:
@@ -86,8 +86,8 @@ def test_a_caller_loads_nothing_of_the_service_itself() -> None:
     heavy = {"fastapi", "faiss", "onnxruntime", "redis", "cache", "precompute"}
     program = f"import serving.client, sys; print(sorted({heavy} & set(sys.modules)))"
 
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
 
-    assert done.stdout.strip() == "[]"
+    assert completed_process.stdout.strip() == "[]"

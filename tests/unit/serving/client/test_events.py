@@ -24,24 +24,28 @@ class FakeSender:
     def __init__(self) -> None:
         self.until: list[float] = []
 
-    async def send(self, call: Call, until: float) -> bytes:
-        self.until.append(until)
+    async def send(self, call: Call, deadline: float) -> bytes:
+        self.until.append(deadline)
         return orjson.dumps(BODY)
 
 
 def sizes(count: int, max_batch: int, text_bytes: int = 1) -> list[int]:
     events = [NewEvent(n, user="u", item="x" * text_bytes) for n in range(count)]
     calls = event_calls(events, max_batch)
-    sent = [orjson.loads(each.call.content or b"")["events"] for each in calls]
-    assert [int(event["id"]) for events in sent for event in events] == [*range(count)]
-    found = [len(each) for each in sent]
-    assert [each.at for each in calls] == [0, *itertools.accumulate(found)][: len(calls)]
-    return found
+    event_batches = [
+        orjson.loads(events_call.call.content or b"")["events"] for events_call in calls
+    ]
+    assert [int(event["id"]) for events in event_batches for event in events] == [*range(count)]
+    batch_sizes = [len(event_batch) for event_batch in event_batches]
+    assert [events_call.at for events_call in calls] == [0, *itertools.accumulate(batch_sizes)][
+        : len(calls)
+    ]
+    return batch_sizes
 
 
 @given(st.integers(0, 40), st.integers(1, 10))
 def test_requests_have_all_events_in_their_order(count: int, max_batch: int) -> None:
-    assert all(0 < each <= max_batch for each in sizes(count, max_batch))
+    assert all(0 < size <= max_batch for size in sizes(count, max_batch))
 
 
 def test_a_request_has_as_many_bytes_as_the_service_takes() -> None:
@@ -54,9 +58,9 @@ async def test_each_request_has_a_deadline_of_its_own() -> None:
     sender, clock = FakeSender(), itertools.count(10.0, 5.0)
     calls = event_calls([NewEvent(n, user="u", item="i") for n in range(3)], 1)
 
-    told = await send_events(sender, calls, lambda: next(clock))  # type: ignore[arg-type]
+    receipt = await send_events(sender, calls, lambda: next(clock))  # type: ignore[arg-type]
 
-    assert sender.until == [10.0, 15.0, 20.0] and told.accepted == 3
+    assert sender.until == [10.0, 15.0, 20.0] and receipt.accepted == 3
 
 
 def test_the_blocking_client_waits_as_long_as_all_requests_may_take(

@@ -86,7 +86,7 @@ def client(reply: Reply, clock: Clock | None = None, **policy: Any) -> AsyncClie
 
 
 def told(script: Script) -> list[float]:
-    return [float(each.headers["x-deadline-ms"]) for each in script.seen]
+    return [float(request.headers["x-deadline-ms"]) for request in script.seen]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,9 @@ async def test_tries_are_bounded_and_wait_longer_each_time() -> None:
         await client(script, clock, attempts=4, backoff_ms=100, backoff_max_ms=250).lookup("t", 1)
 
     rng = random.Random(1)
-    assert clock.slept == [rng.uniform(0, most) / 1000 for most in (100, 200, 250)]
+    assert clock.slept == [
+        rng.uniform(0, backoff_max_ms) / 1000 for backoff_max_ms in (100, 200, 250)
+    ]
 
 
 async def test_retry_after_is_kept_and_counts_against_the_deadline() -> None:
@@ -174,7 +176,7 @@ async def test_feedback_that_never_left_is_sent_again() -> None:
 
     assert await client(script).feedback("click", canary_key=7, count=2) == "canary"
 
-    assert len({each.content for each in script.seen}) == 1
+    assert len({request.content for request in script.seen}) == 1
     assert orjson.loads(script.seen[0].content) == {"event": "click", "count": 2, "canary_key": "7"}
 
 
@@ -191,9 +193,9 @@ async def test_a_refusal_carries_the_services_own_reason(
     with pytest.raises(kind) as refused:
         await client(Script([bad(status, code)])).lookup("t", "u-1")
 
-    found = refused.value
-    assert (found.status, found.code, found.field) == (status, code, "k")
-    assert found.details["held"] == ["g-2"]
+    refusal = refused.value
+    assert (refusal.status, refusal.code, refusal.field) == (status, code, "k")
+    assert refusal.details["held"] == ["g-2"]
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", b'{"error": "x"}', b"", b"\xff"])
@@ -219,19 +221,19 @@ async def test_a_batch_of_another_length_is_not_taken_for_the_answer(count: int)
 
 
 async def test_a_service_that_never_answers_is_given_up_at_the_deadline() -> None:
-    ended = asyncio.Event()
+    handler_ended = asyncio.Event()
 
     async def never(_request: httpx.Request) -> httpx.Response:
         try:
             await asyncio.Event().wait()
         finally:
-            ended.set()
+            handler_ended.set()
         raise AssertionError
 
     with pytest.raises(DeadlineExceeded):
         await client(never).lookup("t", "u-1", Options(deadline_ms=20))
 
-    assert ended.is_set()
+    assert handler_ended.is_set()
 
 
 async def test_the_deadline_that_a_call_names_is_the_one_the_service_is_asked_for() -> None:
@@ -350,7 +352,7 @@ async def test_feedback_is_never_hedged() -> None:
 
 
 def test_an_allowance_saves_up_to_its_bound() -> None:
-    allowance = Allowance(0.5, most=2.0)
+    allowance = Allowance(0.5, saved_max=2.0)
     for _ in range(100):
         allowance.earn()
 
@@ -360,9 +362,9 @@ def test_an_allowance_saves_up_to_its_bound() -> None:
 def test_threads_share_a_client_without_a_loop() -> None:
     transport = httpx.MockTransport(Script([good()]))
     with Client(URL, transport=transport) as larder, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: larder.lookup("t", "u-1").id, range(40), timeout=30))
+        answer_ids = list(pool.map(lambda _: larder.lookup("t", "u-1").id, range(40), timeout=30))
 
-    assert found == ["u-1"] * 40
+    assert answer_ids == ["u-1"] * 40
     with pytest.raises(RuntimeError, match="closed"):
         larder.lookup("t", "u-1")
     larder.close()

@@ -38,24 +38,24 @@ def test_a_core_that_is_not_ours_is_refused() -> None:
 
 @needs_pinning
 def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
-    ours = os.sched_getaffinity(0)
-    core = min(ours)
+    process_cores = os.sched_getaffinity(0)
+    core = min(process_cores)
     with ThreadPoolExecutor(1, initializer=place_thread, initargs=((core,), 0)) as pool:
         assert pool.submit(os.sched_getaffinity, 0).result() == {core}
-    assert os.sched_getaffinity(0) == ours
+    assert os.sched_getaffinity(0) == process_cores
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
 @pytest.mark.parametrize("nice", [0, 10, 19])
 def test_a_worker_lets_others_go_first_and_nobody_else_does(nice: int) -> None:
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    process_nice = os.getpriority(os.PRIO_PROCESS, 0)
 
-    def own() -> int:
+    def get_thread_nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     with ThreadPoolExecutor(1, initializer=place_thread, initargs=((), nice)) as pool:
-        assert pool.submit(own).result() == (nice or ours)
-    assert own() == ours
+        assert pool.submit(get_thread_nice).result() == (nice or process_nice)
+    assert get_thread_nice() == process_nice
 
 
 @pytest.mark.parametrize("nice", [-1, 20])

@@ -108,15 +108,15 @@ def test_files_of_tokens_and_tls_are_beside_the_file_or_the_current_folder(tmp_p
     file = tmp_path / "larder.toml"
     file.write_text('[serving]\ntokens_file = "t.json"\ntls_certificate = "c"\ntls_key = "/k"\n')
 
-    found = ServingConfig.load({"LARDER_CONFIG": str(file)})
+    config_from_file = ServingConfig.load({"LARDER_CONFIG": str(file)})
     named = ServingConfig.load({"LARDER_TOKENS_FILE": "t.json"})
 
-    assert (found.tokens_file, found.tls_certificate, found.tls_key) == (
+    assert (config_from_file.tokens_file, config_from_file.tls_certificate, config_from_file.tls_key) == (
         str(tmp_path / "t.json"), str(tmp_path / "c"), "/k",
     )  # fmt: skip
     assert named.tokens_file == str(Path("t.json").absolute())
     assert ServingConfig.load({}).tokens_file == "" and not ServingConfig.load({}).has_tokens
-    assert found.scheme == "https" and named.scheme == "http"
+    assert config_from_file.scheme == "https" and named.scheme == "http"
 
 
 def test_a_tokens_file_guards_as_a_token_does() -> None:

@@ -27,36 +27,40 @@ def files(pair: Pair, **more: str) -> TlsFiles:
 
 
 def test_only_new_protocols_are_spoken(authority: Authority, pairs: tuple[Pair, Pair]) -> None:
-    made = files(pairs[0], client_ca=authority.file, client="required").context()
+    ssl_context = files(pairs[0], client_ca=authority.file, client="required").context()
 
-    assert made.minimum_version is ssl.TLSVersion.TLSv1_2
-    assert made.verify_mode is ssl.CERT_REQUIRED and made.num_tickets == 0
+    assert ssl_context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert ssl_context.verify_mode is ssl.CERT_REQUIRED and ssl_context.num_tickets == 0
     assert files(pairs[0]).context().verify_mode is ssl.CERT_NONE
 
 
 def test_what_is_no_pair_is_refused_with_both_names(
     pairs: tuple[Pair, Pair], tmp_path: Path
 ) -> None:
-    one, other = pairs
-    with pytest.raises(ConfigError, match=f"{one.certificate} and tls_key {other.key} are no pair"):
-        files(Pair(one.certificate, other.key)).context()
+    first_pair, second_pair = pairs
+    with pytest.raises(
+        ConfigError, match=f"{first_pair.certificate} and tls_key {second_pair.key} are no pair"
+    ):
+        files(Pair(first_pair.certificate, second_pair.key)).context()
     with pytest.raises(ConfigError, match=r"cannot read .*none\.pem: No such file"):
-        files(Pair(tmp_path / "none.pem", one.key)).context()
+        files(Pair(tmp_path / "none.pem", first_pair.key)).context()
     (tmp_path / "long.pem").write_bytes(b" " * (2 << 20))
     with pytest.raises(ConfigError, match="larger than"):
-        files(Pair(one.certificate, tmp_path / "long.pem")).context()
+        files(Pair(first_pair.certificate, tmp_path / "long.pem")).context()
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="holds no certificate"):
-        files(one, client_ca=str(tmp_path / "empty.pem"), client="optional").context()
+        files(first_pair, client_ca=str(tmp_path / "empty.pem"), client="optional").context()
 
 
-@pytest.mark.parametrize(("changes", "why"), [
+@pytest.mark.parametrize(("changes", "error_pattern"), [
     ({"tls_certificate": "a"}, "go together"), ({"tls_key": "a"}, "go together"),
     ({"tls_client": "required"}, "go together"), ({"tls_client_ca": "a"}, "go together"),
     ({"tls_client_ca": "a", "tls_client": "optional"}, "needs tls_certificate"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_together_are_refused(changes: dict[str, str], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_settings_that_do_not_fit_together_are_refused(
+    changes: dict[str, str], error_pattern: str
+) -> None:
+    with pytest.raises(ConfigError, match=error_pattern):
         ServingConfig(**changes)  # type: ignore[arg-type]
 
 
@@ -72,16 +76,16 @@ def test_files_are_checked_before_anything_starts(tmp_path: Path, pairs: tuple[P
 def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(
     tmp_path: Path, pairs: tuple[Pair, Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = Pair(tmp_path / "tls.pem", tmp_path / "tls.key")
+    watched_pair = Pair(tmp_path / "tls.pem", tmp_path / "tls.key")
 
     def put(certificate: Path, key: Path) -> None:
-        for source, target in ((certificate, place.certificate), (key, place.key)):
-            beside = target.with_suffix(".new")
-            beside.write_bytes(source.read_bytes())
-            beside.replace(target)
+        for source, target in ((certificate, watched_pair.certificate), (key, watched_pair.key)):
+            temporary_path = target.with_suffix(".new")
+            temporary_path.write_bytes(source.read_bytes())
+            temporary_path.replace(target)
 
     put(pairs[0].certificate, pairs[0].key)
-    watch = TlsWatch(files(place))
+    watch = TlsWatch(files(watched_pair))
     first = watch.context
     assert not watch.look() and watch.context is first
 
@@ -89,7 +93,7 @@ def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(
     with caplog.at_level(logging.ERROR):
         assert not watch.look() and not watch.look()
     assert watch.context is first and watch.is_stale and len(caplog.records) == 1
-    assert [each.samples[0].value for each in watch.collect()] == [1.0]
+    assert [metric.samples[0].value for metric in watch.collect()] == [1.0]
 
     put(pairs[1].certificate, pairs[1].key)
     assert watch.look() and watch.context is not first and not watch.is_stale

@@ -23,7 +23,7 @@ class FakeRedis(FakeControl):
         self.asked += 1
         if self.down:
             raise TierUnavailable("gone", reason="connection")
-        replies = [self._do(*each) for each in commands]
+        replies = [self._do(*command) for command in commands]
         if self.loses:
             raise TierUnavailable("no reply", reason="timeout")
         return replies
@@ -37,8 +37,11 @@ class FakeRedis(FakeControl):
                 return int(is_new)
             case "HDEL":
                 return sum(
-                    table.pop(each if isinstance(each, bytes) else each.encode(), None) is not None
-                    for each in arguments
+                    table.pop(
+                        field_name if isinstance(field_name, bytes) else field_name.encode(), None
+                    )
+                    is not None
+                    for field_name in arguments
                 )
             case "HGETALL":
                 return dict(table)

@@ -34,11 +34,13 @@ class World:
 
     def __init__(self) -> None:
         self.redis, self.clock = FakeRedis(), FakeClock(1_000_000.0)
-        self.one, self.other = (Worker(self.redis, self.clock, each) for each in ("one", "other"))
+        self.one, self.other = (
+            Worker(self.redis, self.clock, worker_name) for worker_name in ("one", "other")
+        )
 
     async def tell(self) -> None:
-        for each in (self.one, self.other):
-            await each.teller.tell()
+        for worker in (self.one, self.other):
+            await worker.teller.tell()
 
 
 @pytest.fixture
@@ -46,8 +48,8 @@ def world() -> World:
     return World()
 
 
-def requests(seen: Reading) -> int:
-    return sum(row.requests for row in seen.rows.values())
+def requests(reading: Reading) -> int:
+    return sum(row.requests for row in reading.rows.values())
 
 
 async def test_what_two_workers_told_is_one_whole(world: World) -> None:
@@ -55,11 +57,11 @@ async def test_what_two_workers_told_is_one_whole(world: World) -> None:
     world.other.count(4)
     await world.tell()
     world.one.count(10)  # not told yet: the worker that is asked knows it all the same
-    seen, theirs = await world.one.whole.look(), await world.other.whole.look()
+    own_reading, theirs = await world.one.whole.look(), await world.other.whole.look()
 
-    assert seen.trouble is None and (requests(seen), requests(theirs)) == (17, 7)
-    assert sum(each["r"] for each in seen.lately.values()) == 17
-    assert {name: each["counts"]["r"] for name, each in seen.workers.items()} == {
+    assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
+    assert sum(counts["r"] for counts in own_reading.lately.values()) == 17
+    assert {name: worker_row["counts"]["r"] for name, worker_row in own_reading.workers.items()} == {
         "one": 13, "other": 4,
     }  # fmt: skip
 
@@ -117,12 +119,12 @@ async def test_an_hour_is_kept_and_no_more(world: World) -> None:
         world.one.count(1)
         world.clock.tick(BIN_S)
         await world.one.teller.tell()
-        seen = await world.one.whole.look()
+        reading = await world.one.whole.look()
 
     drawn = world.one.whole._drawn
     assert BINS_MAX - 1 <= len(drawn.rows) <= BINS_MAX
-    assert len(seen.rows) == len(drawn.tokens) == requests(seen) == len(drawn.rows)
-    assert LATELY_BINS - 1 <= len(seen.lately) == len(drawn.lately) <= LATELY_BINS
+    assert len(reading.rows) == len(drawn.tokens) == requests(reading) == len(drawn.rows)
+    assert LATELY_BINS - 1 <= len(reading.lately) == len(drawn.lately) <= LATELY_BINS
 
 
 async def test_what_was_told_late_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
@@ -153,15 +155,15 @@ async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) ->
 
 
 async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
-    now = world.clock()
+    now_s = world.clock()
     world.redis.hashes[KEYS.workers] |= {
-        b"older": orjson.dumps({"at": now}),
+        b"older": orjson.dumps({"at": now_s}),
         b"broken": b"{",
         b"strange": b"[1]",
     }
-    world.redis.hashes[KEYS.bin(int(now) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
+    world.redis.hashes[KEYS.bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
     world.one.count(2)
-    seen = await world.one.whole.look()
+    reading = await world.one.whole.look()
 
-    assert set(seen.workers) == {"one", "older"} and requests(seen) == 2
-    assert seen.workers["older"]["counts"] is None
+    assert set(reading.workers) == {"one", "older"} and requests(reading) == 2
+    assert reading.workers["older"]["counts"] is None

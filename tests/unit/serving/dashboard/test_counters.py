@@ -35,10 +35,10 @@ def test_what_another_version_wrote_counts_nothing() -> None:
 
 @given(tables, tables)
 def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict[str, int]) -> None:
-    now = merged((before, more))
+    current_counts = merged((before, more))
 
-    assert difference(now, before) == more
-    assert merged((before, difference(now, before))) == now
+    assert difference(current_counts, before) == more
+    assert merged((before, difference(current_counts, before))) == current_counts
 
 
 def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
@@ -51,14 +51,14 @@ def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     metrics.tally.requests["GET /v1/lookup/{table}"] += 3
     metrics.requested("POST /v1/lookup", 422)
     metrics.stage("parse", 0.25)
-    found = counted(metrics, shed=2)
+    counts = counted(metrics, shed=2)
 
-    assert totals(found) == {
+    assert totals(counts) == {
         "r": 4, "e": 5, "x": 2, "a:l1": 3, "a:l2": 1, "a:default": 1, "m:evicted": 1,
     }  # fmt: skip
-    assert found["s:parse"] == 250_000
-    assert sum(n for field, n in found.items() if field.startswith("h:")) == 5
-    assert difference(counted(metrics, shed=2), found) == {}
+    assert counts["s:parse"] == 250_000
+    assert sum(n for field, n in counts.items() if field.startswith("h:")) == 5
+    assert difference(counted(metrics, shed=2), counts) == {}
 
 
 def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> None:
@@ -67,35 +67,35 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
     taken_in.refusals["events_full"] += 2
     metrics.changed.answers["user_topk"] += 4
     metrics.changed.compare("user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4"))
-    found = counted(metrics, events=taken_in)
+    counts = counted(metrics, events=taken_in)
 
-    assert found == counted(metrics) | {
+    assert counts == counted(metrics) | {
         "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,
     }  # fmt: skip
-    assert unpack(pack(found)) == found
-    assert totals(found) == totals(counted(metrics))
+    assert unpack(pack(counts)) == counts
+    assert totals(counts) == totals(counted(metrics))
 
 
 def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase() -> None:
     counts = EventCounts(cast(Any, None), Keyspace("t"), 0)
     results, refusals = list(counts.collect())[:2]
 
-    assert {each.labels["result"]: each.value for each in results.samples} == dict.fromkeys(
+    assert {sample.labels["result"]: sample.value for sample in results.samples} == dict.fromkeys(
         (ACCEPTED, REPEATED, *REJECTIONS), 0
     )
-    assert {each.labels["reason"]: each.value for each in refusals.samples} == dict.fromkeys(
+    assert {sample.labels["reason"]: sample.value for sample in refusals.samples} == dict.fromkeys(
         REFUSALS, 0
     )
 
 
 def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:
-    bins, chosen = Bins(), random.Random(1)
+    bins, rng = Bins(), random.Random(1)
     bins.add(5.0, {"r": 1})
     bins.add(9.9, {"r": 2, "e": 1})
     assert unpack(bins.packed[0]) == {"r": 3, "e": 1}
     for number in range(3 * BINS_MAX):
         at = 1e6 + number * BIN_S
-        bins.add(at, {f"h:l1:{chosen.randrange(180)}": 1 for _ in range(400)})
+        bins.add(at, {f"h:l1:{rng.randrange(180)}": 1 for _ in range(400)})
         bins.add(at, {})
 
     assert len(bins.packed) == BINS_MAX == len(bins.untold)

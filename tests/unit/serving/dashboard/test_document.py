@@ -24,54 +24,61 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     return fine | changes
 
 
-def made(seen: Reading, **changes: Any) -> dict[str, Any]:
+def made(reading: Reading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
         "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
     }  # fmt: skip
-    return document(seen, **(parts | changes))
+    return document(reading, **(parts | changes))
 
 
 def test_workers_add_up() -> None:
     workers = {"w1": worker(), "w2": worker(breaker="open"), "w3": worker("b", counts=None)}
     counts = {"r": 8, "e": 6, "a:l1": 4, "a:default": 2, "m:cold": 2, "x": 2, "h:l1:10": 4}
     bins = {999_980: counts, 999_990: {"r": 1}}
-    rows = {start: row(each, BOUNDS) for start, each in bins.items()} | {
+    rows = {start: row(bin_counts, BOUNDS) for start, bin_counts in bins.items()} | {
         999_000: row({"a:l2": 7}, BOUNDS)
     }
-    found = made(
+    dashboard_document = made(
         Reading(NOW, None, workers, rows, bins),
         archive=([KNOWN], []),
         roles={"live": "g2"},
     )
 
-    assert set(found) == set(DASHBOARD["properties"])
-    assert found["totals"] == {
+    assert set(dashboard_document) == set(DASHBOARD["properties"])
+    assert dashboard_document["totals"] == {
         "requests": 8, "entities": 6, "misses": {"cold": 2},
         "answers": {"l1": 4, "l2": 0, "live": 0, "previous": 0, "default": 2},
     }  # fmt: skip
-    assert found["lately"]["requests"] == 9 and found["lately"]["latency"]["l1"]["p50"] > 0
-    assert found["earlier"]["answers"]["l2"] == 7
-    assert found["breakers"] == {"closed": 2, "half_open": 0, "open": 1}
-    assert found["queue"] == {
+    assert (
+        dashboard_document["lately"]["requests"] == 9
+        and dashboard_document["lately"]["latency"]["l1"]["p50"] > 0
+    )
+    assert dashboard_document["earlier"]["answers"]["l2"] == 7
+    assert dashboard_document["breakers"] == {"closed": 2, "half_open": 0, "open": 1}
+    assert dashboard_document["queue"] == {
         "live_queued": 3, "under_way": 6, "requests_max": 30, "queue_seconds": 0.25, "shed": 2,
         "shed_lately": 2,
     }  # fmt: skip
-    assert found["l1"] == {"bytes": 15, "budget_bytes": 150, "entries": 9}
-    assert found["generations"] == [{**KNOWN, "role": "live"}]
+    assert dashboard_document["l1"] == {"bytes": 15, "budget_bytes": 150, "entries": 9}
+    assert dashboard_document["generations"] == [{**KNOWN, "role": "live"}]
     # Until a bin is over and all have told, it is not drawn.
-    assert SETTLED_S < 10 and found["series"]["at"][-1] == 999_980
+    assert SETTLED_S < 10 and dashboard_document["series"]["at"][-1] == 999_980
 
 
 def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
     late = worker(generation="g1", epoch=1, ready=False, failed="no room", at=NOW - 4)
-    (first, other) = replicas([worker(), late, worker("b")], NOW)
+    (first, second_replica) = replicas([worker(), late, worker("b")], NOW)
 
     assert first == {
         "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
         "degraded": None, "seen_s": 4.0, "failed": "no room",
     }  # fmt: skip
-    assert (other["replica"], other["generation"], other["ready"]) == ("b", "g2", True)
+    assert (second_replica["replica"], second_replica["generation"], second_replica["ready"]) == (
+        "b",
+        "g2",
+        True,
+    )
 
 
 def test_a_cluster_is_the_sum_of_its_nodes() -> None:
@@ -88,7 +95,7 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
 
 
 def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
-    told = {
+    events_row = {
         "up": 1.0,
         "durability": "always",
         "demanded": "any",
@@ -96,39 +103,45 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         "counted_until": "30-0",
     }
     workers = {
-        "w1": worker(events=told),
-        "w2": worker(events=told | {"lag_s": 3.0}),
+        "w1": worker(events=events_row),
+        "w2": worker(events=events_row | {"lag_s": 3.0}),
         "w3": worker(),
     }
     bins = {
         999_980: {"a:l1": 6, "a:live": 4, "w": 5, "c": 2, "d": 300_000, "v:accepted": 7, "v:in_future": 1},
         999_990: {"v:accepted": 2, "y:events_full": 3, "c": 1},
     }  # fmt: skip
-    rows = {start: row(each, BOUNDS) for start, each in bins.items()}
-    known = [
+    rows = {start: row(bin_counts, BOUNDS) for start, bin_counts in bins.items()}
+    generations = [
         KNOWN | {"events_until": "9-0"},
         KNOWN | {"events_until": "20-1"},
         KNOWN | {"events_until": None},
     ]
-    found = made(Reading(NOW, None, workers, rows, bins), archive=(known, []))
+    dashboard_document = made(Reading(NOW, None, workers, rows, bins), archive=(generations, []))
 
-    assert found["events"] == found["events"] | {
+    assert dashboard_document["events"] == dashboard_document["events"] | {
         "up": True, "durability": "always", "lag_s": 3.0, "counted_until": "30-0", "taken_until": "20-1",
         "published_until": None, "results": {"accepted": 9, "in_future": 1}, "refused": {"events_full": 3},
         "answers": 5, "answers_share": 0.5, "list_change": 0.1,
     }  # fmt: skip
-    assert set(found["events"]) == set(DASHBOARD["properties"]["events"]["anyOf"][0]["properties"])
-    assert found["series"]["events"] == {"accepted": [7], "repeated": [0], "rejected": [1]}
+    assert set(dashboard_document["events"]) == set(
+        DASHBOARD["properties"]["events"]["anyOf"][0]["properties"]
+    )
+    assert dashboard_document["series"]["events"] == {
+        "accepted": [7],
+        "repeated": [0],
+        "rejected": [1],
+    }
 
 
 def test_without_events_nothing_is_told_of_them() -> None:
-    found = made(Reading(NOW, None, {"w1": worker()}, {}, {}))
+    dashboard_document = made(Reading(NOW, None, {"w1": worker()}, {}, {}))
 
-    assert found["events"] is None and found["series"]["events"] == {}
+    assert dashboard_document["events"] is None and dashboard_document["series"]["events"] == {}
 
 
 def test_nothing_is_known_yet() -> None:
-    found = made(Reading(NOW, "gone", {}, {}, {}))
+    dashboard_document = made(Reading(NOW, "gone", {}, {}, {}))
 
-    assert found["whole"] is False and found["verdict"]["level"] == "bad"
-    assert found["series"]["at"] == [] and found["replicas"] == []
+    assert dashboard_document["whole"] is False and dashboard_document["verdict"]["level"] == "bad"
+    assert dashboard_document["series"]["at"] == [] and dashboard_document["replicas"] == []

@@ -23,11 +23,11 @@ def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> N
     metrics.experiment_feedback.labels("e", "b", "click").inc(300)
     metrics.experiment_feedback.labels("e", "b", "buy").inc(2)
 
-    told = totals(unpack(pack(counted(metrics))))
-    (found,) = experiments(TOLD, told)
+    total_counts = totals(unpack(pack(counted(metrics))))
+    (experiment,) = experiments(TOLD, total_counts)
 
-    assert (found["experiment"], found["share"]) == ("e", 0.5)
-    control, arm = found["arms"]
+    assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)
+    control, arm = experiment["arms"]
     assert (control["requests"], arm["requests"]) == (1_000, 2_000)
     assert control["events"]["click"] == {"count": 100, "rate": 0.1, "ratio": None}
     expected = rate_ratio(300, 2_000, 100, 1_000)
@@ -38,7 +38,7 @@ def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> N
 
 
 def test_an_experiment_of_which_nothing_was_counted_is_shown_all_the_same() -> None:
-    (found,) = experiments(TOLD, {})
+    (experiment,) = experiments(TOLD, {})
 
-    assert [(each["requests"], each["events"]) for each in found["arms"]] == [(0, {})] * 2
+    assert [(arm["requests"], arm["events"]) for arm in experiment["arms"]] == [(0, {})] * 2
     assert experiments((), {"n:e=a": 3}) == []

@@ -50,7 +50,7 @@ class Night:
         generation: str,
         reason: str = "",
         *,
-        done: bool = True,
+        is_done: bool = True,
         abandoned: bool = False,
     ) -> None:
         self.releases += 1
@@ -67,12 +67,12 @@ class Night:
             abandoned=abandoned,
         )
         self.store.write(intent_path(number), record.to_bytes())
-        if done:
+        if is_done:
             self.store.write(done_path(number), b"")
 
     def read(self, registry: Any = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         generations, nights = self.history.read(registry)
-        return {each["generation"]: each for each in generations}, nights
+        return {generation["generation"]: generation for generation in generations}, nights
 
 
 @pytest.fixture
@@ -83,13 +83,17 @@ def night(tmp_path: Path) -> Night:
 def test_a_generation_is_told_with_its_release_gates_and_size(night: Night) -> None:
     night.make(G1)
     night.release("publish", G1)
-    night.release("publish", G2, done=False)
-    found = night.read({G1: {"state": "live", "at": 1.0, "reason": ""}})[0][G1]
+    night.release("publish", G2, is_done=False)
+    generation = night.read({G1: {"state": "live", "at": 1.0, "reason": ""}})[0][G1]
 
-    assert (found["state"], found["epoch"], found["published_at"]) == ("live", 10, 5_001.0)
-    assert (found["data_until"], found["bytes"], found["records"]) == (1_000, 500, 0)
-    assert [each["verdict"] for each in found["gates"]] == ["passed", "overridden", "failed"]
-    assert found["gates"][2] == {
+    assert (generation["state"], generation["epoch"], generation["published_at"]) == (
+        "live",
+        10,
+        5_001.0,
+    )
+    assert (generation["data_until"], generation["bytes"], generation["records"]) == (1_000, 500, 0)
+    assert [gate["verdict"] for gate in generation["gates"]] == ["passed", "overridden", "failed"]
+    assert generation["gates"][2] == {
         "rule": "drift", "value": None, "threshold": None, "verdict": "failed", "note": "why",
     }  # fmt: skip
 
@@ -98,10 +102,10 @@ def test_what_looked_odd_about_the_inputs_of_a_night_is_told(night: Night) -> No
     night.make(G1, facts={"remarks": ["one user has 31% of all rows"]})
     night.make(G2)
 
-    found = night.read({G1: {"state": "live"}, G2: {"state": "loaded"}})[0]
+    generations = night.read({G1: {"state": "live"}, G2: {"state": "loaded"}})[0]
 
-    assert found[G1]["remarks"] == ["one user has 31% of all rows"]
-    assert found[G2]["remarks"] == []
+    assert generations[G1]["remarks"] == ["one user has 31% of all rows"]
+    assert generations[G2]["remarks"] == []
 
 
 def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_files(
@@ -109,15 +113,15 @@ def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_f
 ) -> None:
     night.make(G1)
     for step, seconds in (("load", 7.0), ("publish", 1.5)):
-        told = orjson.dumps({"began_at": 1.0, "seconds": seconds})
-        night.store.write(generation_path(G1, f"times/{step}.json"), told)
+        times_json = orjson.dumps({"began_at": 1.0, "seconds": seconds})
+        night.store.write(generation_path(G1, f"times/{step}.json"), times_json)
     night.store.write(generation_path(G1, "times/warm.json"), b"{")
-    (found,) = night.read({G1: {"state": "superseded"}})[1]
+    (night_row,) = night.read({G1: {"state": "superseded"}})[1]
 
-    assert [(each["step"], each["seconds"]) for each in found["steps"]] == [
+    assert [(step_row["step"], step_row["seconds"]) for step_row in night_row["steps"]] == [
         ("begin", 10.0), ("score", 30.0), ("load", 7.0), ("verify", 5.0), ("publish", 1.5),
     ]  # fmt: skip
-    assert (found["outcome"], found["began_at"]) == ("published", 2_000 - 40)
+    assert (night_row["outcome"], night_row["began_at"]) == ("published", 2_000 - 40)
 
 
 def test_a_night_tells_what_it_copied_and_an_older_version_nothing(night: Night) -> None:
@@ -125,22 +129,26 @@ def test_a_night_tells_what_it_copied_and_an_older_version_nothing(night: Night)
     fact = {**copied, "base": G1, "why": "", "read_because": "", "nights": [copied, copied]}
     night.make(G1)
     night.make(G2, facts={"reuse": fact})
-    newest, before = night.read()[1]
+    newest_night, previous_night = night.read()[1]
 
-    assert before["reuse"] is None
-    assert (newest["reuse"]["share"], newest["reuse"]["base"]) == (0.75, G1)
-    assert newest["reuse"]["lately"]["nights"] == 2
-    assert newest["reuse"]["lately"]["users"]["copied"] == 6
+    assert previous_night["reuse"] is None
+    assert (newest_night["reuse"]["share"], newest_night["reuse"]["base"]) == (0.75, G1)
+    assert newest_night["reuse"]["lately"]["nights"] == 2
+    assert newest_night["reuse"]["lately"]["users"]["copied"] == 6
 
 
 def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> None:
     night.release("publish", G1)
     night.release("publish", G2)
     night.release("refuse", G3, "recall is too low")
-    found, _ = night.read()
+    generations, _ = night.read()
 
-    assert [found[each]["state"] for each in (G1, G2, G3)] == ["superseded", "live", "refused"]
-    assert found[G3]["reason"] == "recall is too low" and found[G3]["bytes"] is None
+    assert [generations[generation_id]["state"] for generation_id in (G1, G2, G3)] == [
+        "superseded",
+        "live",
+        "refused",
+    ]
+    assert generations[G3]["reason"] == "recall is too low" and generations[G3]["bytes"] is None
 
 
 def test_without_a_registry_an_abandoned_canary_and_what_was_rolled_back_are_told_as_such(
@@ -152,9 +160,13 @@ def test_without_a_registry_an_abandoned_canary_and_what_was_rolled_back_are_tol
     night.release("verify", G3)
     night.release("canary", G3)
     night.release("end_canary", G3, "worse", abandoned=True)
-    found, _ = night.read()
+    generations, _ = night.read()
 
-    assert [found[each]["state"] for each in (G1, G2, G3)] == ["live", "rolled_back", "abandoned"]
+    assert [generations[generation_id]["state"] for generation_id in (G1, G2, G3)] == [
+        "live",
+        "rolled_back",
+        "abandoned",
+    ]
 
 
 def test_what_changed_is_read_again_and_what_is_settled_is_not(night: Night) -> None:
@@ -170,11 +182,11 @@ def test_what_changed_is_read_again_and_what_is_settled_is_not(night: Night) -> 
 
 def test_it_is_bounded_and_survives_a_broken_store(night: Night) -> None:
     names = [f"202611{day:02}T000000Z-0000000000{day:02}" for day in range(1, 30)]
-    for each in names:
-        night.make(each)
+    for generation_id in names:
+        night.make(generation_id)
     night.store.write("releases/1.json", b"{")
     night.store.write(generation_path(names[-1], "manifest.json"), b"not json")
-    found, nights = night.read({"no generation": {}})
+    generations, nights = night.read({"no generation": {}})
 
-    assert list(found) == names[: -GENERATIONS_MAX - 1 : -1] and len(nights) == 7
-    assert found[names[-1]]["bytes"] is None
+    assert list(generations) == names[: -GENERATIONS_MAX - 1 : -1] and len(nights) == 7
+    assert generations[names[-1]]["bytes"] is None

@@ -37,27 +37,27 @@ class Board:
         self.store = ArtefactStore(str(folder))
         history = GenerationHistory(self.store, ReleaseWatch(self.store, asyncio.to_thread).records)
         self.dashboard = Dashboard(
-            self.redis, history, name="a", counted=lambda: {"r": 1},
+            self.redis, history, name="a", read_counts=lambda: {"r": 1},
             about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **{"in_thread": asyncio.to_thread} | more,
         )  # fmt: skip
 
     async def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = orjson.loads(await self.dashboard.data())
-        return found
+        document: dict[str, Any] = orjson.loads(await self.dashboard.data())
+        return document
 
 
 async def test_many_viewers_cost_one_reading_a_second(tmp_path: Path) -> None:
     board = Board(tmp_path)
     bodies = await asyncio.gather(*(board.dashboard.data() for _ in range(50)))
-    asked = board.redis.asked
+    call_count = board.redis.asked
     board.clock.tick(READ_S / 2)
     await board.dashboard.data()
 
-    assert len(set(bodies)) == 1 and board.redis.asked == asked
+    assert len(set(bodies)) == 1 and board.redis.asked == call_count
     board.clock.tick(READ_S / 2)
     await board.dashboard.data()
-    assert board.redis.asked > asked
+    assert board.redis.asked > call_count
 
 
 async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
@@ -66,8 +66,10 @@ async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
     def fails() -> None:
         raise ValueError("no curve")
 
-    told = {"up": 1.0, "counted_until": "7-0"}
-    board = Board(tmp_path, advisor=fails, quality=lambda: {"samples": 3}, events=lambda: told)
+    events_row = {"up": 1.0, "counted_until": "7-0"}
+    board = Board(
+        tmp_path, advisor=fails, quality=lambda: {"samples": 3}, events=lambda: events_row
+    )
     body = await board.data()
 
     assert (body["advisor"], body["quality"]) == (None, {"samples": 3})
@@ -78,11 +80,11 @@ async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
 async def test_a_store_that_hangs_holds_up_nobody_after_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, gate, asked = Board(tmp_path), threading.Event(), []
+    board, gate, listed_paths = Board(tmp_path), threading.Event(), []
     await board.data()
 
     def names(path: str) -> list[str]:
-        asked.append(path)
+        listed_paths.append(path)
         gate.wait(30)
         return []
 
@@ -90,7 +92,7 @@ async def test_a_store_that_hangs_holds_up_nobody_after_the_first(
     for _ in range(3):
         board.clock.tick(ARCHIVE_S)
         assert (await board.data())["whole"]
-    at_once = len(asked)
+    at_once = len(listed_paths)
     gate.set()
     await board.dashboard.aclose()
 
@@ -122,7 +124,7 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {"counts": {"r": "many"}},
         {"counts": {"r": None}},
@@ -143,20 +145,20 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
     ids=str,
 )
 async def test_a_row_of_another_kind_is_left_out_and_costs_nobody_the_page(
-    tmp_path: Path, changed: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     board = Board(tmp_path)
     await board.data()
     row = {"at": board.clock(), "replica": "b", "counts": {"r": 2}, "epoch": 1}
-    told = {b"sound": row, b"strange": row | {"replica": "c"} | changed}
+    row_by_worker = {b"sound": row, b"strange": row | {"replica": "c"} | changes}
     board.redis.hashes[Keyspace("test").workers] |= {
-        name: orjson.dumps(each) for name, each in told.items()
+        name: orjson.dumps(worker_row) for name, worker_row in row_by_worker.items()
     }
     board.clock.tick(READ_S)
 
     body = await board.data()
 
-    assert [each["replica"] for each in body["replicas"]] == ["a", "b"]
+    assert [replica["replica"] for replica in body["replicas"]] == ["a", "b"]
 
 
 async def test_switched_off_it_says_so(tmp_path: Path) -> None:

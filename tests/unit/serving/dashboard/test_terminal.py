@@ -13,30 +13,30 @@ COLUMNS = 110
 
 
 def lines(body: Any) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=COLUMNS, color_system=None).print(screen(body))
-    return out.getvalue().splitlines()
+    output = io.StringIO()
+    Console(file=output, width=COLUMNS, color_system=None).print(screen(body))
+    return output.getvalue().splitlines()
 
 
 @pytest.fixture
 def body() -> Any:
-    told: Any = well(bins=40)
-    answers = told["totals"]["answers"]
-    told["lately"] = {
+    document: Any = well(bins=40)
+    answers = document["totals"]["answers"]
+    document["lately"] = {
         "seconds": 300,
         "requests": 9,
         "answers": answers,
         "misses": {},
         "latency": {},
     }
-    told["verdict"]["also"] = []
-    return told
+    document["verdict"]["also"] = []
+    return document
 
 
 def test_events_take_a_line_that_fits(body: Any) -> None:
-    found = [line for line in lines(body) if line.startswith("events ")]
+    event_lines = [line for line in lines(body) if line.startswith("events ")]
 
-    assert found == [
+    assert event_lines == [
         "events 204.0/s, 229 rejected, in 4.1% of answers, lag 0.0 s · stream 68.0 MiB of 256.0 MiB"
     ]
 
@@ -48,7 +48,7 @@ def test_events_that_nobody_looked_at_yet_are_told_all_the_same(body: Any) -> No
 
 
 def test_without_events_there_is_no_line(body: Any) -> None:
-    whole = len(lines(body))
+    line_count = len(lines(body))
     body["events"] = None
 
-    assert len(lines(body)) == whole - 1
+    assert len(lines(body)) == line_count - 1

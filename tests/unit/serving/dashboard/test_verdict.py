@@ -52,10 +52,14 @@ def lately(**counts: int) -> dict[str, Any]:
 
 
 def test_all_is_well() -> None:
-    found = verdict(body())
+    dashboard_verdict = verdict(body())
 
-    assert (found["level"], found["advice"], found["also"]) == ("ok", None, [])
-    assert found["sentence"] == (
+    assert (dashboard_verdict["level"], dashboard_verdict["advice"], dashboard_verdict["also"]) == (
+        "ok",
+        None,
+        [],
+    )
+    assert dashboard_verdict["sentence"] == (
         f"All is well: generation {G1} is live on 1 replica and 90.0% of the answers of the last "
         "minutes came from cache."
     )
@@ -250,11 +254,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
     changes, level, sentence, advice = WRONG[name]
-    found = verdict(body(**changes))
+    dashboard_verdict = verdict(body(**changes))
 
-    assert found["level"] == level
-    assert sentence in found["sentence"] and found["sentence"].endswith(".")
-    assert advice in found["advice"]
+    assert dashboard_verdict["level"] == level
+    assert sentence in dashboard_verdict["sentence"] and dashboard_verdict["sentence"].endswith(".")
+    assert advice in dashboard_verdict["advice"]
 
 
 QUIET: dict[str, dict[str, Any]] = {
@@ -291,21 +295,23 @@ def test_what_proves_nothing_alarms_nobody(name: str) -> None:
 
 def test_the_worst_comes_first_and_the_others_are_told_too() -> None:
     changes = WRONG["stale"][0] | WRONG["memory, much"][0]
-    found = verdict(body(**changes))
+    dashboard_verdict = verdict(body(**changes))
 
-    assert found["level"] == "bad" and "99% full" in found["sentence"]
-    assert [each for each in found["also"] if "pointer_backwards" in each]
+    assert dashboard_verdict["level"] == "bad" and "99% full" in dashboard_verdict["sentence"]
+    assert [sentence for sentence in dashboard_verdict["also"] if "pointer_backwards" in sentence]
 
 
 def test_answers_without_events_are_not_taken_for_a_pointer_that_went_astray() -> None:
-    both = replica(stale="events_behind,pointer_backwards")
-    found = verdict(body(events=events(), replicas=[both]))
+    stale_replica = replica(stale="events_behind,pointer_backwards")
+    dashboard_verdict = verdict(body(events=events(), replicas=[stale_replica]))
 
-    assert "may lag behind what was published: pointer_backwards." in found["sentence"]
-    assert [each for each in found["also"] if "lack accepted events" in each]
+    assert "may lag behind what was published: pointer_backwards." in dashboard_verdict["sentence"]
+    assert [
+        sentence for sentence in dashboard_verdict["also"] if "lack accepted events" in sentence
+    ]
 
 
 def test_without_redis_the_pointer_is_not_complained_about_as_well() -> None:
-    gone = WRONG["redis away"][0] | {"replicas": [replica(stale="redis_unreachable")]}
+    changes = WRONG["redis away"][0] | {"replicas": [replica(stale="redis_unreachable")]}
 
-    assert verdict(body(**gone))["also"] == []
+    assert verdict(body(**changes))["also"] == []

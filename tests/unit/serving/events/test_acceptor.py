@@ -36,11 +36,11 @@ class FakeEventsRedis:
         await self.gate.wait()
         if self.fails_with is not None:
             raise self.fails_with
-        found = []
+        replies = []
         for body in bodies:
             self._number += 1
-            found.append(b"repeated" if body == b"again" else b"1-%d" % self._number)
-        return found
+            replies.append(b"repeated" if body == b"again" else b"1-%d" % self._number)
+        return replies
 
 
 def made(redis: FakeEventsRedis) -> Acceptor:
@@ -55,12 +55,12 @@ async def test_requests_of_one_turn_travel_in_one_call_and_each_gets_its_own_out
     redis = FakeEventsRedis()
     acceptor = made(redis)
 
-    one, two, none = await asyncio.gather(
+    first_outcomes, two, none = await asyncio.gather(
         acceptor.accept(events(b"a", b"again")), acceptor.accept(events(b"c")), acceptor.accept([])
     )
 
     assert redis.calls == [[b"a", b"again", b"c"]]
-    assert [each.reason for each in one] == [None, "repeated"] and none == []
+    assert [outcome.reason for outcome in first_outcomes] == [None, "repeated"] and none == []
     assert str(two[0].position) == "1-3"
 
 
@@ -71,12 +71,12 @@ async def test_what_comes_during_a_call_goes_with_the_next_one() -> None:
     first = asyncio.create_task(acceptor.accept(events(b"a")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    others = [asyncio.create_task(acceptor.accept(events(each))) for each in (b"b", b"c")]
+    later_tasks = [asyncio.create_task(acceptor.accept(events(body))) for body in (b"b", b"c")]
     await asyncio.sleep(0)
     assert redis.calls == [[b"a"]]
 
     redis.gate.set()
-    await asyncio.gather(first, *others)
+    await asyncio.gather(first, *later_tasks)
 
     assert redis.calls == [[b"a"], [b"b", b"c"]]
 
@@ -85,11 +85,11 @@ async def test_a_large_request_goes_in_pieces_and_keeps_its_order() -> None:
     redis = FakeEventsRedis()
     bodies = [b"%d" % number for number in range(2 * PIECE + 7)]
 
-    told = await made(redis).accept(events(*bodies))
+    outcomes = await made(redis).accept(events(*bodies))
 
-    assert [len(each) for each in redis.calls] == [PIECE, PIECE, 7]
+    assert [len(call) for call in redis.calls] == [PIECE, PIECE, 7]
     assert [body for call in redis.calls for body in call] == bodies
-    positions = [each.position for each in told if each.position]
+    positions = [outcome.position for outcome in outcomes if outcome.position]
     assert positions == sorted(positions) and len(positions) == len(bodies)
 
 
@@ -103,9 +103,9 @@ async def test_an_outage_ends_all_that_wait_and_the_next_one_is_tried_anew() -> 
     await asyncio.sleep(0)
     redis.gate.set()
 
-    found = await asyncio.gather(*tasks, return_exceptions=True)
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert [type(each) for each in found] == [EventsUnavailable] * 5 and len(redis.calls) == 1
+    assert [type(error) for error in errors] == [EventsUnavailable] * 5 and len(redis.calls) == 1
     redis.fails_with = None
     assert len(await acceptor.accept(events(b"a"))) == 1
 
@@ -115,11 +115,11 @@ async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselve
     redis.fails_with = EventsFull("full")
     acceptor = made(redis)
 
-    found = await asyncio.gather(
+    errors = await asyncio.gather(
         *(acceptor.accept(events(*[b"x"] * PIECE)) for _ in range(2)), return_exceptions=True
     )
 
-    assert [type(each) for each in found] == [EventsFull] * 2 and len(redis.calls) == 2
+    assert [type(error) for error in errors] == [EventsFull] * 2 and len(redis.calls) == 2
 
 
 async def test_a_cancelled_caller_cancels_nobody_else() -> None:
@@ -180,10 +180,10 @@ async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(
 
     # When Redis is back, and as much comes at once as may wait
     redis.fails_with = None
-    found = await asyncio.gather(*(acceptor.accept(events(b"x" * 5)) for _ in range(2)))
+    request_outcomes = await asyncio.gather(*(acceptor.accept(events(b"x" * 5)) for _ in range(2)))
 
     # Then all of it is accepted
-    assert [len(accepted) for accepted in found] == [1, 1]
+    assert [len(accepted) for accepted in request_outcomes] == [1, 1]
 
 
 async def test_a_service_that_stops_refuses_what_waits() -> None:

@@ -14,17 +14,17 @@ def server(
 ) -> Any:
     """A server's replies; None: this user may not ask."""
 
-    async def ask(*words: str) -> Any:
-        found: Any = {"CONFIG GET": config, "INFO": info}.get(words[0])
-        if words[0] == "WAITAOF" and has_waitaof:
+    async def send_command(*command_parts: str) -> Any:
+        reply: Any = {"CONFIG GET": config, "INFO": info}.get(command_parts[0])
+        if command_parts[0] == "WAITAOF" and has_waitaof:
             return [0, 0]
-        if words[0] == "WAITAOF":
+        if command_parts[0] == "WAITAOF":
             raise ResponseError("unknown command 'WAITAOF'")
-        if found is None:
+        if reply is None:
             raise NoPermissionError("no permissions")
-        return found
+        return reply
 
-    return ask
+    return send_command
 
 
 def said(appendonly: bytes, fsync: bytes) -> list[bytes]:
@@ -35,7 +35,7 @@ PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
 
 
 @pytest.mark.parametrize(
-    ("ask", "demanded", "expected"),
+    ("send_command", "demanded", "expected"),
     [
         (server(said(b"yes", b"always")), "any", FoundDurability("always")),
         (server(said(b"yes", b"everysec")), "always", FoundDurability("everysec")),
@@ -51,13 +51,13 @@ PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
     ],
 )  # fmt: skip
 async def test_settings_first_then_what_the_log_says(
-    ask: Any, demanded: Durability, expected: FoundDurability
+    send_command: Any, demanded: Durability, expected: FoundDurability
 ) -> None:
-    assert await durability_of(ask, demanded) == expected
+    assert await durability_of(send_command, demanded) == expected
 
 
 @pytest.mark.parametrize(
-    ("kept", "demands"),
+    ("persistence", "demands"),
     [
         ("always", {"any", "everysec", "always"}),
         ("everysec", {"any", "everysec"}),
@@ -65,8 +65,8 @@ async def test_settings_first_then_what_the_log_says(
         ("unknown", {"any"}),
     ],
 )
-def test_less_than_is_demanded_does_not_suffice(kept: Any, demands: set[str]) -> None:
-    found = FoundDurability(kept)
+def test_less_than_is_demanded_does_not_suffice(persistence: Any, demands: set[str]) -> None:
+    durability = FoundDurability(persistence)
 
     for demanded in ("any", "everysec", "always"):
-        assert found.suffices(demanded) == (demanded in demands)
+        assert durability.suffices(demanded) == (demanded in demands)

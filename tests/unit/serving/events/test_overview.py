@@ -20,9 +20,11 @@ def row(**changes: Any) -> dict[str, Any]:
     return {**numbers, **texts, **changes}
 
 
-def overview(kept: str | None, until: str | None, *, is_held: bool = True) -> EventOverview:
+def overview(
+    persistence: str | None, published_until: str | None, *, is_held: bool = True
+) -> EventOverview:
     """A worker whose Redis keeps events as it says, and whose live generation has them up to a position."""
-    published = None if until is None else SimpleNamespace(until=until)
+    published = None if published_until is None else SimpleNamespace(until=published_until)
     live = SimpleNamespace(manifest=SimpleNamespace(events=published))
     users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
@@ -30,30 +32,32 @@ def overview(kept: str | None, until: str | None, *, is_held: bool = True) -> Ev
         lag_s=lambda: 0.12345, limit_bytes=1_000,
     )  # fmt: skip
     intake = SimpleNamespace(
-        redis=SimpleNamespace(found=kept and SimpleNamespace(kept=kept), demanded="always"),
+        redis=SimpleNamespace(
+            found=persistence and SimpleNamespace(kept=persistence), demanded="always"
+        ),
         counts=SimpleNamespace(gauges=dict.fromkeys(GAUGES, 1.0)),
     )
-    shelf = SimpleNamespace(holding=SimpleNamespace(live=live) if is_held else None)
-    return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, shelf))
+    holder = SimpleNamespace(holding=SimpleNamespace(live=live) if is_held else None)
+    return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, holder))
 
 
 def test_a_worker_tells_all_that_is_shown_of_several() -> None:
-    told = overview("everysec", "10-0").told()
+    worker_row = overview("everysec", "10-0").told()
 
-    assert set(told) == {*NUMBERS, *TEXTS}
-    assert (told["lag_s"], told["users"]) == (0.123, 3)
-    assert (told["held_bytes"], told["held_max_bytes"]) == (900, 1_000)
-    assert (told["durability"], told["demanded"]) == ("everysec", "always")
-    assert (told["counted_until"], told["published_until"]) == ("20-1", "10-0")
+    assert set(worker_row) == {*NUMBERS, *TEXTS}
+    assert (worker_row["lag_s"], worker_row["users"]) == (0.123, 3)
+    assert (worker_row["held_bytes"], worker_row["held_max_bytes"]) == (900, 1_000)
+    assert (worker_row["durability"], worker_row["demanded"]) == ("everysec", "always")
+    assert (worker_row["counted_until"], worker_row["published_until"]) == ("20-1", "10-0")
 
 
-@pytest.mark.parametrize(("until", "is_held"), [(None, True), ("10-0", False)])
+@pytest.mark.parametrize(("published_until", "is_held"), [(None, True), ("10-0", False)])
 def test_a_worker_without_a_generation_that_has_events_tells_no_position_of_it(
-    until: str | None, is_held: bool
+    published_until: str | None, is_held: bool
 ) -> None:
-    told = overview(None, until, is_held=is_held).told()
+    worker_row = overview(None, published_until, is_held=is_held).told()
 
-    assert told["published_until"] is None and told["durability"] is None
+    assert worker_row["published_until"] is None and worker_row["durability"] is None
 
 
 def test_nobody_tells_of_events_where_none_are_taken_in() -> None:
@@ -63,30 +67,39 @@ def test_nobody_tells_of_events_where_none_are_taken_in() -> None:
 
 def test_each_figure_is_that_of_the_last_worker() -> None:
     late = row(lag_s=7.5, held_bytes=900.0, counted_until="9-9", published_until="3-0")
-    found = together([row(), None, late, row(stream_bytes=50.0)])
+    merged_row = together([row(), None, late, row(stream_bytes=50.0)])
 
-    assert found is not None and set(found) == {*NUMBERS, *TEXTS}
-    assert (found["lag_s"], found["held_bytes"], found["stream_bytes"]) == (7.5, 900.0, 50.0)
+    assert merged_row is not None and set(merged_row) == {*NUMBERS, *TEXTS}
+    assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (
+        7.5,
+        900.0,
+        50.0,
+    )
     # By position, not by text: "9-9" is before "20-1".
-    assert (found["counted_until"], found["published_until"]) == ("9-9", "3-0")
+    assert (merged_row["counted_until"], merged_row["published_until"]) == ("9-9", "3-0")
 
 
 def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
-    found = together([row(), row(up=0.0, durability="none"), row()])
+    merged_row = together([row(), row(up=0.0, durability="none"), row()])
 
-    assert found is not None
-    assert (found["up"], found["durability"], found["demanded"]) == (False, "none", "everysec")
+    assert merged_row is not None
+    assert (merged_row["up"], merged_row["durability"], merged_row["demanded"]) == (
+        False,
+        "none",
+        "everysec",
+    )
 
 
 def test_what_no_worker_has_looked_at_is_not_known() -> None:
     unknown = row(**dict.fromkeys(("up", "stream_bytes", "durability", "published_until")))
-    found = together([{"counted_until": "0-0"}, unknown])
+    merged_row = together([{"counted_until": "0-0"}, unknown])
 
-    assert found is not None
-    assert [found[each] for each in ("up", "stream_bytes", "durability", "published_until")] == [
-        None
-    ] * 4
-    assert found["counted_until"] == "0-0"
+    assert merged_row is not None
+    assert [
+        merged_row[field_name]
+        for field_name in ("up", "stream_bytes", "durability", "published_until")
+    ] == [None] * 4
+    assert merged_row["counted_until"] == "0-0"
 
 
 def test_what_is_no_position_is_refused() -> None:

@@ -28,13 +28,13 @@ def read(*events: Any, blocklist: Blocklist = NOBODY) -> Any:
 
 
 def reasons(*events: Any, blocklist: Blocklist = NOBODY) -> list[str]:
-    return [each.reason for each in read(*events, blocklist=blocklist).rejected]
+    return [rejection.reason for rejection in read(*events, blocklist=blocklist).rejected]
 
 
-def the_event(sent: Any) -> Event:
-    found = read(sent)
-    assert not found.rejected
-    return Event.from_bytes(found.packed[0].body)
+def the_event(event_json: Any) -> Event:
+    read_events = read(event_json)
+    assert not read_events.rejected
+    return Event.from_bytes(read_events.packed[0].body)
 
 
 def test_an_event_without_a_time_happened_now() -> None:
@@ -42,9 +42,9 @@ def test_an_event_without_a_time_happened_now() -> None:
 
 
 def test_whole_numbers_are_ids_as_everywhere() -> None:
-    found = the_event({"user": 7, "item": 8, "id": 9, "time": 1.5, "type": "buy", "weight": 2})
+    event = the_event({"user": 7, "item": 8, "id": 9, "time": 1.5, "type": "buy", "weight": 2})
 
-    assert found == Event("9", 1_500_000, b"7", b"8", "buy", 2.0)
+    assert event == Event("9", 1_500_000, b"7", b"8", "buy", 2.0)
 
 
 def test_a_user_alone_and_an_item_alone_tell_values() -> None:
@@ -58,7 +58,7 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("changes", "reason"),
     [
         ({"id": None}, "missing_field"),
         ({"id": ""}, "invalid_id"),
@@ -98,8 +98,8 @@ def test_a_user_alone_and_an_item_alone_tell_values() -> None:
         ({"user": None, "features": {"a": True}}, "invalid_feature"),
     ],
 )  # fmt: skip
-def test_what_is_no_event_is_rejected_with_its_reason(changed: dict[str, Any], reason: str) -> None:
-    assert reasons(WHOLE | changed) == [reason] and reason in REJECTIONS
+def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+    assert reasons(WHOLE | changes) == [reason] and reason in REJECTIONS
 
 
 def test_null_clears_an_attribute() -> None:
@@ -107,10 +107,12 @@ def test_null_clears_an_attribute() -> None:
 
 
 def test_others_of_the_request_are_read_all_the_same() -> None:
-    found = read("no object", WHOLE, WHOLE | {"id": None}, WHOLE | {"id": "e-2"})
+    read_events = read("no object", WHOLE, WHOLE | {"id": None}, WHOLE | {"id": "e-2"})
 
-    assert found.places == [1, 3] and [each.place for each in found.rejected] == [0, 2]
-    assert "events[2].id" in found.rejected[1].detail
+    assert read_events.places == [1, 3] and [
+        rejection.place for rejection in read_events.rejected
+    ] == [0, 2]
+    assert "events[2].id" in read_events.rejected[1].detail
 
 
 def test_nothing_is_accepted_of_who_was_erased_or_blocked_or_told_of_them() -> None:
@@ -118,10 +120,10 @@ def test_nothing_is_accepted_of_who_was_erased_or_blocked_or_told_of_them() -> N
         Blocklist(users=frozenset([b"u-1"])),
         Blocklist(entities=frozenset([b"u-1"])),
     ):
-        found = read(WHOLE, blocklist=blocklist)
+        read_events = read(WHOLE, blocklist=blocklist)
 
-        assert [each.reason for each in found.rejected] == ["erased"]
-        assert "u-1" not in found.rejected[0].detail
+        assert [rejection.reason for rejection in read_events.rejected] == ["erased"]
+        assert "u-1" not in read_events.rejected[0].detail
     assert reasons(WHOLE, blocklist=Blocklist(items=frozenset([b"i-1", b"u-1"]))) == []
 
 
@@ -179,16 +181,18 @@ FIELDS = st.dictionaries(
 @settings(deadline=None)  # beside other work a first example may take long
 @given(st.lists(FIELDS | st.just(WHOLE) | JSON, max_size=8))
 def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list[Any]) -> None:
-    sent = orjson.loads(orjson.dumps(events))
+    decoded_events = orjson.loads(orjson.dumps(events))
 
-    found = READER.of_body(sent, NOW_S, NOBODY)
+    read_events = READER.of_body(decoded_events, NOW_S, NOBODY)
 
-    assert sorted([*found.places, *(each.place for each in found.rejected)]) == [*range(len(sent))]
-    assert {each.reason for each in found.rejected} <= {*REJECTIONS}
-    for place, packed in zip(found.places, found.packed, strict=True):
+    assert sorted(
+        [*read_events.places, *(rejection.place for rejection in read_events.rejected)]
+    ) == [*range(len(decoded_events))]
+    assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTIONS}
+    for event_index, packed in zip(read_events.places, read_events.packed, strict=True):
         event = Event.from_bytes(packed.body)
         assert event.to_bytes() == packed.body and len(packed.body) <= 256
-        assert str(sent[place]["id"]) == event.id
+        assert str(decoded_events[event_index]["id"]) == event.id
 
 
 def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
@@ -199,8 +203,8 @@ def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
 
 
 def of_inbox(**fields: str) -> Event:
-    sent = {name.encode(): each.encode() for name, each in fields.items()}
-    return Event.from_bytes(READER.of_inbox(sent, "1700000000000-3", NOW_S, NOBODY).body)
+    inbox_entry = {name.encode(): text.encode() for name, text in fields.items()}
+    return Event.from_bytes(READER.of_inbox(inbox_entry, "1700000000000-3", NOW_S, NOBODY).body)
 
 
 def test_an_entry_of_the_inbox_has_texts_and_its_own_id_if_no_other() -> None:

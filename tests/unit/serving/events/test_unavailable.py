@@ -23,8 +23,8 @@ def intake(error: Exception) -> EventIntake:
     async def accept(_events: object) -> None:
         raise error
 
-    nothing: Any = SimpleNamespace(packed=[], rejected=[], places=[])
-    parts: Any = SimpleNamespace(accept=accept, of_body=lambda *_: nothing, found=None)
+    no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
+    parts: Any = SimpleNamespace(accept=accept, of_body=lambda *_: no_events, found=None)
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
     return EventIntake(
         parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic

@@ -21,11 +21,11 @@ LASTS_S = 5.0
 """Seconds that a start or an end lasts at most, so that whoever waits for it fails, and does not hang."""
 
 
-def experiment(name: str = "e", other: str = "second", sample: float = 1.0) -> Experiment:
+def experiment(name: str = "e", other_namespace: str = "second", sample: float = 1.0) -> Experiment:
     halves = allotted({}, {"a": 0.5, "b": 0.5})
     arms = (
         ExperimentArm("a", "own", 0.5, halves["a"]),
-        ExperimentArm("b", other, 0.5, halves["b"]),
+        ExperimentArm("b", other_namespace, 0.5, halves["b"]),
     )
     return Experiment(name, f"own/{name}", 0.5, ((0, 5_000),), arms, 1.0, 2.0, None, sample)
 
@@ -41,8 +41,8 @@ class FakeShelf:
     has_threads: bool = True
     """False while nothing can be put in force."""
 
-    async def block_beside(self, other: Blocklist) -> bool:
-        self.beside = other
+    async def block_beside(self, other_blocklist: Blocklist) -> bool:
+        self.beside = other_blocklist
         await asyncio.sleep(0)
         self.enforcement_error = None if self.has_threads else "can't start new thread"
         return self.has_threads
@@ -60,11 +60,11 @@ class FakeFollower:
     def holding(self) -> Any:
         return self.shelf.holding
 
-    def note(self, about: str, why: str | None, _remedy: str = "") -> None:
-        if why is None:
+    def note(self, about: str, reason: str | None, _remedy: str = "") -> None:
+        if reason is None:
             self.concerns.pop(about, None)
         else:
-            self.concerns[about] = why
+            self.concerns[about] = reason
 
 
 @dataclass
@@ -126,13 +126,13 @@ class Scene:
     def open(self, name: str) -> FakeNamespace:
         if name in self.unconfigured:
             raise ConfigError(f"{name} cannot be opened")
-        made = FakeNamespace(self.log, name, self.starts, self.ends, name in self.failing)
-        self.opened[name] = made
-        return made
+        namespace = FakeNamespace(self.log, name, self.starts, self.ends, name in self.failing)
+        self.opened[name] = namespace
+        return namespace
 
     def write(self, *experiments: Experiment) -> None:
         change_experiments(
-            self.store, lambda found: replace(found, salt="own", experiments=experiments)
+            self.store, lambda record: replace(record, salt="own", experiments=experiments)
         )
 
     async def look(self) -> None:
@@ -152,13 +152,13 @@ class Scene:
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""
-        self.own.follower.shelf.blocklist = found = Blocklist(version, frozenset({item}))
-        return found
+        self.own.follower.shelf.blocklist = blocklist = Blocklist(version, frozenset({item}))
+        return blocklist
 
     def beside(self, name: str) -> Blocklist | None:
         """What a namespace was told to obey last."""
-        found: Blocklist | None = self.opened[name].service.follower.shelf.beside
-        return found
+        blocklist: Blocklist | None = self.opened[name].service.follower.shelf.beside
+        return blocklist
 
 
 OTHER = replace(experiment("f", "third"), buckets=((5_000, 6_000),))

@@ -71,10 +71,10 @@ async def test_one_that_is_named_again_in_time_is_not_let_go(scene: Scene) -> No
 
 
 async def test_no_arm_serves_what_the_own_namespace_blocks(scene: Scene) -> None:
-    before = scene.block(1, b"i1")
+    blocklist_before = scene.block(1, b"i1")
     scene.write(experiment())
     await scene.look()
-    assert scene.beside("second") is before
+    assert scene.beside("second") is blocklist_before
 
     after = scene.block(2, b"i2")
     await scene.arms.enforce()
@@ -90,9 +90,9 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers
     await scene.begun()
     assert scene.arms.service("second") is None
 
-    told = scene.block(1, b"i1")
+    announced_blocklist = scene.block(1, b"i1")
     await scene.arms.enforce()
-    assert scene.beside("second") is told
+    assert scene.beside("second") is announced_blocklist
     untold = scene.block(2, b"i2")  # nobody passes it on
     scene.starts.set()
     await scene.arms.settled()
@@ -106,16 +106,16 @@ async def test_an_arm_that_cannot_obey_answers_nobody_and_keeps_no_other_from_it
 ) -> None:
     scene.write(experiment(), OTHER)
     await scene.look()
-    shelf = scene.opened["second"].service.follower.shelf
+    holder = scene.opened["second"].service.follower.shelf
 
-    shelf.has_threads = False
+    holder.has_threads = False
     blocklist = scene.block(1, b"i1")
     await scene.arms.enforce()
     assert scene.beside("third") is blocklist and scene.arms.service("third") is not None
     assert scene.arms.service("second") is None
     assert scene.arms.services == (scene.opened["third"].service,)
 
-    shelf.has_threads = True
+    holder.has_threads = True
     await scene.arms.enforce()
     assert scene.arms.service("second") is not None and scene.beside("second") is blocklist
 
@@ -123,11 +123,11 @@ async def test_an_arm_that_cannot_obey_answers_nobody_and_keeps_no_other_from_it
 async def test_an_arm_whose_own_blocklist_could_not_be_read_answers_nobody(scene: Scene) -> None:
     scene.write(experiment())
     await scene.look()
-    shelf = scene.opened["second"].service.follower.shelf
+    holder = scene.opened["second"].service.follower.shelf
 
-    shelf.is_blocklist_known = False
+    holder.is_blocklist_known = False
     assert scene.arms.service("second") is None and scene.arms.services == ()
-    shelf.is_blocklist_known = True
+    holder.is_blocklist_known = True
     assert scene.arms.service("second") is not None
 
 
@@ -168,11 +168,11 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
     has_read, is_slow = asyncio.Event(), asyncio.Event()
 
     async def in_thread(work: Any, *arguments: Any) -> Any:
-        found = await asyncio.to_thread(work, *arguments)
+        work_result = await asyncio.to_thread(work, *arguments)
         if not has_read.is_set():
             has_read.set()
             await is_slow.wait()
-        return found
+        return work_result
 
     arms = Arms(
         cast(LookupService, scene.own), "own", scene.store, scene.open,
@@ -280,8 +280,8 @@ async def test_a_namespace_that_cannot_be_started_is_tried_again_ever_less_often
 
     waits, longest_s = [], experiment_arms.RETRY_MAX_S
     for _ in range(9):
-        before, waited = len(scene.log), 0
-        while len(scene.log) == before:
+        log_length, waited = len(scene.log), 0
+        while len(scene.log) == log_length:
             scene.clock.tick(1.0)
             waited += 1
             await scene.look()
@@ -321,11 +321,11 @@ def test_an_arm_goes_only_where_its_state_leads() -> None:
 def test_a_key_is_written_down_always_or_never(sample: float) -> None:
     routing = Routing(Experiments(1, "own", experiments=(experiment(sample=sample),)))
 
-    taken = [key for key in KEYS if routing.is_sampled("e", key)]
+    sampled_keys = [key for key in KEYS if routing.is_sampled("e", key)]
 
     count = len(KEYS)
-    assert abs(len(taken) - sample * count) <= 5 * math.sqrt(count * sample * (1 - sample))
+    assert abs(len(sampled_keys) - sample * count) <= 5 * math.sqrt(count * sample * (1 - sample))
     # Apart from the arms: of each its share.
-    arms = [routing.of(key) for key in taken]
-    share = arms.count(("e", "b")) / len(arms)
-    assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(arms))
+    arms = [routing.of(key) for key in sampled_keys]
+    arm_b_share = arms.count(("e", "b")) / len(arms)
+    assert abs(arm_b_share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(arms))

@@ -43,16 +43,16 @@ def log_of(
 
 
 def lines(store: ArtefactStore) -> list[tuple[str, dict[str, Any]]]:
-    found = []
+    named_lines = []
     for name in store.names("exposures/parts"):
         raw = store.read(f"exposures/parts/{name}")
         assert raw is not None
-        found += [(name, each) for each in orjson.loads(raw)["arms"]]
-    return found
+        named_lines += [(name, arm_line) for arm_line in orjson.loads(raw)["arms"]]
+    return named_lines
 
 
-def keys_of(each: dict[str, Any]) -> list[str]:
-    return [key for key, _ in each["exposures"]]
+def keys_of(arm_line: dict[str, Any]) -> list[str]:
+    return [key for key, _ in arm_line["exposures"]]
 
 
 async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_counted(
@@ -73,8 +73,8 @@ async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_c
     await log.flush()
 
     assert [
-        (name, each["arm"], each["requests"], each["feedback"], keys_of(each))
-        for name, each in lines(store)
+        (name, arm_line["arm"], arm_line["requests"], arm_line["feedback"], keys_of(arm_line))
+        for name, arm_line in lines(store)
     ] == [
         (f"{HOUR}.r1-1.json", "x", 4, {}, ["a", "b"]),
         (f"{HOUR}.r1-1.json", "y", 1, {}, ["a"]),
@@ -96,9 +96,12 @@ async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> 
     await log.flush()
     await log.flush()
 
-    found = lines(store)
-    assert sum(each["requests"] for _, each in found) == 2
-    assert sorted(key for _, each in found for key, _ in each["exposures"]) == ["a", "b"]
+    named_lines = lines(store)
+    assert sum(arm_line["requests"] for _, arm_line in named_lines) == 2
+    assert sorted(key for _, arm_line in named_lines for key, _ in arm_line["exposures"]) == [
+        "a",
+        "b",
+    ]
     assert log.events()["exposure_writes_failed"] == 2
 
 
@@ -113,12 +116,12 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
         log.request("e", "xy"[number % 2], f"k{number}".encode())
     await log.flush()
 
-    found = lines(store)
-    assert sum(each["requests"] for _, each in found) == 8
-    assert sorted(key for _, each in found for key, _ in each["exposures"]) == [
+    named_lines = lines(store)
+    assert sum(arm_line["requests"] for _, arm_line in named_lines) == 8
+    assert sorted(key for _, arm_line in named_lines for key, _ in arm_line["exposures"]) == [
         f"k{number}" for number in range(5)
     ]
-    parts = Counter(name for name, each in found for _ in each["exposures"])
+    parts = Counter(name for name, arm_line in named_lines for _ in arm_line["exposures"])
     assert max(parts.values()) == 2 and log.events()["exposures_dropped"] == 3
     # And there is room again.
     log.request("e", "x", b"later")

@@ -57,26 +57,36 @@ def asked_with(key: bytes) -> RequestOptions:
 
 
 @pytest.mark.parametrize(
-    "left", [(), (OTHER,), (replace(OTHER, started_at=None),)], ids=["none", "another", "one ready"]
+    "remaining_experiments",
+    [(), (OTHER,), (replace(OTHER, started_at=None),)],
+    ids=["none", "another", "one ready"],
 )
 def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
-    left: tuple[Experiment, ...],
+    remaining_experiments: tuple[Experiment, ...],
 ) -> None:
     scene = Scene()
     scene.run(experiment(), OTHER)
     entities: list[RequestedEntity] = []
     routed = [(key, scene.router.route(entities, asked_with(key))[1]) for key in KEYS[:200]]
-    under_way = [(key, each) for key, each in routed if each and each.experiment == "e"]
+    under_way = [
+        (key, assignment)
+        for key, assignment in routed
+        if assignment and assignment.experiment == "e"
+    ]
 
-    scene.run(*left)
+    scene.run(*remaining_experiments)
     answers = [
-        scene.router.mark(each, [{"source": "l1"}, {"source": "l2"}]) for _, each in under_way
+        scene.router.mark(assignment, [{"source": "l1"}, {"source": "l2"}])
+        for _, assignment in under_way
     ]
 
     assert under_way
-    marks = [[(each["experiment"], each["arm"]) for each in some] for some in answers]
-    assert marks == [[("e", each.arm)] * 2 for _, each in under_way]
-    assert scene.exposures.noted == [("e", each.arm, key) for key, each in under_way]
+    marked_arms = [
+        [(answer["experiment"], answer["arm"]) for answer in request_answers]
+        for request_answers in answers
+    ]
+    assert marked_arms == [[("e", assignment.arm)] * 2 for _, assignment in under_way]
+    assert scene.exposures.noted == [("e", assignment.arm, key) for key, assignment in under_way]
 
 
 def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_down() -> None:

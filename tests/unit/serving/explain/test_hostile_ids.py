@@ -23,22 +23,22 @@ EXPLANATION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]])
-@pytest.mark.parametrize(("command", "told"), [(lookup_cli, ANSWER), (cli, EXPLANATION)])
+@pytest.mark.parametrize("cli_options", [[], ["--json"]])
+@pytest.mark.parametrize(("command", "service_reply"), [(lookup_cli, ANSWER), (cli, EXPLANATION)])
 def test_an_id_cannot_steer_the_terminal(
     command: Any,
-    told: dict[str, Any],
-    words: list[str],
+    service_reply: dict[str, Any],
+    cli_options: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: told)
+    monkeypatch.setattr(asking, "ask", lambda *_, **__: service_reply)
 
-    assert command.main(["user_topk", "u", *words]) == 0
+    assert command.main(["user_topk", "u", *cli_options]) == 0
 
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x9b"} & set(printed)
-    assert words or printed.count(SHOWN) >= 2
+    assert cli_options or printed.count(SHOWN) >= 2
 
 
 def test_what_a_service_refuses_an_id_with_cannot_either(

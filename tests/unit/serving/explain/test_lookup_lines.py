@@ -14,7 +14,7 @@ ANSWER = {
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("answer_fields", "expected_remark"),
     [
         ({}, None),
         (
@@ -30,19 +30,19 @@ ANSWER = {
     ],
 )
 def test_what_may_be_a_mistake_is_said_below_the_answer(
-    told: dict[str, object], said: str | None
+    answer_fields: dict[str, object], expected_remark: str | None
 ) -> None:
-    lines = list(lines_of({**ANSWER, **told}))
+    lines = list(lines_of({**ANSWER, **answer_fields}))
 
     assert lines[0].startswith("user_topk c42: 1 items from ")
-    assert len(lines) == (2 if said is None else 3)
-    assert said is None or said in lines[1]
+    assert len(lines) == (2 if expected_remark is None else 3)
+    assert expected_remark is None or expected_remark in lines[1]
 
 
 def test_no_items_are_not_said_to_suit_anybody() -> None:
-    told = {"source": "default", "reason": "not_in_generation", "items": [], "scores": []}
+    answer_fields = {"source": "default", "reason": "not_in_generation", "items": [], "scores": []}
 
-    lines = list(lines_of({**ANSWER, **told}))
+    lines = list(lines_of({**ANSWER, **answer_fields}))
 
     assert lines[1].endswith("nothing was sent to compute from: there is no answer")
 
@@ -53,9 +53,9 @@ def test_a_history_may_have_spaces_between_its_ids(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ids.txt").write_text("a\nb\n")
-    sent = argument_parser().parse_args(["t", "u", "--history", text])
+    arguments = argument_parser().parse_args(["t", "u", "--history", text])
 
-    assert question_of(sent) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
+    assert question_of(arguments) == {"entities": [{"id": "u", "history": ["a", "b"]}]}
 
 
 def test_only_line_breaks_end_an_id_of_a_history_in_a_file(
@@ -63,6 +63,6 @@ def test_only_line_breaks_end_an_id_of_a_history_in_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ids.txt").write_bytes("\ufeffa\u2028b\r\nc\n".encode())
-    sent = argument_parser().parse_args(["t", "u", "--history", "@ids.txt"])
+    arguments = argument_parser().parse_args(["t", "u", "--history", "@ids.txt"])
 
-    assert question_of(sent) == {"entities": [{"id": "u", "history": ["a\u2028b", "c"]}]}
+    assert question_of(arguments) == {"entities": [{"id": "u", "history": ["a\u2028b", "c"]}]}

@@ -22,11 +22,11 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     monkeypatch.setattr(page_check, "_SUMS_S", 0.0)
     snapshot = World().snapshot()
     table = snapshot.manifest.tables["user_topk"]
-    comes, begun = asyncio.Event(), []
+    reply_gate, calls = asyncio.Event(), []
 
-    async def hangs(*given: Any) -> Any:
-        begun.append(given)
-        await comes.wait()
+    async def hangs(*arguments: Any) -> Any:
+        calls.append(arguments)
+        await reply_gate.wait()
         return "0123"
 
     async def page(_: object) -> Missed:
@@ -36,14 +36,19 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     aside: Any = hangs
     checks = PageChecks(looking, Keyspace("test"), NOWHERE, aside)
 
-    told = [await checks.told(snapshot, table, want_in(snapshot, table, b"u3")) for _ in range(9)]
+    page_reports = [
+        await checks.told(snapshot, table, want_in(snapshot, table, b"u3")) for _ in range(9)
+    ]
 
-    assert all(each["expected"] is None and each["state"] == "page_missing" for each in told)
-    assert len(begun) == 2
+    assert all(
+        page_report["expected"] is None and page_report["state"] == "page_missing"
+        for page_report in page_reports
+    )
+    assert len(calls) == 2
 
-    comes.set()
+    reply_gate.set()
     for _ in range(3):
         await asyncio.sleep(0)
     await checks.told(snapshot, table, want_in(snapshot, table, b"u3"))
-    assert len(begun) == 3
+    assert len(calls) == 3
     await asyncio.sleep(0)

@@ -15,9 +15,9 @@ async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
     await cycle.send({"type": "http.response.body", "body": b"two"})
 
     assert unfinished is None
-    found = cycle.answer()
-    assert found is not None and found[1] == b"onetwo"
-    assert found[0]["headers"] == [(b"a", b"b"), (b"content-length", b"6")]
+    answer = cycle.answer()
+    assert answer is not None and answer[1] == b"onetwo"
+    assert answer[0]["headers"] == [(b"a", b"b"), (b"content-length", b"6")]
     assert START["headers"] == [(b"a", b"b")]
 
 
@@ -27,8 +27,8 @@ async def test_a_length_that_was_told_is_not_told_twice() -> None:
     await cycle.send({**START, "headers": [length]})
     await cycle.send({"type": "http.response.body"})
 
-    found = cycle.answer()
-    assert found is not None and found[0]["headers"] == [length]
+    answer = cycle.answer()
+    assert answer is not None and answer[0]["headers"] == [length]
 
 
 def test_what_was_never_begun_is_no_answer() -> None:

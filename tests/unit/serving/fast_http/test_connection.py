@@ -85,16 +85,16 @@ class Front:
             return None
         self.asked_with_others.append(target)
         loop = asyncio.get_running_loop()
-        told = loop.create_future()
+        group_future = loop.create_future()
         answer = STORED[target][2] if target in STORED else None
-        loop.call_soon(loop.call_soon, told.set_result, answer)
-        return told
+        loop.call_soon(loop.call_soon, group_future.set_result, answer)
+        return group_future
 
-    def joined(self, told: Any) -> Any:
+    def joined(self, group_future: Any) -> Any:
         """What came with those of others."""
-        return told.result()
+        return group_future.result()
 
-    async def after(self, _target: bytes, _told: Any) -> Any:
+    async def after(self, _target: bytes, _group_future: Any) -> Any:
         """Nothing."""
         return None
 
@@ -169,13 +169,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     if target == b"/hasty":
         body = b"no time to read"
     if body is None:
-        sent = b""
+        request_body = b""
         while True:
             message = await receive()
-            sent += message.get("body", b"")
+            request_body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        body = scope["method"].encode() + target + sent
+        body = scope["method"].encode() + target + request_body
     if target == b"/v1/lookup/fails":
         raise RuntimeError("a defect")
     start, end = messages(200, [], body)
@@ -195,11 +195,11 @@ class Connection:
         config = uvicorn.Config(served, log_config=None, access_log=False, lifespan="off")
         self.state, self.transport = ServerState(), Transport()
         self.state.default_headers = list(HEADERS)
-        given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
+        protocol_arguments: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
         self.protocol = (
-            Http1Protocol(*given)
+            Http1Protocol(*protocol_arguments)
             if front is None
-            else LookupConnection(Shared(front, bounds), *given)  # type: ignore[arg-type]
+            else LookupConnection(Shared(front, bounds), *protocol_arguments)  # type: ignore[arg-type]
         )
         self.protocol.connection_made(self.transport)
 
@@ -228,10 +228,10 @@ def sent(
                 await connection.take(chunk)
         for _ in range(8):
             await connection.take(b"")
-        found = bytes(connection.transport.written)
+        raw_responses = bytes(connection.transport.written)
         closed, count = connection.transport.is_closed, connection.state.total_requests
         connection.protocol.connection_lost(None)
-        return found, closed, count
+        return raw_responses, closed, count
 
     return asyncio.run(run())
 
@@ -293,9 +293,11 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     ]
     if draw(st.booleans()):
         return requests
-    whole = b"".join(requests)
-    cuts = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=6)))
-    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    request_stream = b"".join(requests)
+    cuts = sorted(draw(st.lists(st.integers(0, len(request_stream)), max_size=6)))
+    pieces = [
+        request_stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(request_stream)], strict=True)
+    ]
     return [piece for piece in pieces if piece]
 
 
@@ -313,9 +315,9 @@ def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
 
 def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
     front = Front()
-    found = sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
+    exchange_outcome = sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
     assert front.wire.answered == [b"/ready?k=2", b"/ready", b"/ready"]
-    assert found == sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
+    assert exchange_outcome == sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
 
 
 @pytest.mark.parametrize("block", [
@@ -355,14 +357,14 @@ def test_an_answer_waits_for_the_one_before_it() -> None:
     assert bodies[1:] == [READY[b"/ready"], b"POST/otherhi", *[b"GET/other"] * 2, READY[b"/ready"]]
 
 
-@pytest.mark.parametrize("before", [
+@pytest.mark.parametrize("preceding_chunk", [
     b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(get()),
     b"POST /hasty HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(get()),  # answered before it is read
     b"GET /other HTTP/1.1\r\nHost: a\r\nX: ",
 ])  # fmt: skip
-def test_what_only_looks_like_a_request_is_none(before: bytes) -> None:
+def test_what_only_looks_like_a_request_is_none(preceding_chunk: bytes) -> None:
     front = Front()
-    chunks = [get(), get(), before, get()]
+    chunks = [get(), get(), preceding_chunk, get()]
     assert sent(chunks, front) == sent(chunks, None)
     assert front.wire.answered == [b"/ready"]
 
@@ -380,13 +382,13 @@ def test_a_server_that_drains_closes_its_connections() -> None:
         connection = Connection(Front())
         for _ in range(3):
             await connection.take(get())
-        before = len(connection.transport.written)
+        length_before = len(connection.transport.written)
         connection.state.default_headers.append((b"connection", b"close"))
         await connection.take(get())
-        return bytes(connection.transport.written[before:]), connection.transport.is_closed
+        return bytes(connection.transport.written[length_before:]), connection.transport.is_closed
 
-    found, is_closed = asyncio.run(run())
-    assert b"connection: close" in found and is_closed
+    response, is_closed = asyncio.run(run())
+    assert b"connection: close" in response and is_closed
 
 
 def test_a_reader_that_does_not_keep_up_is_not_sent_more() -> None:
@@ -394,26 +396,26 @@ def test_a_reader_that_does_not_keep_up_is_not_sent_more() -> None:
         connection = Connection(Front())
         await connection.take(get())
         connection.protocol.pause_writing()
-        before = len(connection.transport.written)
+        length_before = len(connection.transport.written)
         await connection.take(get())
         await connection.take(get())
-        found = len(connection.transport.written) - before
+        new_byte_count = len(connection.transport.written) - length_before
         connection.protocol.resume_writing()
         await connection.take(b"")
-        return found
+        return new_byte_count
 
     assert asyncio.run(run()) == 0
 
 
 def test_a_connection_is_closed_once_nothing_was_asked_for_as_long_as_uvicorn_waits() -> None:
     async def run() -> list[bool]:
-        connection, found = Connection(Front()), []
+        connection, closed_states = Connection(Front()), []
         for _ in range(3):
             await connection.take(get())
         for _ in range(2):
             connection.protocol.timeout_keep_alive_handler()
-            found.append(connection.transport.is_closed)
-        return found
+            closed_states.append(connection.transport.is_closed)
+        return closed_states
 
     assert asyncio.run(run()) == [False, True]
 
@@ -429,9 +431,9 @@ def known(*targets: bytes) -> list[bytes]:
 def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
     front, chunks = Front(), known(target, b"/ready", target)
     assert sent(chunks, front) == sent(chunks, None)
-    asked = [target] * 2 if target.isascii() else []
+    expected_targets = [target] * 2 if target.isascii() else []
     assert (front.asked_with_others, front.asked) == (
-        (asked, []) if target in WITH_OTHERS else ([], asked)
+        (expected_targets, []) if target in WITH_OTHERS else ([], expected_targets)
     )
 
 
@@ -470,10 +472,10 @@ def test_a_lookup_under_way_is_answered_before_the_server_stops(
         await connection.take(b"")
         return bytes(connection.transport.written), was_closed, connection.transport.is_closed
 
-    found, was_closed, is_closed = asyncio.run(run())
+    response, was_closed, is_closed = asyncio.run(run())
     assert not was_closed and is_closed
-    assert found.count(b"connection: close") == 1
-    assert found.endswith(STORED[target][2] if target in STORED else b"GET" + target)
+    assert response.count(b"connection: close") == 1
+    assert response.endswith(STORED[target][2] if target in STORED else b"GET" + target)
 
 
 @pytest.mark.parametrize("target", [b"/v1/lookup/t/a", WITH_OTHERS[0]])
@@ -509,19 +511,19 @@ def test_what_waits_behind_a_lookup_is_bounded(
 
     async def run() -> list[bool]:
         connection = await under_way(target)
-        found = []
+        paused_states = []
         for _ in range(2):
             connection.protocol.data_received(b"POST /other HTTP/1.1\r\n" + b"A: " + b"b" * 40_000)
-            found.append(connection.protocol.flow.read_paused)
+            paused_states.append(connection.protocol.flow.read_paused)
         await connection.take(b"")
-        return [*found, connection.protocol.flow.read_paused]
+        return [*paused_states, connection.protocol.flow.read_paused]
 
     assert asyncio.run(run()) == [False, True, False]
 
 
 def test_the_second_lookup_with_a_body_and_the_same_headers_is_run_from_here() -> None:
     bodies = [b"{}", b"{ }", b"x" * 500, b""]
-    front, chunks = Front(), [post(body=each) for each in bodies]
+    front, chunks = Front(), [post(body=body) for body in bodies]
     assert sent(chunks, front) == sent(chunks, None)
     assert front.run == [b"/v1/lookup/t"] * 3
 
@@ -530,8 +532,10 @@ def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
     scopes: list[dict[str, Any]] = []
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
-        own = (ADMITTED, CALLER)
-        scopes.append({name: each for name, each in scope.items() if name not in own})
+        added_keys = (ADMITTED, CALLER)
+        scopes.append(
+            {name: scope_value for name, scope_value in scope.items() if name not in added_keys}
+        )
         await app(scope, receive, send)
 
     front = Front()
@@ -559,9 +563,9 @@ def test_what_is_refused_is_told_so_without_a_task() -> None:
         connection.protocol.data_received(get())
         return bytes(connection.transport.written), front.run, connection.state.total_requests
 
-    found, run_, count = asyncio.run(run())
-    assert found.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in found
-    assert found.split(b"\r\n\r\n", 1)[1].startswith(b"later")
+    responses, run_, count = asyncio.run(run())
+    assert responses.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in responses
+    assert responses.split(b"\r\n\r\n", 1)[1].startswith(b"later")
     assert run_ == [b"/v1/lookup/t"] and count == 3
 
 
@@ -576,11 +580,11 @@ def test_a_watched_request_with_a_body_is_judged_by_the_application() -> None:
 @pytest.mark.parametrize("end", ["cancelled", "lost"])
 def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) -> None:
     async def run() -> tuple[list[str], bool, int]:
-        told: list[str] = []
+        message_types: list[str] = []
 
         async def waiting(_scope: Any, receive: Any, _send: Any) -> None:
-            told.append((await receive())["type"])
-            told.append((await receive())["type"])
+            message_types.append((await receive())["type"])
+            message_types.append((await receive())["type"])
 
         front = Front()
         connection = Connection(front)
@@ -595,13 +599,13 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
             connection.protocol.connection_lost(None)
         for _ in range(8):
             await asyncio.sleep(0)
-        return told, connection.transport.is_closed, len(connection.state.tasks)
+        return message_types, connection.transport.is_closed, len(connection.state.tasks)
 
-    told = ["http.request"] + ["http.disconnect"] * (end == "lost")
-    assert asyncio.run(run()) == (told, True, 0)
+    expected_types = ["http.request"] + ["http.disconnect"] * (end == "lost")
+    assert asyncio.run(run()) == (expected_types, True, 0)
 
 
-@pytest.mark.parametrize(("block", "known", "digits"), [
+@pytest.mark.parametrize(("block", "expected_block", "digits"), [
     (b"\r\nContent-Length: 12\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n", b"12"),
     (b"\r\nA: b\r\ncontent-length: 7\r\nC: d\r\n\r\n", b"\r\nA: b\r\ncontent-length: 0\r\nC: d\r\n\r\n", b"7"),
     (KEPT, KEPT, b""),
@@ -610,9 +614,9 @@ def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) ->
     (b"\r\nX-Content-Length: 1\r\n\r\n",) * 2 + (b"",),
 ])  # fmt: skip
 def test_headers_are_known_whatever_length_they_tell(
-    block: bytes, known: bytes, digits: bytes
+    block: bytes, expected_block: bytes, digits: bytes
 ) -> None:
-    assert without_length(block) == (known, digits)
+    assert without_length(block) == (expected_block, digits)
 
 
 def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,15 @@ async def test_while_work_waits_a_connection_that_is_closed_already_is_not_read(
     monkeypatch.setattr("serving.fast_http.connection.has_closed", lambda _transport: True)
     monkeypatch.setattr(Transport, "abort", Transport.close)
     front: Any = Front()
-    noted: list[bool] = []
-    work = SimpleNamespace(is_backlogged=is_backlogged, note_dropped=lambda: noted.append(True))
+    drop_notes: list[bool] = []
+    work = SimpleNamespace(
+        is_backlogged=is_backlogged, note_dropped=lambda: drop_notes.append(True)
+    )
     shed = {"gone": 0}
     front.gate = SimpleNamespace(admission=SimpleNamespace(work=work, shed=shed))
 
     connection = Connection(front)
 
     assert connection.transport.is_closed == is_backlogged and shed["gone"] == is_backlogged
-    assert bool(noted) == is_backlogged
+    assert bool(drop_notes) == is_backlogged
     connection.protocol.connection_lost(None)

@@ -56,14 +56,14 @@ def statuses(front: Front, chunks: list[bytes]) -> list[int]:
     """What each of these requests is answered with."""
 
     async def run() -> list[int]:
-        connection, found = Connection(front), []
+        connection, status_codes = Connection(front), []
         assert isinstance(connection.protocol, LookupConnection)
         for chunk in chunks:
-            before = len(connection.transport.written)
+            length_before = len(connection.transport.written)
             await connection.take(chunk)
-            found.append(int(connection.transport.written[before:][9:12]))
+            status_codes.append(int(connection.transport.written[length_before:][9:12]))
         connection.protocol.connection_lost(None)
-        return found
+        return status_codes
 
     return asyncio.run(run())
 
@@ -84,9 +84,9 @@ def test_ready_answers_are_metered_one_by_one() -> None:
     front = Metered(clock, requests_per_s=2.0, entities_per_s=100.0, in_flight=1)
     first = [get(TARGET, HEAD)] * 2  # until it came twice a head is uvicorn's, and counted there
 
-    found = statuses(front, [*first, *[get(TARGET, HEAD)] * 3])
+    status_codes = statuses(front, [*first, *[get(TARGET, HEAD)] * 3])
 
-    assert found == [200, 200, 200, 429, 429] and front.wire.answered == [TARGET] * 2
+    assert status_codes == [200, 200, 200, 429, 429] and front.wire.answered == [TARGET] * 2
     assert front.counts["ana"].refused["requests_per_s"] == 2
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
@@ -96,11 +96,11 @@ def test_ready_answers_are_metered_one_by_one() -> None:
 
 def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
     front = Metered(FakeClock(), requests_per_s=1.0)
-    stored = b"/v1/lookup/t/a"
+    stored_target = b"/v1/lookup/t/a"
 
-    assert statuses(front, [get(stored, HEAD)] * 10) == [200] * 10
+    assert statuses(front, [get(stored_target, HEAD)] * 10) == [200] * 10
 
-    assert front.reached == [stored] * 10 and front.asked == []
+    assert front.reached == [stored_target] * 10 and front.asked == []
     assert statuses(front, [get(TARGET, HEAD)] * 3) == [200, 200, 429]  # all of it was given back
 
 

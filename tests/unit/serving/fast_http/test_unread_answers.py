@@ -10,8 +10,8 @@ KIB = 1 << 10
 class Peer:
     """Takes as much of its answers as a test says."""
 
-    def __init__(self, left: int = 10 * KIB) -> None:
-        self.left, self.is_cut = left, False
+    def __init__(self, unsent_bytes: int = 10 * KIB) -> None:
+        self.left, self.is_cut = unsent_bytes, False
 
     def unread_bytes(self) -> int:
         return self.left

@@ -90,9 +90,11 @@ def field(size: int) -> bytes:
 def test_a_head_has_at_most_so_many_bytes(more: int, expected: bytes, is_in_target: bool) -> None:
     async def test() -> None:
         connection = opened()
-        left = BOUNDS.head_bytes - len(b"/otherHosta") + more
-        head = b"GET /other?%b HTTP/1.1\r\nHost: a\r\n\r\n" % (b"q" * (left - 1))
-        await connection.take(head if is_in_target else LINE + HOST + field(left) + b"\r\n")
+        remaining_bytes = BOUNDS.head_bytes - len(b"/otherHosta") + more
+        head = b"GET /other?%b HTTP/1.1\r\nHost: a\r\n\r\n" % (b"q" * (remaining_bytes - 1))
+        await connection.take(
+            head if is_in_target else LINE + HOST + field(remaining_bytes) + b"\r\n"
+        )
         assert status(connection) == expected
         assert connection.transport.is_closed == (expected == b"431")
 
@@ -115,8 +117,8 @@ def test_a_head_of_too_many_lines_is_refused_before_its_fields_are_told(start: b
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(start)
-        rest = LINE[len(start) :] + b"a:b\r\n" * 900
-        connection.protocol.data_received(rest)
+        remaining_head = LINE[len(start) :] + b"a:b\r\n" * 900
+        connection.protocol.data_received(remaining_head)
         assert status(connection) == b"431" and connection.transport.is_closed
         assert len(connection.protocol.headers or ()) <= 1
 
@@ -144,12 +146,12 @@ def test_lines_of_a_body_are_no_fields_wherever_its_head_is_cut() -> None:
 @pytest.mark.parametrize("chunk", [b"b" * 700, b"a:b\r\n" * 20, b"b" * 250_000])
 def test_what_never_ends_is_not_kept(start: bytes, chunk: bytes) -> None:
     async def test() -> None:
-        connection, sent = opened(), 0
+        connection, sent_bytes = opened(), 0
         await connection.take(start)
         while not connection.transport.is_closed:
-            assert sent <= BOUNDS.head_bytes + 2 * PIECE
+            assert sent_bytes <= BOUNDS.head_bytes + 2 * PIECE
             await connection.take(chunk)
-            sent += len(chunk)
+            sent_bytes += len(chunk)
         assert status(connection) in (b"431", b"400")
         assert sum(len(name) + len(value) for name, value in connection.protocol.headers) <= 2_000
 
@@ -203,17 +205,17 @@ def test_a_pipeline_beyond_the_bound_is_refused_behind_the_answers_to_what_is_wi
     run(test)
 
 
-@pytest.mark.parametrize("one", [
+@pytest.mark.parametrize("raw_request", [
     get(b"/other"), b"HEAD /other HTTP/1.1" + KEPT, b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
 ], ids=["get", "head", "post"])  # fmt: skip
 @pytest.mark.parametrize("at_once", [True, False])
 def test_requests_that_wait_are_bounded_whatever_they_ask_and_however_they_come(
-    one: bytes, at_once: bool
+    raw_request: bytes, at_once: bool
 ) -> None:
     async def test() -> None:
         connection = opened()
         count = BOUNDS.pipeline_max + 40
-        for piece in [one * count] if at_once else [one] * count:
+        for piece in [raw_request * count] if at_once else [raw_request] * count:
             connection.protocol.data_received(piece)
         assert len(connection.protocol.pipeline) < BOUNDS.pipeline_max
         for _ in range(8):
@@ -232,7 +234,7 @@ def test_a_target_too_long_to_be_looked_up_is_bounded_like_any_head() -> None:
             await connection.take(get())
         for size in 100, 9_000:
             await connection.take(get(b"/v1/lookup/t/a?" + b"x" * size))
-        assert [len(each) for each in front.asked] == [115]
+        assert [len(target) for target in front.asked] == [115]
         assert connection.transport.written.rpartition(b"HTTP/1.1 ")[2][:3] == b"431"
 
     run(test)
@@ -241,8 +243,8 @@ def test_a_target_too_long_to_be_looked_up_is_bounded_like_any_head() -> None:
 def test_a_pipeline_behind_a_request_under_way_ends_after_the_answers_to_what_is_within() -> None:
     async def test() -> None:
         connection = opened()
-        for each in get(b"/other"), get(b"/other") * (BOUNDS.pipeline_max + 1):
-            connection.protocol.data_received(each)
+        for chunk in get(b"/other"), get(b"/other") * (BOUNDS.pipeline_max + 1):
+            connection.protocol.data_received(chunk)
         for _ in range(8):
             await connection.take(b"")
         assert statuses(connection) == [b"200"] * BOUNDS.pipeline_max + [b"429"]
@@ -256,8 +258,8 @@ def test_small_pieces_of_a_body_wake_nobody_before_the_last() -> None:
         connection = opened()
         body = b"x" * (PIECE - 1)
         head = b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (2 * len(body))
-        for each in head, body[:-1], body[:1]:
-            connection.protocol.data_received(each)
+        for chunk in head, body[:-1], body[:1]:
+            connection.protocol.data_received(chunk)
         is_woken = connection.protocol.cycle.message_event.is_set
         assert not is_woken()
         connection.protocol.data_received(body)
@@ -272,8 +274,8 @@ def test_a_pipeline_that_ends_unanswered_leaves_nothing_to_the_garbage_collector
     async def test() -> Any:
         connection = opened()
         wire: Any = connection.protocol
-        for each in get(b"/other") * 3, b"":
-            wire.data_received(each)
+        for chunk in get(b"/other") * 3, b"":
+            wire.data_received(chunk)
         wire.connection_lost(None)
         for _ in range(8):  # the one that had begun ends
             await asyncio.sleep(0)
@@ -292,12 +294,12 @@ def test_an_idle_connection_keeps_nothing_of_the_request_that_it_answered() -> N
         connection = opened()
         connection.protocol.data_received(get(b"/other"))
         answered: Any = connection.protocol.cycle
-        kept = weakref.ref(answered.message_event)
+        event_reference = weakref.ref(answered.message_event)
         del answered
         for _ in range(8):
             await asyncio.sleep(0)
         assert connection.transport.written.startswith(b"HTTP/1.1 200")
-        assert kept() is None
+        assert event_reference() is None
         connection.transport.written.clear()
         await connection.take(get(b"/other"))
         assert connection.transport.written.startswith(b"HTTP/1.1 200")
@@ -315,8 +317,8 @@ def test_what_waits_behind_an_unanswered_request_is_bounded() -> None:
         connection = opened()
         body = b"x" * (4 * BEHIND)
         connection.protocol.data_received(get(b"/other") + post_of(body))
-        kept = sum(len(cycle.body) for cycle, _ in connection.protocol.pipeline)
-        assert kept <= BEHIND
+        buffered_bytes = sum(len(cycle.body) for cycle, _ in connection.protocol.pipeline)
+        assert buffered_bytes <= BEHIND
         await connection.take(b"")
         await connection.take(b"x")
         assert statuses(connection) == [b"200", b"413"]
@@ -341,15 +343,15 @@ def test_who_does_not_read_is_not_read_from() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("sent", "answer"), [
+@pytest.mark.parametrize(("partial_head", "answer"), [
     (b"", b""), (b"G", b"408"), (LINE + b"a: b", b"408"), (b"\r\n", b""),
 ])  # fmt: skip
-def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, answer: bytes) -> None:
+def test_a_head_that_does_not_come_ends_its_connection(partial_head: bytes, answer: bytes) -> None:
     async def test() -> None:
         early, late = opened(), opened()
-        for each in (early, late):
-            if sent:
-                await each.take(sent)
+        for connection in (early, late):
+            if partial_head:
+                await connection.take(partial_head)
         look_twice(early, BOUNDS.head_timeout_s)
         look_twice(late)
         assert not early.transport.is_closed and late.transport.is_closed
@@ -428,28 +430,34 @@ def made(count: int, asks: bool) -> list[Connection]:
     """Connections of one server, one after the other."""
     first = opened()
     wire: Any = first.protocol
-    found = [first]
+    connections = [first]
     for number in range(count):
         if asks:
-            found[-1].protocol.data_received(get(b"/other"))
+            connections[-1].protocol.data_received(get(b"/other"))
         if number + 1 < count:
-            found.append(beside(wire))
-    return found
+            connections.append(beside(wire))
+    return connections
 
 
 def beside(wire: Any) -> Connection:
     """Another one of the same server."""
-    other = Connection.__new__(Connection)
-    other.state, other.transport = wire.server_state, Unread()
-    other.protocol = type(wire)(wire._shared, wire.config, wire.server_state, {}, wire.loop)
-    other.protocol.connection_made(other.transport)
-    return other
+    connection = Connection.__new__(Connection)
+    connection.state, connection.transport = wire.server_state, Unread()
+    connection.protocol = type(wire)(wire._shared, wire.config, wire.server_state, {}, wire.loop)
+    connection.protocol.connection_made(connection.transport)
+    return connection
 
 
 def test_of_those_that_ask_nothing_the_oldest_has_to_go() -> None:
     async def test() -> None:
-        found = made(5, asks=False)
-        assert [unread(each).is_aborted for each in found] == [True, True, False, False, False]
+        connections = made(5, asks=False)
+        assert [unread(connection).is_aborted for connection in connections] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+        ]
 
     run(test)
 
@@ -459,9 +467,9 @@ def test_beyond_the_most_connections_one_is_told_so_unless_another_asks_nothing(
         *asking, one_more = made(5, asks=True)
         assert status(one_more) == b"503" and one_more.transport.is_closed
         assert b"connection: close" in one_more.transport.written
-        assert not any(each.transport.is_closed for each in asking)
-        for each in (asking[0], one_more):
-            each.protocol.connection_lost(None)
+        assert not any(connection.transport.is_closed for connection in asking)
+        for connection in (asking[0], one_more):
+            connection.protocol.connection_lost(None)
         silent, next_ = beside(asking[1].protocol), beside(asking[1].protocol)
         assert unread(silent).is_aborted and not next_.transport.is_closed
 
@@ -474,12 +482,12 @@ def test_a_ready_answer_is_a_request() -> None:
         connection = opened(front)
         for _ in range(2):
             await connection.take(get())
-        other = beside(connection.protocol)
-        other.protocol.data_received(get(block=KEPT))
+        second_connection = beside(connection.protocol)
+        second_connection.protocol.data_received(get(block=KEPT))
         assert front.wire.answered == [b"/ready"] * 2
         for _ in range(BOUNDS.connections_new_max):
             beside(connection.protocol)
-        assert not other.transport.is_closed
+        assert not second_connection.transport.is_closed
 
     run(test)
 
@@ -490,18 +498,18 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
     async def test() -> None:
         slow = opened(bounds=Bounds(answers_bytes=100))
         wire: Any = slow.protocol
-        counted = wire._connections.unread
+        unread_answers = wire._connections.unread
         unread(slow).left = 90
         slow.protocol.pause_writing()
-        assert counted.held == 90
+        assert unread_answers.held == 90
         slow.protocol.resume_writing()
-        assert counted.held == 0
+        assert unread_answers.held == 0
 
         slow.protocol.pause_writing()
         unread(slow).left = 101
         slow.protocol.pause_writing()
-        assert counted.is_full(0.0) and not unread(slow).is_aborted
-        assert not counted.is_full(float("inf"))
+        assert unread_answers.is_full(0.0) and not unread(slow).is_aborted
+        assert not unread_answers.is_full(float("inf"))
         assert unread(slow).is_aborted and wire._connections.ended["unread"] == 1
 
     run(test)

@@ -18,45 +18,48 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def blocklist(version: int, *items: str) -> Blocklist:
-    return Blocklist(version, frozenset(each.encode() for each in items))
+    return Blocklist(version, frozenset(item.encode() for item in items))
 
 
 def blocked(scene: Scene) -> set[str]:
     """Items that the live snapshot leaves out."""
     live = scene.shelf.live
     assert live is not None
-    return {scene.world.items.id_of(each) for each in live.blocked}
+    return {scene.world.items.id_of(ordinal) for ordinal in live.blocked}
 
 
 async def test_what_another_namespace_blocks_is_in_force_beside_the_own(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    shelf = scene.shelf
-    await shelf.block(blocklist(3, "i1"))
+    holder = scene.shelf
+    await holder.block(blocklist(3, "i1"))
     assert blocked(scene) == {"i1"}
 
-    await shelf.block_beside(blocklist(9, "i2"))
-    assert blocked(scene) == {"i1", "i2"} and shelf.blocklist.version == 3
-    await shelf.block(blocklist(4))
-    assert blocked(scene) == {"i2"} and shelf.blocklist.version == 4
-    await shelf.block_beside(Blocklist())
-    assert blocked(scene) == set() and shelf.blocklist == blocklist(4)
+    await holder.block_beside(blocklist(9, "i2"))
+    assert blocked(scene) == {"i1", "i2"} and holder.blocklist.version == 3
+    await holder.block(blocklist(4))
+    assert blocked(scene) == {"i2"} and holder.blocklist.version == 4
+    await holder.block_beside(Blocklist())
+    assert blocked(scene) == set() and holder.blocklist == blocklist(4)
 
 
 async def test_both_may_change_at_once_and_what_changed_last_is_in_force(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    shelf = scene.shelf
+    holder = scene.shelf
 
     async with asyncio.timeout(10):
         await asyncio.gather(
-            *(shelf.block(blocklist(each, "i1")) for each in range(1, 6)),
-            *(shelf.block_beside(blocklist(each, f"i{each + 1}")) for each in range(1, 6)),
+            *(holder.block(blocklist(version, "i1")) for version in range(1, 6)),
+            *(
+                holder.block_beside(blocklist(version, f"i{version + 1}"))
+                for version in range(1, 6)
+            ),
         )
 
     assert blocked(scene) == {"i1", "i6"}
     assert (
-        shelf.live is not None
-        and shelf.live.blocklist is shelf.blocklist
-        and shelf.blocklist.version == 5
+        holder.live is not None
+        and holder.live.blocklist is holder.blocklist
+        and holder.blocklist.version == 5
     )
 
 
@@ -79,11 +82,11 @@ class NoThreads:
         self.lasts, self.tries = True, 0
         real = Holding.with_blocklist
 
-        def with_blocklist(holding: Holding, found: Blocklist) -> Holding:
+        def with_blocklist(served: Holding, new_blocklist: Blocklist) -> Holding:
             self.tries += 1
             if self.lasts:
                 raise RuntimeError("can't start new thread")
-            return real(holding, found)
+            return real(served, new_blocklist)
 
         patch.setattr(Holding, "with_blocklist", with_blocklist)
 
@@ -142,11 +145,11 @@ async def test_what_another_namespace_blocks_is_tried_again_as_well(
 ) -> None:
     await scene.publish(pointer(A, 1))
     threads = NoThreads(monkeypatch)
-    other = blocklist(7, "i2")
-    assert not await scene.shelf.block_beside(other)
+    other_blocklist = blocklist(7, "i2")
+    assert not await scene.shelf.block_beside(other_blocklist)
 
     threads.lasts = False
-    assert await scene.shelf.block_beside(other)
+    assert await scene.shelf.block_beside(other_blocklist)
     assert blocked(scene) == {"i2"}
 
 
@@ -167,8 +170,10 @@ async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers
 
 def in_force(scene: Scene) -> int:
     """Version that replicas say is in force."""
-    holding = scene.follower.holding
-    assert holding is not None
-    shown = replace(holding, live=replace(holding.live, predictor=None))
-    found: int = overview(shown, scene.follower.health, None)["blocklist"]["version"]
-    return found
+    served = scene.follower.holding
+    assert served is not None
+    served_without_model = replace(served, live=replace(served.live, predictor=None))
+    version: int = overview(served_without_model, scene.follower.health, None)["blocklist"][
+        "version"
+    ]
+    return version

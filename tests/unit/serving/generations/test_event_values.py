@@ -43,11 +43,13 @@ class Stocked(Scene):
             items.vectors,
             declared={"stocked": STOCKED},
         )
-        found = super().open(to, blocklist)
-        until = UNTIL[to.generation]
-        manifest = dataclasses.replace(found.manifest, events=EventsRead(str(until), 10))
+        snapshot = super().open(to, blocklist)
+        until_position = UNTIL[to.generation]
+        manifest = dataclasses.replace(
+            snapshot.manifest, events=EventsRead(str(until_position), 10)
+        )
         return dataclasses.replace(
-            found, manifest=manifest, filtering=filtering, values_until=until.number, events=self.events,
+            snapshot, manifest=manifest, filtering=filtering, values_until=until_position.number, events=self.events,
         )  # fmt: skip
 
 
@@ -64,19 +66,19 @@ def told(scene: Scene, ms: int, item: str, **attributes: Any) -> None:
 
 def out_of_stock(snapshot: Snapshot | None) -> set[str]:
     assert snapshot is not None and snapshot.filtering is not None
-    kept = snapshot.filtering.passing(STOCKED)
-    return set(ITEMS) - set(snapshot.items.ids_of(kept.ordinals().astype(np.uint32)))
+    filter_mask = snapshot.filtering.passing(STOCKED)
+    return set(ITEMS) - set(snapshot.items.ids_of(filter_mask.ordinals().astype(np.uint32)))
 
 
 async def test_a_value_is_in_force_with_the_next_look(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    before = scene.shelf.live
+    snapshot_before = scene.shelf.live
     told(scene, 101, "i3", stock=False)
     assert out_of_stock(scene.shelf.live) == set()
 
     await scene.shelf.take_values()
 
-    assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(before) == set()
+    assert out_of_stock(scene.shelf.live) == {"i3"} and out_of_stock(snapshot_before) == set()
     told(scene, 102, "i3", stock=True)
     told(scene, 103, "i4", stock=False)
     await scene.shelf.take_values()
@@ -91,10 +93,10 @@ async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene)
     told(scene, 250, "i5", stock=False)
     await scene.shelf.take_values()
 
-    holding = scene.shelf.holding
-    assert holding is not None and holding.previous is not None
-    assert out_of_stock(holding.live) == {"i5"}
-    assert out_of_stock(holding.previous) == {"i3", "i5"}
+    served = scene.shelf.holding
+    assert served is not None and served.previous is not None
+    assert out_of_stock(served.live) == {"i5"}
+    assert out_of_stock(served.previous) == {"i3", "i5"}
 
 
 async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can_be_loaded(
@@ -102,9 +104,9 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
 ) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
-    found, changed_by = scene.shelf.held(A), Filtering.changed_by
-    assert found is not None and found.filtering is not None
-    odd = found.filtering
+    snapshot, changed_by = scene.shelf.held(A), Filtering.changed_by
+    assert snapshot is not None and snapshot.filtering is not None
+    odd = snapshot.filtering
 
     def changes(self: Filtering, values: Any) -> Any:
         if self is odd:
@@ -117,7 +119,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
         await scene.shelf.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.held(A) is not None
-    assert sum(each.exc_info is not None for each in caplog.records) == 1
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
     monkeypatch.setattr(Filtering, "changed_by", lambda *_: 1 / 0)
     assert (await scene.shelf.open(A)).generation == A
 
@@ -128,9 +130,9 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
     await scene.publish(pointer(A, 1))
     told(scene, 150, "i3", stock=False)
     await scene.shelf.take_values()
-    again = AttributeEvents()
-    again.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
-    scene.shelf.attributes.put_before(again)
+    reread_events = AttributeEvents()
+    reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
+    scene.shelf.attributes.put_before(reread_events)
 
     scene.shelf.look_again()
     await scene.shelf.take_values()
@@ -159,43 +161,47 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
     await scene.shelf.take_values()
     assert out_of_stock(scene.shelf.live) == set()
 
-    again = AttributeEvents()
+    reread_events = AttributeEvents()
     for ms, item in ((150, "i3"), (250, "i5")):
-        again.add(Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False}))  # fmt: skip
-    again.since = UNTIL[A].number
-    scene.shelf.attributes.become(again)
+        reread_events.add(
+            Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
+        )
+    reread_events.since = UNTIL[A].number
+    scene.shelf.attributes.become(reread_events)
     await scene.shelf.take_values()
 
-    holding = scene.shelf.holding
-    assert holding is not None and holding.previous is not None
-    assert out_of_stock(holding.live) == {"i3", "i5"}
-    assert out_of_stock(holding.previous) == {"i5"}
+    served = scene.shelf.holding
+    assert served is not None and served.previous is not None
+    assert out_of_stock(served.live) == {"i3", "i5"}
+    assert out_of_stock(served.previous) == {"i5"}
 
 
 async def test_nothing_is_made_anew_where_nothing_changed(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     told(scene, 50, "i3", stock=False)  # before its position
-    before = scene.shelf.live
+    snapshot_before = scene.shelf.live
 
     await scene.shelf.take_values()
 
-    assert scene.shelf.live is before
+    assert scene.shelf.live is snapshot_before
 
 
 async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    before = scene.shelf.live
+    snapshot_before = scene.shelf.live
     told(scene, 101, "i3", stock=False)
 
     await scene.shelf.take_values()
 
     after = scene.shelf.live
-    assert before is not None and after is not None and after is not before
-    assert after.stamp == before.stamp and after.values_stamp != before.values_stamp
-    for other in (after.with_blocklist(Blocklist(1)), after.released_as(9, 9.0)):
-        assert other.stamp != after.stamp and other.values_stamp != after.values_stamp
-        assert out_of_stock(other) == {"i3"}
-    assert len({before.stamp, before.values_stamp, after.values_stamp}) == 3
+    assert snapshot_before is not None and after is not None and after is not snapshot_before
+    assert (
+        after.stamp == snapshot_before.stamp and after.values_stamp != snapshot_before.values_stamp
+    )
+    for snapshot in (after.with_blocklist(Blocklist(1)), after.released_as(9, 9.0)):
+        assert snapshot.stamp != after.stamp and snapshot.values_stamp != after.values_stamp
+        assert out_of_stock(snapshot) == {"i3"}
+    assert len({snapshot_before.stamp, snapshot_before.values_stamp, after.values_stamp}) == 3
 
 
 async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
@@ -205,14 +211,14 @@ async def test_blocklist_and_values_may_change_at_once(scene: Scene) -> None:
 
     async with asyncio.timeout(10):
         await asyncio.gather(
-            *(scene.shelf.block(Blocklist(each, frozenset({b"i9"}))) for each in range(1, 6)),
+            *(scene.shelf.block(Blocklist(version, frozenset({b"i9"}))) for version in range(1, 6)),
             *(scene.shelf.take_values() for _ in range(5)),
         )
 
     live = scene.shelf.live
     assert live is not None and live.blocklist.version == 5
-    assert {live.items.id_of(each) for each in live.blocked} == {"i9"}
-    assert out_of_stock(live) == {f"i{each}" for each in range(1, 6)}
+    assert {live.items.id_of(ordinal) for ordinal in live.blocked} == {"i9"}
+    assert out_of_stock(live) == {f"i{number}" for number in range(1, 6)}
 
 
 async def test_what_became_of_them_is_counted_once(scene: Scene) -> None:
@@ -241,7 +247,10 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
     tmp_path: Path,
 ) -> None:
     scene = Stocked(tmp_path)
-    looks, is_full = InputSpec("looks", "feature", "float32", column="looks", width=DIMS), True
+    looks_input, is_full = (
+        InputSpec("looks", "feature", "float32", column="looks", width=DIMS),
+        True,
+    )
 
     def run(inputs: Any) -> Any:
         if is_full:
@@ -250,12 +259,12 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
 
     tower: Any = SimpleNamespace(run=run, spec=SimpleNamespace(output_dims=DIMS))
     events = GenerationEvents(
-        UNTIL[A].number, {}, None, NewItemTower(NewItemInputs((looks,)), tower)
+        UNTIL[A].number, {}, None, NewItemTower(NewItemInputs((looks_input,)), tower)
     )
     scene.events = events
     await scene.publish(pointer(A, 1))
-    given: dict[str, Any] = {"looks": (0.5,) * DIMS}
-    event = Event("new", 0, None, b"new", features=given)
+    features: dict[str, Any] = {"looks": (0.5,) * DIMS}
+    event = Event("new", 0, None, b"new", features=features)
     scene.shelf.attributes.add(Position(101, 0), event)
     scene.shelf.new_items.add(Position(101, 0), event)
     await scene.shelf.take_values()
@@ -263,12 +272,12 @@ async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_ti
 
     is_full = False
     await scene.shelf.take_values()
-    held = scene.shelf.live
+    snapshot_before = scene.shelf.live
     scene.timer.tick(RETRIES_S[0])
     await scene.shelf.take_values()
 
     live = scene.shelf.live
-    assert live is not None and held is not None and not held.new_items
-    assert [each.raw for each in live.new_items.items] == [b"new"]
+    assert live is not None and snapshot_before is not None and not snapshot_before.new_items
+    assert [new_item.raw for new_item in live.new_items.items] == [b"new"]
     await scene.shelf.take_values()
     assert scene.shelf.live is live

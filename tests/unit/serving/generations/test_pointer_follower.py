@@ -21,21 +21,24 @@ from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
 
 def test_only_a_greater_epoch_is_followed() -> None:
-    seen = pointer(A, 5)
+    seen_pointer = pointer(A, 5)
 
-    assert judge(pointer(B, 6), seen) == "newer" and judge(pointer(B, 1), None) == "newer"
-    assert judge(None, seen) == "vanished" and judge(None, None) == "vanished"
-    assert judge(pointer(B, 4), seen) == "backwards"
-    assert judge(pointer(B, 5), seen) == "conflicting" and judge(pointer(A, 5), seen) == "same"
+    assert judge(pointer(B, 6), seen_pointer) == "newer" and judge(pointer(B, 1), None) == "newer"
+    assert judge(None, seen_pointer) == "vanished" and judge(None, None) == "vanished"
+    assert judge(pointer(B, 4), seen_pointer) == "backwards"
+    assert (
+        judge(pointer(B, 5), seen_pointer) == "conflicting"
+        and judge(pointer(A, 5), seen_pointer) == "same"
+    )
 
 
 async def test_a_publish_swaps_one_object_and_keeps_the_previous(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    before = scene.follower.holding
+    served_before = scene.follower.holding
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == [B, A] and before is not None and before.generations == (A,)
+    assert scene.held == [B, A] and served_before is not None and served_before.generations == (A,)
     assert scene.opened == [A, B] and scene.follower.health.ready
     await scene.refresher.beat()
     assert scene.redis.beats[-1]["serving"] == B and scene.redis.beats[-1]["holds"] == [B, A]
@@ -90,7 +93,7 @@ async def test_a_previous_that_cannot_be_loaded_costs_nothing(scene: Scene) -> N
 
 
 @pytest.mark.parametrize(
-    ("now", "why"),
+    ("next_pointer", "stale_reason"),
     [
         (None, "pointer_vanished"),
         (pointer(B, 4), "pointer_backwards"),
@@ -99,14 +102,16 @@ async def test_a_previous_that_cannot_be_loaded_costs_nothing(scene: Scene) -> N
     ],
 )
 async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
-    scene: Scene, now: Pointer | bytes | None, why: str
+    scene: Scene, next_pointer: Pointer | bytes | None, stale_reason: str
 ) -> None:
     await scene.publish(pointer(A, 5))
 
-    await scene.publish(now)
+    await scene.publish(next_pointer)
 
     # P22, P23: nothing is followed, nothing drained; it is only said.
-    assert scene.held == [A] and scene.follower.stale == why and scene.follower.health.ready
+    assert (
+        scene.held == [A] and scene.follower.stale == stale_reason and scene.follower.health.ready
+    )
     await scene.publish(pointer(C, 6, A))
     assert scene.held == [C, A] and scene.follower.stale is None
 
@@ -115,7 +120,7 @@ _CANARY = {"generation": C, "percent": 5.0, "since": 1.0, "event": ""}
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {"generation": "../../etc"},
         {"generation": 7},
@@ -140,12 +145,12 @@ _CANARY = {"generation": C, "percent": 5.0, "since": 1.0, "event": ""}
     ids=str,
 )
 async def test_a_malformed_pointer_is_ignored_marked_and_no_reason_to_drain(
-    scene: Scene, changed: dict[str, object]
+    scene: Scene, changes: dict[str, object]
 ) -> None:
     await scene.publish(pointer(A, 5))
     sound = orjson.loads(pointer(A, 6).to_bytes())
 
-    await scene.publish(orjson.dumps({**sound, **changed}))
+    await scene.publish(orjson.dumps({**sound, **changes}))
 
     scene.timer.tick(2 * BOUND_S)
     await scene.follower.look()
@@ -292,19 +297,19 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
 
     await scene.refresher.look_at_blocklist()
 
-    held = scene.follower.holding
+    served = scene.follower.holding
     ordinal = scene.world.items.ordinal_of(b"i3")
-    assert held is not None and held.live.blocked == {ordinal}
-    assert held.live.blocklist.entities == {b"u1"}
+    assert served is not None and served.live.blocked == {ordinal}
+    assert served.live.blocklist.entities == {b"u1"}
 
     def block_meanwhile() -> None:
         scene.shelf.blocklist = change_blocklist(scene.store, block_items=[b"i4"])
 
     scene.on_open = block_meanwhile
     await scene.publish(pointer(B, 2, A))
-    held = scene.follower.holding
-    assert held is not None
-    assert all(len(each.blocked) == 2 for each in held.snapshots)
+    served = scene.follower.holding
+    assert served is not None
+    assert all(len(snapshot.blocked) == 2 for snapshot in served.snapshots)
 
 
 async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scene) -> None:
@@ -348,8 +353,8 @@ async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scen
 
     await scene.refresher.look_at_blocklist()
 
-    held = scene.follower.holding
-    assert held is not None and len(held.live.blocked) == 1
+    served = scene.follower.holding
+    assert served is not None and len(served.live.blocked) == 1
     assert scene.refresher.blocklist_read_at == read_at
     assert scene.follower.stale == "blocklist_unreadable" and scene.follower.health.ready
 
@@ -364,8 +369,8 @@ async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readabl
     await started.refresher.look_at_blocklist()
     await started.publish(pointer(A, 1))
 
-    held = started.follower.holding
-    assert held is not None and held.live.blocklist.items == {b"i3"}
+    served = started.follower.holding
+    assert served is not None and served.live.blocklist.items == {b"i3"}
     assert started.follower.health.ready and started.follower.stale == "blocklist_unreadable"
 
 
@@ -407,8 +412,8 @@ async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
 
     await scene.refresher.look_at_blocklist()
 
-    held = scene.follower.holding
-    assert held is not None and held.live.blocklist.items == {b"i3"}
+    served = scene.follower.holding
+    assert served is not None and served.live.blocklist.items == {b"i3"}
     assert scene.follower.stale == "blocklist_unreadable"
     assert scene.refresher.blocklist_read_at == read_at
 
@@ -535,12 +540,12 @@ async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_r
 
 async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: Scene) -> None:
     await scene.refresher.beat()
-    before = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
+    replica_before = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
     await scene.host.look()
     await scene.refresher.beat()
     after = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
 
-    assert (before.memory_available_bytes, before.disk_free_bytes) == (None, None)
+    assert (replica_before.memory_available_bytes, replica_before.disk_free_bytes) == (None, None)
     assert after.memory_available_bytes and after.disk_free_bytes
 
 
@@ -566,10 +571,10 @@ async def test_a_subscription_is_closed_with_its_replica(scene: Scene) -> None:
             closed.append(True)
 
     scene.redis.subscribe = subscribe  # type: ignore[method-assign]
-    before = asyncio.all_tasks()
+    tasks_before = asyncio.all_tasks()
     await scene.refresher.start()
     await asyncio.sleep(0)
 
     await scene.refresher.aclose()
 
-    assert closed and asyncio.all_tasks() == before
+    assert closed and asyncio.all_tasks() == tasks_before

@@ -49,8 +49,8 @@ async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
     await scene.publish(pointer(B, 2, A))
 
     assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [A, B]
-    held = scene.follower.holding
-    assert held is not None and held.next is None and held.live.epoch == 2
+    served = scene.follower.holding
+    assert served is not None and served.next is None and served.live.epoch == 2
     await scene.refresher.beat()
     assert scene.redis.beats[-1]["swapped_at"] == scene.timer() + REDIS_AHEAD_S
 
@@ -91,38 +91,44 @@ async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: S
     assert scene.held == [A] and scene.follower.stale == "redis_unreachable"
 
 
-@pytest.mark.parametrize("left", [None, b"nonsense", b'{"generation": 3}'])
+@pytest.mark.parametrize("raw_note", [None, b"nonsense", b'{"generation": 3}'])
 async def test_a_note_that_is_gone_or_unreadable_drops_what_was_staged(
-    scene: Scene, left: bytes | None
+    scene: Scene, raw_note: bytes | None
 ) -> None:
     await scene.publish(pointer(A, 1))
     await stage(scene, B)
 
-    scene.redis.note = left
+    scene.redis.note = raw_note
     await scene.follower.look()
 
     assert scene.held == [A]
 
 
 def snapshots() -> list[Snapshot]:
-    return [each for each in gc.get_objects() if type(each) is Snapshot]
+    return [candidate for candidate in gc.get_objects() if type(candidate) is Snapshot]
 
 
 async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
-    opening, most = scene.open, 0
+    opening, alive_count_max = scene.open, 0
     gc.collect()
-    others = snapshots()  # what earlier tests left alive, kept so that nothing takes its place
+    earlier_snapshots = (
+        snapshots()
+    )  # what earlier tests left alive, kept so that nothing takes its place
 
-    def counted(to: Pointer, blocklist: Blocklist) -> Snapshot:
-        nonlocal most
+    def open_and_count(to: Pointer, blocklist: Blocklist) -> Snapshot:
+        nonlocal alive_count_max
         gc.collect()
         snapshot = opening(to, blocklist)
-        known = set(map(id, others))
-        alive = {each.generation for each in snapshots() if id(each) not in known}
-        most = max(most, len(alive))
+        earlier_object_ids = set(map(id, earlier_snapshots))
+        alive = {
+            alive_snapshot.generation
+            for alive_snapshot in snapshots()
+            if id(alive_snapshot) not in earlier_object_ids
+        }
+        alive_count_max = max(alive_count_max, len(alive))
         return snapshot
 
-    scene.shelf._open = counted
+    scene.shelf._open = open_and_count
     await scene.publish(pointer(A, 1))
     await stage(scene, B)
     await scene.publish(pointer(B, 2, A))
@@ -132,7 +138,7 @@ async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
         await scene.publish(pointer(f"{generation}z", number, B))
         assert len(scene.held) <= 3
 
-    assert most == 3
+    assert alive_count_max == 3
 
 
 async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again(
@@ -227,8 +233,8 @@ async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     await scene.refresher.look_at_blocklist()
     await scene.publish(pointer(B, 2, A))
 
-    held = scene.follower.holding
-    assert held is not None and all(len(each.blocked) == 1 for each in held.snapshots)
+    served = scene.follower.holding
+    assert served is not None and all(len(snapshot.blocked) == 1 for snapshot in served.snapshots)
 
 
 async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_not(
@@ -260,10 +266,10 @@ async def test_a_canary_is_held_for_as_long_as_the_pointer_names_it(scene: Scene
     scene.redis.note = None
     await scene.follower.look()
 
-    held = scene.follower.holding
+    served = scene.follower.holding
     assert scene.held == [A, B] and scene.opened == [A, B]
-    assert held is not None and held.canary is not None and held.next is not None
-    assert held.pinned(B).live is held.next
+    assert served is not None and served.canary is not None and served.next is not None
+    assert served.pinned(B).live is served.next
     await scene.publish(pointer(A, 3))
     assert scene.held == [A]
     assert scene.follower.holding is not None and scene.follower.holding.canary is None

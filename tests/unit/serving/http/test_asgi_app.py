@@ -27,11 +27,11 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop.wait = 1.0 if is_behind else 0.0
-    found = Front(bodies_bytes=10)
-    found.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
-    found.callers = Callers(is_open=is_known)
-    found.gate = gate_of(admission, deadline_ms=100_000.0)
-    return found
+    app = Front(bodies_bytes=10)
+    app.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
+    app.callers = Callers(is_open=is_known)
+    app.gate = gate_of(admission, deadline_ms=100_000.0)
+    return app
 
 
 def scope(method: str) -> dict[str, Any]:
@@ -71,17 +71,21 @@ def test_who_does_not_read_holds_no_place(method: str) -> None:
 @pytest.mark.parametrize("is_known", [False, True])
 def test_of_a_stranger_no_body_is_read_however_late_the_service_is(is_known: bool) -> None:
     async def run() -> None:
-        app, sent, read = front(is_known=is_known, is_behind=True), list[Any](), list[int]()
+        app, sent_messages, read = (
+            front(is_known=is_known, is_behind=True),
+            list[Any](),
+            list[int](),
+        )
 
         async def receive() -> Any:
             read.append(1)
             return {"type": "http.request", "body": b""}
 
         async def send(message: Any) -> None:
-            sent.append(message)
+            sent_messages.append(message)
 
         await app(scope("POST"), receive, send)
-        assert sent[0]["status"] == 404
+        assert sent_messages[0]["status"] == 404
         assert len(read) == is_known
 
     asyncio.run(run())
@@ -116,13 +120,13 @@ def test_bodies_of_all_requests_have_a_bound_and_give_their_room_back() -> None:
 
 def test_a_body_that_finds_no_room_is_refused() -> None:
     async def run() -> None:
-        app, sent = front(is_behind=True), list[Any]()
+        app, sent_messages = front(is_behind=True), list[Any]()
 
         async def send(message: Any) -> None:
-            sent.append(message)
+            sent_messages.append(message)
 
         await app(scope("POST"), receiving(b"x" * 11), send)
-        assert sent[0]["status"] == 503 and b'"overloaded"' in sent[1]["body"]
+        assert sent_messages[0]["status"] == 503 and b'"overloaded"' in sent_messages[1]["body"]
         assert app.bodies.held == 0
 
     asyncio.run(run())

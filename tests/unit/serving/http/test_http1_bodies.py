@@ -41,9 +41,11 @@ def decode(pieces: list[bytes]) -> tuple[bytes, bytes, bool]:
     return body, behind, chunks.is_complete
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
+def cut(data: bytes, cut_positions: list[int]) -> list[bytes]:
     """`data` in pieces."""
-    ends = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+    ends = sorted(
+        {0, len(data), *(cut_position % (len(data) + 1) for cut_position in cut_positions)}
+    )
     return [data[start:end] for start, end in pairwise(ends)]
 
 
@@ -58,12 +60,14 @@ TRAILERS = st.sampled_from([b"", b"X: y\r\n", b"Connection: close\r\nA:\r\n"])
 def test_chunks_in_pieces_are_one_body(
     chunks: list[tuple[str, bytes]], trailers: bytes, places: list[int]
 ) -> None:
-    sent = b"".join(b"%b\r\n%b\r\n" % ((size % len(data)).encode(), data) for size, data in chunks)
-    sent += b"0\r\n" + trailers + b"\r\n"
+    chunked_body = b"".join(
+        b"%b\r\n%b\r\n" % ((size % len(data)).encode(), data) for size, data in chunks
+    )
+    chunked_body += b"0\r\n" + trailers + b"\r\n"
     judge = Judge()
-    httptools.HttpRequestParser(judge).feed_data(HEAD + sent)
+    httptools.HttpRequestParser(judge).feed_data(HEAD + chunked_body)
 
-    body, behind, is_complete = decode(cut(sent + BEHIND, places))
+    body, behind, is_complete = decode(cut(chunked_body + BEHIND, places))
 
     assert judge.is_complete
     assert (body, behind, is_complete) == (judge.body, BEHIND, True)
@@ -85,14 +89,14 @@ def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> N
             decode([*cut(sent, [place]), b"\n", b"\n" * 9_000])
 
 
-@pytest.mark.parametrize("sent", [
+@pytest.mark.parametrize("malformed_body", [
     b"\r\n", b"x\r\n", b"-1\r\n", b"+1\r\n", b"0x1\r\n", b" 1\r\n", b"1 \r\n", b"1\n", b"1\r\r\n",
     b"1;\x00\r\n", b"1;a\nb\r\n", b"1;\r\n", b"1;;a\r\n", b"1; a\r\n", b"1;a=\r\n", b"1;a b\r\n", b'1;a="b\r\n',
     b"fffffffffffffffff\r\n", b"1\r\nab\r\n", b"1\r\na\n", b"1\r\na\r\r\n", b"0\r\nno colon\r\n", b"0\r\n X: y\r\n",
     b"0\r\nX : y\r\n", b"0\r\nX: a\rb\r\n", b"0\r\nX: y\n", b"0\r\n: y\r\n", b"1;" + b"a" * 9_000,
 ])  # fmt: skip
-def test_what_is_no_chunk_is_refused_in_one_piece_and_in_many(sent: bytes) -> None:
-    for pieces in ([sent], [bytes([byte]) for byte in sent]):
+def test_what_is_no_chunk_is_refused_in_one_piece_and_in_many(malformed_body: bytes) -> None:
+    for pieces in ([malformed_body], [bytes([byte]) for byte in malformed_body]):
         with pytest.raises(Violation) as refusal:
             decode(pieces)
         assert refusal.value.status == 400

@@ -82,13 +82,13 @@ def test_a_refusal_ends_the_own_side_first(opened: Callable[[], Connection]) -> 
 
 def test_a_peer_that_sends_without_end_is_cut_off(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
-        connection, sent = opened(), 0
+        connection, sent_bytes = opened(), 0
         connection.protocol.data_received(BAD)
         while not transport(connection).is_closed:
-            assert sent < 20 << 20
+            assert sent_bytes < 20 << 20
             connection.protocol.data_received(b"x" * 250_000)
-            sent += 250_000
-        assert sent >= 8 << 20
+            sent_bytes += 250_000
+        assert sent_bytes >= 8 << 20
 
     run(test)
 
@@ -146,8 +146,8 @@ def test_all_that_was_asked_before_is_answered_before_a_refusal(
 ) -> None:
     async def test() -> None:
         connection = opened()
-        asked = get(b"/other") + post(b"/other", b"hi") + get(b"/ready")
-        for piece in [asked, wrong] if is_split else [asked + wrong]:
+        valid_requests = get(b"/other") + post(b"/other", b"hi") + get(b"/ready")
+        for piece in [valid_requests, wrong] if is_split else [valid_requests + wrong]:
             connection.protocol.data_received(piece)
         await turns(60)
         assert statuses(connection)[:3] == [b"200"] * 3

@@ -24,7 +24,10 @@ def raised() -> Iterator[tuple[str, str, int]]:
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            values = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
+            values = [
+                argument.value if isinstance(argument, ast.Constant) else None
+                for argument in node.args
+            ]
             if node.func.id == "Problem" and isinstance(values[0], int):
                 if isinstance(values[1], str):
                     yield values[1], file.name, values[0]
@@ -62,12 +65,12 @@ def test_every_refusal_has_its_code_on_the_page(code: str, file: str, status: in
 def subclasses(base: type[InvalidInput]) -> Iterator[type[InvalidInput]]:
     """Yield a class and all that derive from it."""
     yield base
-    for each in base.__subclasses__():
-        yield from subclasses(each)
+    for subclass in base.__subclasses__():
+        yield from subclasses(subclass)
 
 
 def test_codes_of_errors_are_those_of_their_classes() -> None:
     import_module("serving.ranking.filters")  # defines what a request's filter may raise
 
     of_events = {"unfit_item", "fixed_items"}
-    assert {each.code for each in subclasses(InvalidInput)} - of_events <= set(CODES)
+    assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(CODES)

@@ -7,10 +7,10 @@ import pytest
 from serving.lookup.batch_cost import Cost
 
 
-def learned(fixed: float, each: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> Cost:
+def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> Cost:
     cost = Cost()
     for size in sizes * 10:
-        cost.add(size, fixed + each * size)
+        cost.add(size, fixed + per_job_s * size)
     return cost
 
 

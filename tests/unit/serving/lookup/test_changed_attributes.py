@@ -34,33 +34,36 @@ def brands(world: World) -> Snapshot:
     attributes = attributes_of(
         [{"brand": BRANDS[at % 2], "stock": True, "tags": ("a", "b")} for at in range(len(ITEMS))]
     )
-    raws = [each.encode() for each in BRANDS]
+    raws = [brand.encode() for brand in BRANDS]
     hashes = hash_ids(raws, SEED)
     order = np.argsort(hashes)
     part = TablePart(0, 1, len(raws), NO_FILE, NO_FILE)
     facet = Table("brands", f"{FACET}brands", Producer("none"), LAYOUT, 1_000, (part,), ())
-    made = Table("user_topk.stocked", "user", Producer("topk"), LAYOUT, 1_000, (), ())
+    stocked_table = Table("user_topk.stocked", "user", Producer("topk"), LAYOUT, 1_000, (), ())
     lists = np.array(
-        [[at for at in range(10) if at % 2 == which][:5] for which in order], np.uint32
+        [[at for at in range(10) if at % 2 == brand_index][:5] for brand_index in order], np.uint32
     )
     scores = np.tile(np.arange(5, 0, -1).astype(np.float32), (2, 1))
-    prints = fingerprints([raws[each] for each in order])
+    prints = fingerprints([raws[brand_index] for brand_index in order])
     rows = encode_topk(LAYOUT, prints, lists, scores, SCORED_AT)
     world.remote.pages[GENERATION, "brands", 0] = rows.tobytes()
-    before = world.snapshot()
+    initial_snapshot = world.snapshot()
     stocked: dict[str, Any] = {"==": ["stock", True]}
     manifest = dataclasses.replace(
-        before.manifest,
-        tables={**before.manifest.tables, "brands": facet},
-        filters={"stocked": NamedFilter(stocked, {"user_topk": made})},
+        initial_snapshot.manifest,
+        tables={**initial_snapshot.manifest.tables, "brands": facet},
+        filters={"stocked": NamedFilter(stocked, {"user_topk": stocked_table})},
         events=EventsRead("0-0", 10, {"brands": "brand"}),
     )
-    directories = {**before.directories, facet.entity: Directory(SEED, [0], [hashes[order]])}
+    directories = {
+        **initial_snapshot.directories,
+        facet.entity: Directory(SEED, [0], [hashes[order]]),
+    }
     filtering = Filtering(
         attributes, world.items.vectors, declared={"stocked": read_filter(stocked)}
     )
     return dataclasses.replace(
-        before, manifest=manifest, directories=directories, filtering=filtering,
+        initial_snapshot, manifest=manifest, directories=directories, filtering=filtering,
         view=View(GENERATION, directories),
     )  # fmt: skip
 
@@ -90,13 +93,13 @@ async def test_items_that_lost_the_value_leave_a_facets_list(world: World) -> No
 
     answer = await facet_of(world, snapshot, "acme")
     assert answer["items"] == world.ids([0, 6, 8]) and answer["short"]
-    whole = await facet_of(world, snapshot, "best")
-    assert whole["items"] == world.ids([1, 3, 5, 7, 9]) and not whole["short"]
+    full_answer = await facet_of(world, snapshot, "best")
+    assert full_answer["items"] == world.ids([1, 3, 5, 7, 9]) and not full_answer["short"]
 
 
 async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> None:
-    lost = [ItemValue(at, "brand", "best") for at in range(0, len(ITEMS), 2)]
-    snapshot = changed(brands(world), *lost)
+    brand_changes = [ItemValue(at, "brand", "best") for at in range(0, len(ITEMS), 2)]
+    snapshot = changed(brands(world), *brand_changes)
 
     answer = await facet_of(world, snapshot, "acme")
 
@@ -105,24 +108,30 @@ async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> No
 
 def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
     snapshot = brands(world)
-    facet, lists = (snapshot.manifest.tables[each] for each in ("brands", "user_topk"))
+    facet, lists = (snapshot.manifest.tables[table_name] for table_name in ("brands", "user_topk"))
     assert snapshot.changed_facet(facet) is None
 
-    other = changed(snapshot, ItemValue(2, "stock", False))
-    assert other.changed_facet(facet) is None
+    stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
+    assert stock_changed_snapshot.changed_facet(facet) is None
 
-    own = changed(other, ItemValue(2, "brand", "best"))
-    assert own.changed_facet(facet) is not None and own.changed_facet(lists) is None
+    brand_changed_snapshot = changed(stock_changed_snapshot, ItemValue(2, "brand", "best"))
+    assert (
+        brand_changed_snapshot.changed_facet(facet) is not None
+        and brand_changed_snapshot.changed_facet(lists) is None
+    )
 
 
 def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:
     snapshot, options = brands(world), RequestOptions(1.0, filter="stocked")
-    want = plain_want(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
+    record_key = plain_want(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
 
-    made = made_under_filter(snapshot, want, options)
-    other = changed(snapshot, ItemValue(2, "brand", "best"))
-    own = changed(snapshot, ItemValue(2, "stock", False))
+    stocked_key = made_under_filter(snapshot, record_key, options)
+    brand_changed_snapshot = changed(snapshot, ItemValue(2, "brand", "best"))
+    stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
 
-    assert made.table.name == "user_topk.stocked"
-    assert made_under_filter(other, want, options).table.name == "user_topk.stocked"
-    assert made_under_filter(own, want, options) == want
+    assert stocked_key.table.name == "user_topk.stocked"
+    assert (
+        made_under_filter(brand_changed_snapshot, record_key, options).table.name
+        == "user_topk.stocked"
+    )
+    assert made_under_filter(stock_changed_snapshot, record_key, options) == record_key

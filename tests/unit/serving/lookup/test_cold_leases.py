@@ -57,10 +57,10 @@ class Service:
             await self.gate.wait()
         return await self.world.infer(job)
 
-    async def __call__(self, asked: Ask) -> list[str]:
+    async def __call__(self, lookup: Ask) -> list[str]:
         """The sources of the answers."""
-        found = await self.ladder.lookup(Holding(self.world.snapshot()), asked, self.clock())
-        return [each["source"] for each in found]
+        answers = await self.ladder.lookup(Holding(self.world.snapshot()), lookup, self.clock())
+        return [answer["source"] for answer in answers]
 
     @property
     def asked(self) -> list[LeaseTake | LeaseSwap]:
@@ -81,63 +81,63 @@ async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None
     assert await service(stranger()) == ["live"]
     await service.world.tiers.aclose()
 
-    assert [type(each) for each in service.asked] == [LeaseTake]
+    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
     assert len(service.world.remote.calls) == 1 and service.lead.counts.led == 1
-    ((stands, _),) = service.world.remote.leases.values()
-    assert stands == DONE + service.asked[0][1]
+    ((lease_value, _),) = service.world.remote.leases.values()
+    assert lease_value == DONE + service.asked[0][1]
 
 
 async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
     service: Service,
 ) -> None:
-    asked = ask(
+    lookup = ask(
         entity("u1", history=ids("i1")),
         *(entity(f"n{n}", history=ids("i1")) for n in range(3)),
         entity("nothing sent"),
     )
 
-    assert await service(asked) == ["l2", "live", "live", "live", "default"]
-    assert len({each.key for each in service.asked}) == len(service.asked) == 3
+    assert await service(lookup) == ["l2", "live", "live", "live", "default"]
+    assert len({lease_command.key for lease_command in service.asked}) == len(service.asked) == 3
     assert len(service.world.remote.calls) == 1
 
 
 async def test_the_same_stranger_twice_in_a_batch_is_computed_once_without_waiting(
     service: Service,
 ) -> None:
-    same = entity("stranger", history=ids("i1"))
+    stranger_entity = entity("stranger", history=ids("i1"))
 
-    assert await service(ask(same, same)) == ["live", "live"]
+    assert await service(ask(stranger_entity, stranger_entity)) == ["live", "live"]
     assert len(service.world.jobs) == len(service.asked) == 1 and not service.slept
 
 
 async def test_what_another_process_leads_is_waited_for(service: Service) -> None:
     await service(stranger())
     await service.world.tiers.aclose()
-    other = World(remote=service.world.remote)
-    late = Service(other, "late")
+    other_world = World(remote=service.world.remote)
+    late = Service(other_world, "late")
     read = service.world.remote.overlays.copy()
     service.world.remote.overlays.clear()  # it read just before the answer was stored
 
-    async def look() -> list[str]:
+    async def look_up() -> list[str]:
         return await late(stranger())
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(look_up())
     for _ in range(3):
         await asyncio.sleep(0)
     service.world.remote.overlays.update(read)
 
     assert await looking == ["live"]
-    assert not other.jobs and late.lead.counts.adopted == 1
+    assert not other_world.jobs and late.lead.counts.adopted == 1
 
 
 async def test_an_overlay_that_is_there_costs_no_question(service: Service) -> None:
     await service(stranger())
     await service.world.tiers.aclose()
-    other = Service(World(remote=service.world.remote), "other")
+    other_service = Service(World(remote=service.world.remote), "other")
 
-    assert await other(stranger()) == ["l2"]
-    assert [type(each) for each in service.asked] == [LeaseTake]
-    assert not other.world.jobs and other.lead.counts.led == 0
+    assert await other_service(stranger()) == ["l2"]
+    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
+    assert not other_service.world.jobs and other_service.lead.counts.led == 0
 
 
 async def test_nobody_leads_what_is_left_out_under_overload(service: Service) -> None:
@@ -152,8 +152,8 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
 
     assert await service(stranger()) == ["default"]
 
-    take, back = service.asked
-    assert isinstance(back, LeaseSwap) and back.value == GIVEN_BACK and back.seen == take[1]
+    lease_take, back = service.asked
+    assert isinstance(back, LeaseSwap) and back.value == GIVEN_BACK and back.seen == lease_take[1]
 
 
 async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lease(
@@ -195,7 +195,9 @@ async def test_leases_are_asked_for_after_the_read(
 ) -> None:
     assert await service(stranger()) == ["live"]
     assert service.lead.counts.led == len(service.asked) == 1
-    assert [type(each) for call in service.world.remote.calls for each in call] == [OverlayRead]
+    assert [type(command) for call in service.world.remote.calls for command in call] == [
+        OverlayRead
+    ]
 
 
 async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
@@ -206,14 +208,14 @@ async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
     life_s = WAIT_S / 2
 
     service.lead._renew()
-    assert [type(each) for each in service.asked] == [LeaseTake]
+    assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
     for _ in range(20):  # two lives and a half
         service.clock.tick(life_s / 8)
         service.lead._renew()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        ((stands, until),) = service.world.remote.leases.values()
-        assert stands == service.asked[0][1] and until - service.clock() >= life_s * 2 / 3
+        ((lease_value, expires_at),) = service.world.remote.leases.values()
+        assert lease_value == service.asked[0][1] and expires_at - service.clock() >= life_s * 2 / 3
 
     service.gate.set()
     assert await computing == ["live"] and len(service.asked) < 20

@@ -69,8 +69,8 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     snapshot = with_events(world)
     clicks(world, "stranger", "i3")
 
-    sent = entity("stranger", history=ids("i1"))
-    (answer,) = await world.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+    requested_entity = entity("stranger", history=ids("i1"))
+    (answer,) = await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
     assert job.newer is None and answer["source"] == "live"
@@ -90,11 +90,13 @@ def test_without_a_model_every_job_of_a_batch_is_told_so(world: World, run: Any)
 
 def test_events_change_nothing_where_the_generation_takes_none_for_the_table(world: World) -> None:
     clicks(world, "u1", "i3")
-    without, taken = world.snapshot(), with_events(world)
-    lists, vectors = (taken.manifest.tables[name] for name in ("user_topk", "user_vector"))
+    without, events_snapshot = world.snapshot(), with_events(world)
+    lists, vectors = (
+        events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector")
+    )
 
-    assert world.ladder.newer.counted(taken, lists, b"u1", -1) is not None
-    assert world.ladder.newer.counted(taken, vectors, b"u1", -1) is None
+    assert world.ladder.newer.counted(events_snapshot, lists, b"u1", -1) is not None
+    assert world.ladder.newer.counted(events_snapshot, vectors, b"u1", -1) is None
     assert world.ladder.newer.counted(without, lists, b"u1", -1) is None
 
 
@@ -104,17 +106,17 @@ async def test_who_has_only_later_events_gets_what_the_night_stored(world: World
     clicks(world, "u1", "i3", at=5)
 
     # When an answer as of an earlier position is asked for
-    asked = ask(entity("u1"), as_of=Position(4, 0).number)
-    (answer,) = await world.ladder.lookup(Holding(snapshot), asked, monotonic())
+    lookup = ask(entity("u1"), as_of=Position(4, 0).number)
+    (answer,) = await world.ladder.lookup(Holding(snapshot), lookup, monotonic())
 
     # Then it is the night's, and no event is counted
     assert answer["source"] == "l2" and answer.get("events", 0) == 0
 
 
 def new_items(*ids: str) -> NewItems:
-    items = tuple(NewItem(each.encode(), at) for at, each in enumerate(ids, 1))
+    items = tuple(NewItem(id_.encode(), at) for at, id_ in enumerate(ids, 1))
     vectors = np.ones((len(ids), 4), np.float32)
-    return NewItems(len(ITEMS), items, vectors, tuple(each.raw for each in items))
+    return NewItems(len(ITEMS), items, vectors, tuple(new_item.raw for new_item in items))
 
 
 async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(
@@ -123,8 +125,8 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0", "new-1"))
     clicks(world, "stranger", "new-0")
 
-    sent = entity("stranger", history=ids("i1", "new-1"))
-    await world.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+    requested_entity = entity("stranger", history=ids("i1", "new-1"))
+    await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
     assert job.newer is None and job.new.gone - {-1} == {len(ITEMS) + 1}
@@ -134,60 +136,72 @@ async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
     world: World,
 ) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
-    picks = world.ladder.watch.picks = Picks(1_000)
+    sampler = world.ladder.watch.picks = Picks(1_000)
 
-    sent = entity("stranger", history=ids("i1"))
+    stranger_entity = entity("stranger", history=ids("i1"))
     sources = []
-    for each in (entity("u1"), sent, sent):
-        (answer,) = await world.ladder.lookup(Holding(snapshot), ask(each), monotonic())
+    for requested_entity in (entity("u1"), stranger_entity, stranger_entity):
+        (answer,) = await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
         sources.append(answer["source"])
 
     assert sources == ["l2", "live", "l1"]
-    pick = picks.next()
-    assert pick is not None and pick.raw == b"u1" and picks.next() is None
+    sample = sampler.next()
+    assert sample is not None and sample.raw == b"u1" and sampler.next() is None
 
 
 def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
     event = Event("e1", 0, b"u1", attributes={"country": "nl"})
-    newer, plain = world.ladder.newer, with_events(world)
-    taken = with_events(world, InputSpec("home", "feature", "int64", column="country"))
-    other = with_events(world, InputSpec("years", "feature", "int64", column="age"))
-    table = plain.manifest.tables["user_topk"]
-    newer.users.add(Position(1, 0), event)
-    newer.values.add(Position(1, 0), event)
+    newer_events, plain_snapshot = world.ladder.newer, with_events(world)
+    country_snapshot = with_events(world, InputSpec("home", "feature", "int64", column="country"))
+    age_snapshot = with_events(world, InputSpec("years", "feature", "int64", column="age"))
+    table = plain_snapshot.manifest.tables["user_topk"]
+    newer_events.users.add(Position(1, 0), event)
+    newer_events.values.add(Position(1, 0), event)
 
-    for snapshot in (plain, other):
-        assert not newer.changes(snapshot, table, b"u1")
-        assert newer.counted(snapshot, table, b"u1", -1) is None
-    assert newer.changes(taken, table, b"u1")
+    for snapshot in (plain_snapshot, age_snapshot):
+        assert not newer_events.changes(snapshot, table, b"u1")
+        assert newer_events.counted(snapshot, table, b"u1", -1) is None
+    assert newer_events.changes(country_snapshot, table, b"u1")
 
     clicks(world, "u1", "i3", 2)
-    counts = {each: newer.counted(each, table, b"u1", -1) for each in (plain, taken)}
-    assert newer.changes(plain, table, b"u1")
-    assert [each and each.events for each in counts.values()] == [1, 2]
+    counts = {
+        snapshot: newer_events.counted(snapshot, table, b"u1", -1)
+        for snapshot in (plain_snapshot, country_snapshot)
+    }
+    assert newer_events.changes(plain_snapshot, table, b"u1")
+    assert [counted_events and counted_events.events for counted_events in counts.values()] == [
+        1,
+        2,
+    ]
 
 
 def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     world: World,
 ) -> None:
-    newer = world.ladder.newer
+    newer_events = world.ladder.newer
     home = InputSpec("home", "feature", "int64", column="country")
-    taken, plain = with_events(world, home), with_events(world)
-    table = taken.manifest.tables["user_topk"]
+    country_snapshot, plain_snapshot = with_events(world, home), with_events(world)
+    table = country_snapshot.manifest.tables["user_topk"]
     clicks(world, "u1", "i3")
     event = Event("e2", 0, b"u1", attributes={"country": "nl"})
-    newer.users.add(Position(2, 0), event)
-    newer.values.add(Position(2, 0), event)
+    newer_events.users.add(Position(2, 0), event)
+    newer_events.values.add(Position(2, 0), event)
 
-    then, now = (
-        newer.counted(taken, table, b"u1", -1, as_of=Position(at, 0).number) for at in (1, 2)
+    then, counted_now = (
+        newer_events.counted(country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number)
+        for at in (1, 2)
     )
-    other = newer.counted(plain, table, b"u1", -1, as_of=Position(1, 0).number)
+    counted_without_features = newer_events.counted(
+        plain_snapshot, table, b"u1", -1, as_of=Position(1, 0).number
+    )
 
-    assert then is not None and now is not None and other is not None
+    assert then is not None and counted_now is not None and counted_without_features is not None
     assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)
-    assert (now.is_past, now.is_approximate, now.events) == (True, False, 2)
-    assert (other.is_past, other.is_approximate) == (True, False)
+    assert (counted_now.is_past, counted_now.is_approximate, counted_now.events) == (True, False, 2)
+    assert (counted_without_features.is_past, counted_without_features.is_approximate) == (
+        True,
+        False,
+    )
 
 
 async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: World) -> None:
@@ -200,20 +214,20 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
     passes = np.zeros(len(ITEMS), np.bool_)
     passes[[1, 9]] = True
     options = RequestOptions(1.0, filter=read_filter({"==": ["stock", True]}))
-    turn = Turn.of(options, 0.0)
-    turn.passes(snapshot, Passing.of(passes))
+    context = Turn.of(options, 0.0)
+    context.passes(snapshot, Passing.of(passes))
 
     record = decode(case.table.layout, rows.tobytes(), len(ITEMS))
-    world.ladder.reply.answer(case, snapshot, record, Source.LIVE, turn)
+    world.ladder.reply.answer(case, snapshot, record, Source.LIVE, context)
     assert case.partial is not None
-    world.ladder.reply.settle(case, snapshot, turn)
+    world.ladder.reply.settle(case, snapshot, context)
 
     assert case.answer is not None and case.answer["items"] == world.ids([1])
     assert case.answer["approximate"] is True
 
 
-async def read_nothing(wants: Sequence[Want]) -> Sequence[Outcome]:
-    raise AssertionError(f"no record was to be read: {wants}")
+async def read_nothing(record_keys: Sequence[Want]) -> Sequence[Outcome]:
+    raise AssertionError(f"no record was to be read: {record_keys}")
 
 
 async def test_others_have_their_turn_while_events_of_many_are_counted(world: World) -> None:
@@ -222,19 +236,19 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Wo
     for at, user in enumerate(users, 1):
         clicks(world, user, "i3", at)
     cases = await cases_of(snapshot, ask(*map(entity, users)))
-    turns = 0
+    iterations = 0
 
-    async def others() -> None:
-        nonlocal turns
+    async def count_iterations() -> None:
+        nonlocal iterations
         while True:
-            turns += 1
+            iterations += 1
             await asyncio.sleep(0)
 
-    task = asyncio.create_task(others())
+    task = asyncio.create_task(count_iterations())
     await count_newer(world.ladder.newer, snapshot, cases, RequestOptions(1.0), read_nothing)
     task.cancel()
 
-    assert turns >= 9 and all(case.counted is not None for case in cases)
+    assert iterations >= 9 and all(case.counted is not None for case in cases)
 
 
 VALUES = "user_affinity"
@@ -260,7 +274,9 @@ class TakesWhatIsSent:
         self, table: str, inputs: Sequence[EventInput]
     ) -> list[Prepared | InvalidInput | None]:
         """What callers sent, prepared; None of who sent nothing."""
-        return self.predictor.prepare_all(table, [each.sent or LiveInput() for each in inputs])
+        return self.predictor.prepare_all(
+            table, [event_input.sent or LiveInput() for event_input in inputs]
+        )
 
     def predict(
         self,
@@ -271,8 +287,8 @@ class TakesWhatIsSent:
         new: Sequence[Any],
     ) -> list[bytes]:
         """One record each."""
-        nothing = np.empty(0, np.int64)
-        return self.predictor.predict(table, batch, prints, scored_at, blocked=nothing)
+        no_ordinals = np.empty(0, np.int64)
+        return self.predictor.predict(table, batch, prints, scored_at, blocked=no_ordinals)
 
 
 class WorldOfValues(World):
@@ -334,20 +350,27 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
     values: WorldOfValues, fresh: bool
 ) -> None:
     # Given a user with a record and a click, of whom the night publishes nothing that the model takes
-    holding = Holding(with_values(values))
-    asked = [entity("u1", VALUES), entity("u1", VALUES, features={"age": 40})]
+    served = Holding(with_values(values))
+    entities = [entity("u1", VALUES), entity("u1", VALUES, features={"age": 40})]
 
     # When values are asked for without features, and with them
-    plain, sent = [
-        (await values.ladder.lookup(holding, ask(one, fresh=fresh), monotonic()))[0]
-        for one in asked
+    plain_answer, features_answer = [
+        (await values.ladder.lookup(served, ask(requested_entity, fresh=fresh), monotonic()))[0]
+        for requested_entity in entities
     ]
 
     # Then both are the stored ones, and say so alike
-    assert values_of(plain) == values_of(sent) == STORED
-    assert sent["live"] == LiveReason.NO_USABLE_INPUT and sent["approximate"] is True
-    assert (sent["events"], sent["producer"]) == (1, "batch")
-    assert {**plain, "source": None, "values": None} == {**sent, "source": None, "values": None}
+    assert values_of(plain_answer) == values_of(features_answer) == STORED
+    assert (
+        features_answer["live"] == LiveReason.NO_USABLE_INPUT
+        and features_answer["approximate"] is True
+    )
+    assert (features_answer["events"], features_answer["producer"]) == (1, "batch")
+    assert {**plain_answer, "source": None, "values": None} == {
+        **features_answer,
+        "source": None,
+        "values": None,
+    }
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -357,10 +380,12 @@ async def test_what_a_user_without_a_record_sends_counts_before_the_events(
     # Given a user with a click whom the night knows and has no values of, and a stranger with one
     snapshot = with_values(values, "u1")
     clicks(values, "stranger", "i3", 9)
-    asked = [entity(user, VALUES, features={"age": 40}) for user in ("u1", "stranger")]
+    entities = [entity(user, VALUES, features={"age": 40}) for user in ("u1", "stranger")]
 
     # When both send features
-    answers = await values.ladder.lookup(Holding(snapshot), ask(*asked, fresh=fresh), monotonic())
+    answers = await values.ladder.lookup(
+        Holding(snapshot), ask(*entities, fresh=fresh), monotonic()
+    )
 
     # Then their values are computed from these
     for answer in answers:
@@ -376,8 +401,8 @@ async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValu
     snapshot = with_values(values, "u2", "u4")
 
     # When all of them send features
-    asked = [entity(f"u{number}", VALUES, features={"age": 40}) for number in range(1, 5)]
-    answers = await values.ladder.lookup(Holding(snapshot), ask(*asked), monotonic())
+    entities = [entity(f"u{number}", VALUES, features={"age": 40}) for number in range(1, 5)]
+    answers = await values.ladder.lookup(Holding(snapshot), ask(*entities), monotonic())
 
     # Then one trip looks for the four records, the next one for computed answers, and no other goes to Redis
     assert [values_of(answer) for answer in answers] == [STORED, COMPUTED] * 2
@@ -390,16 +415,18 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
     # Given a user with a record whose page is not in Redis
     snapshot = with_values(values)
     page = values.remote.pages.pop((GENERATION, VALUES, 0))
-    sent = entity("u1", VALUES, features={"age": 40})
+    requested_entity = entity("u1", VALUES, features={"age": 40})
 
     # When features are sent, and again once the page is back
-    (missed,) = await values.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+    (missed,) = await values.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
     values.remote.pages[GENERATION, VALUES, 0] = page
-    (stored,) = await values.ladder.lookup(Holding(snapshot), ask(sent), monotonic())
+    (stored_answer,) = await values.ladder.lookup(
+        Holding(snapshot), ask(requested_entity), monotonic()
+    )
 
     # Then the first answer is computed from them, and the second one is the record
     assert (values_of(missed), missed["source"]) == (COMPUTED, "live")
-    assert (values_of(stored), stored["producer"]) == (STORED, "batch")
+    assert (values_of(stored_answer), stored_answer["producer"]) == (STORED, "batch")
 
 
 @pytest.mark.parametrize(

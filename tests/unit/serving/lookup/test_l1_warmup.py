@@ -11,7 +11,7 @@ from serving.lookup.l1_warmup import Warming
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
 
-NAMES = {fingerprint(each.encode()): each.encode() for each in USERS}
+NAMES = {fingerprint(user_id.encode()): user_id.encode() for user_id in USERS}
 
 
 def user(number: int) -> Name:
@@ -27,12 +27,12 @@ class FakeReads:
     read: list[tuple[str, int]] = field(default_factory=list)
 
     async def get_many(
-        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool
+        self, view: View, record_keys: Sequence[Want], deadline: float, *, is_counted: bool
     ) -> Sequence[Outcome]:
         assert not is_counted
         self.timer.tick(self.takes_s)
-        self.read += [(view.generation, want.fingerprint) for want in wants]
-        return [Found(b"", "l2", False, None)] * len(wants)
+        self.read += [(view.generation, record_key.fingerprint) for record_key in record_keys]
+        return [Found(b"", "l2", False, None)] * len(record_keys)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Bench:
     @property
     def users(self) -> list[bytes]:
         """Who was read, in order."""
-        return [NAMES[each] for _, each in self.reads.read]
+        return [NAMES[record_fingerprint] for _, record_fingerprint in self.reads.read]
 
 
 async def test_a_cold_start_reads_what_others_were_asked_hottest_first() -> None:
@@ -126,11 +126,11 @@ async def test_what_is_blocked_unknown_or_of_no_table_is_not_read() -> None:
 
 
 async def test_time_is_bounded_and_the_rest_is_read_at_the_next_top_up() -> None:
-    many = [
+    names = [
         ("user_vector" if number % 2 else "user_topk", USERS[number // 2].encode())
         for number in range(24)
     ]
-    bench = Bench(shared=many)
+    bench = Bench(shared=names)
     bench.reads.takes_s = 6.0
 
     await bench.warming(bench.coming, None)

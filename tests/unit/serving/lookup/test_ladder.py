@@ -39,8 +39,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def look(world: World, holding: Holding, *entities, **options):
-    return await world.ladder.lookup(holding, ask(*entities, **options), now())
+async def look(world: World, served: Holding, *entities, **options):
+    return await world.ladder.lookup(served, ask(*entities, **options), now())
 
 
 def counts(world: World, name: str) -> dict[tuple[str, ...], float]:
@@ -54,11 +54,11 @@ def counts(world: World, name: str) -> dict[tuple[str, ...], float]:
 
 
 async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
 
     first, second = (
-        (await look(world, holding, entity("u3"), k=2))[0],
-        (await look(world, holding, entity("u3"), k=2))[0],
+        (await look(world, served, entity("u3"), k=2))[0],
+        (await look(world, served, entity("u3"), k=2))[0],
     )
 
     assert first["items"] == world.ids(night_list("u3")[:2]) and not first["short"]
@@ -69,11 +69,11 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
 
 async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
     # Given all users of the night, the first of its directory included
-    holding, reads = Holding(world.snapshot()), list[bool]()
+    served, reads = Holding(world.snapshot()), list[bool]()
     world.ladder.watch.read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
     # When Redis answers them
-    answers = await look(world, holding, *(entity(user) for user in USERS))
+    answers = await look(world, served, *(entity(user) for user in USERS))
 
     # Then all of them are known to the night
     assert {answer["source"] for answer in answers} == {"l2"}
@@ -81,24 +81,24 @@ async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: 
 
 
 async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
 
-    answers = [(await look(world, holding, entity("nobody")))[0] for _ in range(2)]
-    vector = (await look(world, holding, entity("nobody", "user_vector")))[0]
+    answers = [(await look(world, served, entity("nobody")))[0] for _ in range(2)]
+    vector = (await look(world, served, entity("nobody", "user_vector")))[0]
 
     # C11: asked twice, the second time is still a default and nothing was written.
-    assert [each["source"] for each in answers] == ["default"] * 2
-    assert [each["reason"] for each in answers] == ["not_in_generation"] * 2
+    assert [answer["source"] for answer in answers] == ["default"] * 2
+    assert [answer["reason"] for answer in answers] == ["not_in_generation"] * 2
     assert vector["vector"] is None and vector["source"] == "default"
     assert not world.remote.writes and len(world.tiers.local) == 0 and not world.jobs
 
 
 async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     new = entity("nobody", history=ids("i1", "not-an-item"))
 
-    first = (await look(world, holding, new))[0]
-    second = (await look(world, holding, new))[0]
+    first = (await look(world, served, new))[0]
+    second = (await look(world, served, new))[0]
 
     assert (first["source"], second["source"]) == ("live", "l1")
     assert first["producer"] == second["producer"] == "live"
@@ -109,11 +109,11 @@ async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(wor
 
 
 async def test_an_input_without_an_id_is_answered_under_its_digest(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     nameless = entity(None, history=ids("i1"))
 
-    first = (await look(world, holding, nameless))[0]
-    second = (await look(world, holding, nameless))[0]
+    first = (await look(world, served, nameless))[0]
+    second = (await look(world, served, nameless))[0]
 
     assert first["id"] is None and (first["source"], second["source"]) == ("live", "l1")
 
@@ -121,36 +121,39 @@ async def test_an_input_without_an_id_is_answered_under_its_digest(world: World)
 async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
-    await look(world, holding, entity("nobody", history=ids("i1")))
+    served = Holding(world.snapshot())
+    await look(world, served, entity("nobody", history=ids("i1")))
 
-    answer = (await look(world, holding, entity("nobody", history=ids("i2"))))[0]
+    answer = (await look(world, served, entity("nobody", history=ids("i2"))))[0]
 
     assert answer["source"] == "live" and answer["reason"] == "input_changed"
     assert len(world.jobs) == 2
 
 
 async def test_callers_with_different_inputs_never_share_an_inference(world: World) -> None:
-    holding = Holding(world.snapshot())
-    one, other = entity("x", history=ids("i1")), entity("x", history=ids("i2"))
+    served = Holding(world.snapshot())
+    first_entity, second_entity = entity("x", history=ids("i1")), entity("x", history=ids("i2"))
 
     answers = await asyncio.gather(
-        *(look(world, holding, each) for each in (one, other, one, other))
+        *(
+            look(world, served, requested_entity)
+            for requested_entity in (first_entity, second_entity, first_entity, second_entity)
+        )
     )
 
     # C19: one inference per (key, input digest).
-    lists = [tuple(each[0]["items"]) for each in answers]
+    lists = [tuple(call_answers[0]["items"]) for call_answers in answers]
     assert lists[0] == lists[2] != lists[1] == lists[3] and len(world.jobs) == 2
 
 
 async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
-    known = entity("u3", history=ids("i7"))
+    served = Holding(world.snapshot())
+    known_user = entity("u3", history=ids("i7"))
 
-    fresh = (await look(world, holding, known, fresh=True))[0]
-    after = (await look(world, holding, known))[0]
+    fresh = (await look(world, served, known_user, fresh=True))[0]
+    after = (await look(world, served, known_user))[0]
 
     assert fresh["source"] == "live" and fresh["reason"] == "fresh"
     assert (after["source"], after["producer"]) == ("l2", "batch")
@@ -176,12 +179,12 @@ async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World)
 
 
 async def test_an_answer_older_than_max_age_is_computed_anew_if_it_can_be(world: World) -> None:
-    holding = Holding(world.snapshot())
-    known = entity("u3", history=ids("i7"))
+    served = Holding(world.snapshot())
+    known_user = entity("u3", history=ids("i7"))
 
-    old_enough = (await look(world, holding, known, max_age_s=3600.0))[0]
-    too_old = (await look(world, holding, known, max_age_s=3599.0))[0]
-    no_input = (await look(world, holding, entity("u3"), max_age_s=3599.0))[0]
+    old_enough = (await look(world, served, known_user, max_age_s=3600.0))[0]
+    too_old = (await look(world, served, known_user, max_age_s=3599.0))[0]
+    no_input = (await look(world, served, entity("u3"), max_age_s=3599.0))[0]
 
     assert old_enough["source"] == "l2" and "reason" not in old_enough
     assert too_old["source"] == "live" and too_old["reason"] == "too_old"
@@ -190,38 +193,45 @@ async def test_an_answer_older_than_max_age_is_computed_anew_if_it_can_be(world:
 
 async def test_history_exclusions_and_blocked_items_appear_from_no_source(world: World) -> None:
     blocked_item, excluded = night_list("u3")[0], world.ids(night_list("u3")[1:2])
-    seen = world.ids(night_list("u3")[2:3])
+    seen_items = world.ids(night_list("u3")[2:3])
     snapshot = world.snapshot(
         blocked=frozenset({blocked_item}),
         blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item])))),
     )
     previous = world.snapshot(OLDER, blocked=frozenset({blocked_item}))
-    barred = {*world.ids([blocked_item]), *excluded, *seen}
+    exclusions = {*world.ids([blocked_item]), *excluded, *seen_items}
     options = {"exclude": ids(*excluded)}
 
-    stored = (await look(world, Holding(snapshot), entity("u3", history=ids(*seen)), **options))[0]
-    live = (await look(world, Holding(snapshot), entity("new", history=ids(*seen)), **options))[0]
+    stored_answer = (
+        await look(world, Holding(snapshot), entity("u3", history=ids(*seen_items)), **options)
+    )[0]
+    live = (
+        await look(world, Holding(snapshot), entity("new", history=ids(*seen_items)), **options)
+    )[0]
     default = (await look(world, Holding(snapshot), entity("nobody"), **options))[0]
     del world.remote.pages[GENERATION, "user_topk", 0]
     older = (await look(world, Holding(snapshot, previous), entity("u4"), **options))[0]
 
-    assert [each["source"] for each in (stored, live, default, older)] == [
+    assert [answer["source"] for answer in (stored_answer, live, default, older)] == [
         "l2", "live", "default", "previous",
     ]  # fmt: skip
-    assert not barred & set(stored["items"]) and stored["short"]
-    assert not barred & set(live["items"])
-    assert not (barred - set(seen)) & set(default["items"]) and len(default["items"]) == WIDTH
-    assert not (barred - set(seen)) & set(older["items"])
+    assert not exclusions & set(stored_answer["items"]) and stored_answer["short"]
+    assert not exclusions & set(live["items"])
+    assert (
+        not (exclusions - set(seen_items)) & set(default["items"])
+        and len(default["items"]) == WIDTH
+    )
+    assert not (exclusions - set(seen_items)) & set(older["items"])
 
 
 async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world: World) -> None:
     snapshot = world.snapshot(blocklist=Blocklist(1, entities=frozenset(ids("u3"))))
-    holding = Holding(snapshot, world.snapshot(OLDER))
+    served = Holding(snapshot, world.snapshot(OLDER))
     history = ids("i1")
 
     top, vector = await look(
         world,
-        holding,
+        served,
         entity("u3", history=history),
         entity("u3", "user_vector", history=history),
     )
@@ -234,82 +244,84 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
 async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: World) -> None:
     previous = world.snapshot(OLDER)
     await look(world, Holding(previous), entity("u5"))  # warms the L1 of what is now previous
-    holding = Holding(world.snapshot(), previous)
+    served = Holding(world.snapshot(), previous)
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
-    answers = await look(
-        world, holding, entity("u3", history=ids("i1")), entity("u5"), entity("u4")
-    )
+    answers = await look(world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4"))
 
-    assert [each["source"] for each in answers] == ["live", "previous", "default"]
-    assert [each["reason"] for each in answers] == ["l2_down"] * 3
+    assert [answer["source"] for answer in answers] == ["live", "previous", "default"]
+    assert [answer["reason"] for answer in answers] == ["l2_down"] * 3
     assert answers[1]["generation"] == OLDER
 
 
 async def test_each_source_answers_what_those_before_it_cannot(world: World) -> None:
     live, previous, bare = world.snapshot(), world.snapshot(OLDER), world.snapshot(predictor=None)
-    asked = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
-    await look(world, Holding(previous), *asked)  # warms the L1 of what is now previous
-    both = Holding(live, previous)
+    entities = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
+    await look(world, Holding(previous), *entities)  # warms the L1 of what is now previous
+    served_with_previous = Holding(live, previous)
 
-    found = [await look(world, both, asked[0]) for _ in range(2)][::-1]  # of L2, and then of L1
+    answer_lists = [await look(world, served_with_previous, entities[0]) for _ in range(2)][
+        ::-1
+    ]  # of L2, and then of L1
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
-    for holding, each in zip(
-        (both, Holding(bare, previous), Holding(bare)), asked[1:], strict=True
+    for served, requested_entity in zip(
+        (served_with_previous, Holding(bare, previous), Holding(bare)), entities[1:], strict=True
     ):
-        found.append(await look(world, holding, each))
+        answer_lists.append(await look(world, served, requested_entity))
 
-    assert [each["source"] for (each,) in found] == list(Source)
+    assert [answer["source"] for (answer,) in answer_lists] == list(Source)
 
 
 async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
     await look(world, Holding(world.snapshot(OLDER)), entity("new", history=ids("i1")))
 
-    answer = (await look(world, holding, entity("new")))[0]
+    answer = (await look(world, served, entity("new")))[0]
 
     assert answer["source"] == "default"
     assert all(read.generation == GENERATION for read in world.remote.calls[-1])
 
 
 async def test_a_pinned_request_is_answered_by_that_generation_alone(world: World) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
 
-    answer = (await look(world, holding, entity("u3"), generation=OLDER))[0]
+    answer = (await look(world, served, entity("u3"), generation=OLDER))[0]
     with pytest.raises(Problem) as refused:
-        await look(world, holding, entity("u3"), generation="20200101T000000Z-aaaaaaaaaaaa")
+        await look(world, served, entity("u3"), generation="20200101T000000Z-aaaaaaaaaaaa")
 
     assert (answer["generation"], answer["source"]) == (OLDER, "l2")
     assert (refused.value.status, refused.value.reason) == (409, "generation_gone")
 
 
 async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World) -> None:
-    asked = [entity(name) for name in (*USERS, "nobody", "x" * 256)]
+    entities = [entity(name) for name in (*USERS, "nobody", "x" * 256)]
 
-    answers = await look(world, Holding(world.snapshot()), *asked)
+    answers = await look(world, Holding(world.snapshot()), *entities)
 
     # P10: an outcome per entity.
-    assert [each["id"] for each in answers] == [each.id for each in asked]
-    assert [each["source"] for each in answers] == ["l2"] * len(USERS) + ["default"] * 2
+    assert [entity_row["id"] for entity_row in answers] == [
+        entity_row.id for entity_row in entities
+    ]
+    assert [answer["source"] for answer in answers] == ["l2"] * len(USERS) + ["default"] * 2
     assert len(world.remote.calls) == 1
 
 
 async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: World) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
     mixed = [entity(name) for name in ("u1", "u1", "nobody", "u2")]
     mixed += [entity("new", history=ids("i1"))] * 3 + [entity("u1", "user_affinity")]
 
     for _ in range(3):
-        await look(world, holding, *mixed)
+        await look(world, served, *mixed)
     world.remote.fails_with = TierUnavailable("slow", reason="timeout")
-    await look(world, holding, *[entity(name) for name in USERS])
+    await look(world, served, *[entity(name) for name in USERS])
 
     # C9: one outcome per entity, followers of a flight included.
     total = 3 * len(mixed) + len(USERS)
     answered, missed = counts(world, "answers"), counts(world, "misses")
     assert sum(answered.values()) == sum(counts(world, "entities").values()) == total
-    stored = sum(value for (_, source), value in answered.items() if source in ("l1", "l2"))
-    assert sum(missed.values()) == total - stored
+    stored_count = sum(value for (_, source), value in answered.items() if source in ("l1", "l2"))
+    assert sum(missed.values()) == total - stored_count
 
 
 async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: World) -> None:
@@ -336,24 +348,24 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
 
 async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:
     world.predictor.fails_with = RuntimeError("CUDA error")
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(
-        world, holding, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
+        world, served, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
     )
 
-    assert [each["source"] for each in answers] == ["default", "l2", "default"]
+    assert [answer["source"] for answer in answers] == ["default", "l2", "default"]
     assert answers[0]["live"] == "failed"
 
 
 async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot(predictor=None, degraded="broken"))
+    served = Holding(world.snapshot(predictor=None, degraded="broken"))
 
-    answers = await look(world, holding, entity("u1"), entity("x", history=ids("i1")))
+    answers = await look(world, served, entity("u1"), entity("x", history=ids("i1")))
 
-    assert [each["source"] for each in answers] == ["l2", "default"]
+    assert [answer["source"] for answer in answers] == ["l2", "default"]
     assert answers[1]["live"] == "no_model"
 
 
@@ -375,7 +387,7 @@ async def test_an_item_of_the_catalogue_is_its_own_input_while_redis_is_away(wor
 
     answers = [(await look(world, Holding(world.snapshot()), similar))[0] for _ in range(2)]
 
-    assert [each["source"] for each in answers] == ["live", "l1"]
+    assert [answer["source"] for answer in answers] == ["live", "l1"]
     assert "i3" not in answers[0]["items"] and len(world.jobs) == 1
 
 
@@ -393,7 +405,7 @@ async def test_default_neighbours_leave_out_the_item_itself(world: World) -> Non
 async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_asked(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     wrong = [
         (ask(entity("u1", "nothing")), 404, "unknown_table"),
         (ask(entity("u1"), k=WIDTH + 1), 422, "invalid_k"),
@@ -403,7 +415,7 @@ async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_ask
 
     for request, status, code in wrong:
         with pytest.raises(Problem) as refused:
-            await world.ladder.lookup(holding, request, now())
+            await world.ladder.lookup(served, request, now())
         assert (refused.value.status, refused.value.reason) == (status, code)
 
     assert not world.remote.calls and not world.jobs
@@ -412,27 +424,27 @@ async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_ask
 
 
 async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     page = bytearray(world.remote.pages[GENERATION, "user_topk", 0])
-    size = holding.live.manifest.tables["user_topk"].layout.size_bytes
+    size = served.live.manifest.tables["user_topk"].layout.size_bytes
     for start in range(0, len(page), size):
         page[start + 14] = 2 << 4  # C17: written by a program of the next format
     world.remote.pages[GENERATION, "user_topk", 0] = bytes(page)
 
-    stored, live = await look(world, holding, entity("u1"), entity("u2", history=ids("i1")))
+    default_answer, live = await look(world, served, entity("u1"), entity("u2", history=ids("i1")))
 
-    assert (stored["source"], stored["reason"]) == ("default", "corrupt")
+    assert (default_answer["source"], default_answer["reason"]) == ("default", "corrupt")
     assert (live["source"], live["reason"]) == ("live", "corrupt")
 
 
 async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_each(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
 
     # C18: all misses; L1 and its negative side stay within their bounds.
     for number in range(150):
-        await look(world, holding, entity(f"x{number}", history=ids(f"i{number % 20}")))
+        await look(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
 
     assert len(world.jobs) == len(world.remote.reads) == 150
     assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
@@ -450,18 +462,18 @@ def damaged(world: World, user: str, items: list[int]) -> bytes:
 async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_it_is_repaired(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     good = world.remote.pages[GENERATION, "user_topk", 0]
     world.remote.pages[GENERATION, "user_topk", 0] = damaged(world, "u3", [0xFFFFFFF0, 1, 2, 3, 4])
-    asked = [entity("u3"), *(entity(name) for name in USERS if name != "u3")]
+    entities = [entity("u3"), *(entity(name) for name in USERS if name != "u3")]
 
-    bad, *others = await look(world, holding, *asked)
+    damaged_answer, *other_answers = await look(world, served, *entities)
     world.remote.pages[GENERATION, "user_topk", 0] = good
-    repaired = (await look(world, holding, entity("u3")))[0]
+    repaired = (await look(world, served, entity("u3")))[0]
 
     # P10, and nothing of it stays in L1.
-    assert (bad["source"], bad["reason"]) == ("default", "corrupt")
-    assert {each["source"] for each in others} == {"l2"}
+    assert (damaged_answer["source"], damaged_answer["reason"]) == ("default", "corrupt")
+    assert {answer["source"] for answer in other_answers} == {"l2"}
     assert repaired["source"] == "l2" and "reason" not in repaired
     assert counts(world, "misses") == {("user_topk", "corrupt"): 1}
 
@@ -469,28 +481,28 @@ async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_i
 async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fragile(snapshot, table, record, k, barred, passing, reranker):
+    def fragile(snapshot, table, record, k, exclusions, filter_mask, reranker):
         if record.items is not None and record.items[0] == night_list("u3")[0]:
             raise IndexError("planted")
-        return from_record(snapshot, table, record, k, barred, passing, reranker)
+        return from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
 
     monkeypatch.setattr("serving.lookup.answer_builder.from_record", fragile)
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
 
-    answers = await look(world, holding, *(entity(name) for name in ("u2", "u3", "u4")))
+    answers = await look(world, served, *(entity(name) for name in ("u2", "u3", "u4")))
 
-    assert [each["source"] for each in answers] == ["l2", "default", "l2"]
+    assert [answer["source"] for answer in answers] == ["l2", "default", "l2"]
     assert answers[1]["reason"] == "corrupt"
 
 
 async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World) -> None:
-    holding = Holding(world.snapshot())
-    known = entity("u3", history=ids("i19"))
+    served = Holding(world.snapshot())
+    known_user = entity("u3", history=ids("i19"))
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
-    first, second = [(await look(world, holding, known))[0] for _ in range(2)]
+    first, second = [(await look(world, served, known_user))[0] for _ in range(2)]
     world.remote.fails_with = None
-    after = (await look(world, holding, known))[0]
+    after = (await look(world, served, known_user))[0]
 
     assert (first["source"], first["reason"]) == ("live", "l2_down")
     assert (second["source"], second["producer"], second["reason"]) == ("l1", "live", "l2_down")
@@ -498,72 +510,80 @@ async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World)
 
 
 async def test_unknown_history_is_reported_wherever_the_input_was_used(world: World) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     new = entity("new", history=ids("i1", "nope", "nope", "neither"))
 
-    live, stored = [(await look(world, holding, new))[0] for _ in range(2)]
-    useless = (await look(world, holding, entity("new2", history=ids("nope"))))[0]
-    unused = (await look(world, holding, entity("u3", history=ids("nope"))))[0]
+    live, stored_answer = [(await look(world, served, new))[0] for _ in range(2)]
+    useless = (await look(world, served, entity("new2", history=ids("nope"))))[0]
+    unused = (await look(world, served, entity("u3", history=ids("nope"))))[0]
 
-    assert (live["source"], stored["source"]) == ("live", "l1")
-    assert live["dropped_history"] == stored["dropped_history"] == 2
+    assert (live["source"], stored_answer["source"]) == ("live", "l1")
+    assert live["dropped_history"] == stored_answer["dropped_history"] == 2
     assert (useless["live"], useless["dropped_history"]) == ("no_usable_input", 1)
     assert unused["source"] == "l2" and "dropped_history" not in unused
 
 
-@pytest.mark.parametrize("sent", ["history", "history and features", "features"])
+@pytest.mark.parametrize("sent_input", ["history", "history and features", "features"])
 async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_however_little_is_left(
-    world: World, sent: str
+    world: World, sent_input: str
 ) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
-    stored = world.ids(night_list("u3"))
-    history = ids(*stored[:3]) if "history" in sent else None
-    features = {"age": 3} if "features" in sent else None
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    stored_items = world.ids(night_list("u3"))
+    history = ids(*stored_items[:3]) if "history" in sent_input else None
+    features = {"age": 3} if "features" in sent_input else None
     user = entity("u3", history=history, features=features)
-    left = stored[3:] if history else stored
+    remaining_items = stored_items[3:] if history else stored_items
 
-    whole = (await look(world, holding, user, k=WIDTH))[0]
-    fewer = (await look(world, holding, user, k=2))[0]
-    nothing = (await look(world, holding, user, k=2, exclude=ids(*stored)))[0]
+    full_answer = (await look(world, served, user, k=WIDTH))[0]
+    fewer = (await look(world, served, user, k=2))[0]
+    empty_answer = (await look(world, served, user, k=2, exclude=ids(*stored_items)))[0]
 
-    assert whole["items"] == left and whole["short"] == (len(left) < WIDTH)
-    assert fewer["items"] == left[:2] and not fewer["short"]
-    assert (nothing["items"], nothing["short"]) == ([], True)
-    assert [each["source"] for each in (whole, fewer, nothing)] == ["l2", "l1", "l1"]
-    assert not any("reason" in each or "live" in each for each in (whole, fewer, nothing))
+    assert full_answer["items"] == remaining_items and full_answer["short"] == (
+        len(remaining_items) < WIDTH
+    )
+    assert fewer["items"] == remaining_items[:2] and not fewer["short"]
+    assert (empty_answer["items"], empty_answer["short"]) == ([], True)
+    assert [answer["source"] for answer in (full_answer, fewer, empty_answer)] == ["l2", "l1", "l1"]
+    assert not any(
+        "reason" in answer or "live" in answer for answer in (full_answer, fewer, empty_answer)
+    )
     assert not world.jobs
 
 
 async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_item_itself(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot())
-    stored = (await look(world, holding, entity("i3", "item_similar")))[0]["items"]
-    seen = ids(*stored[:3])
+    served = Holding(world.snapshot())
+    stored_items = (await look(world, served, entity("i3", "item_similar")))[0]["items"]
+    seen_items = ids(*stored_items[:3])
 
-    deeper = (await look(world, holding, entity("i3", "item_similar", history=seen), k=4))[0]
-    of_features = entity("i3", "item_similar", history=seen, features={"age": 3})
-    other = (await look(world, holding, of_features, k=4))[0]
+    deeper = (await look(world, served, entity("i3", "item_similar", history=seen_items), k=4))[0]
+    of_features = entity("i3", "item_similar", history=seen_items, features={"age": 3})
+    features_answer = (await look(world, served, of_features, k=4))[0]
     world.busy = True
-    busy = (await look(world, holding, entity("i3", "item_similar", history=seen[:2]), k=4))[0]
+    busy = (await look(world, served, entity("i3", "item_similar", history=seen_items[:2]), k=4))[0]
 
     assert (deeper["source"], deeper["reason"]) == ("live", "exhausted")
-    assert len(deeper["items"]) == 4 and not {*stored[:3], "i3"} & {*deeper["items"]}
-    assert (other["items"], other["source"], other["short"]) == (stored[3:], "l1", True)
+    assert len(deeper["items"]) == 4 and not {*stored_items[:3], "i3"} & {*deeper["items"]}
+    assert (features_answer["items"], features_answer["source"], features_answer["short"]) == (
+        stored_items[3:],
+        "l1",
+        True,
+    )
     assert (busy["source"], busy["reason"], busy["live"]) == ("l1", "exhausted", "busy")
-    assert busy["items"] == stored[2:] and busy["short"]
+    assert busy["items"] == stored_items[2:] and busy["short"]
 
 
 async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
     world: World,
 ) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
     new = entity("new", history=ids("i1"))
 
-    live = (await look(world, holding, new))[0]
-    answers = [live, (await look(world, holding, new, exclude=ids(*live["items"])))[0]]
+    live = (await look(world, served, new))[0]
+    answers = [live, (await look(world, served, new, exclude=ids(*live["items"])))[0]]
 
-    assert [each["source"] for each in answers] == ["live", "default"]
+    assert [answer["source"] for answer in answers] == ["live", "default"]
     assert answers[1]["reason"] == "exhausted"
     assert len(answers[1]["items"]) == WIDTH
     assert not {*live["items"]} & {*answers[1]["items"]}
@@ -587,25 +607,25 @@ class Had:
 
 
 async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world: World) -> None:
-    had = night_list("u3")[:2]
-    gone = {*world.ids(had)}
-    live = world.snapshot(seen=Had(*had))
-    holding, both = Holding(live), Holding(live, world.snapshot(OLDER))
+    had_ordinals = night_list("u3")[:2]
+    had_items = {*world.ids(had_ordinals)}
+    live = world.snapshot(seen=Had(*had_ordinals))
+    served, served_with_previous = Holding(live), Holding(live, world.snapshot(OLDER))
     key = (GENERATION, "user_topk", 0)
     page = world.remote.pages.pop(key)
     history = ids("i2")
 
-    out_of_reach = (await look(world, holding, entity("u3", history=history)))[0]
+    out_of_reach = (await look(world, served, entity("u3", history=history)))[0]
     blocked = dataclasses.replace(live, blocklist=Blocklist(users=frozenset([b"u3"])))
     unknown = (await look(world, Holding(blocked), entity("u3"), k=WIDTH))[0]
-    previous = (await look(world, both, entity("u4")))[0]
+    previous = (await look(world, served_with_previous, entity("u4")))[0]
     world.remote.pages[key] = page
-    fresh = (await look(world, holding, entity("u3", history=history), fresh=True))[0]
+    fresh = (await look(world, served, entity("u3", history=history), fresh=True))[0]
 
     assert (out_of_reach["source"], out_of_reach["reason"]) == ("live", "page_missing")
     assert (previous["source"], fresh["source"]) == ("previous", "live")
     for answer in (out_of_reach, previous, fresh):
-        assert not gone & {*answer["items"]}, answer["source"]
+        assert not had_items & {*answer["items"]}, answer["source"]
     for answer in (out_of_reach, fresh):  # as many as a list has
         assert len(answer["items"]) == WIDTH
     assert unknown["items"] == world.ids(
@@ -623,22 +643,22 @@ async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
 
 
 async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> None:
-    holding = Holding(world.snapshot(), world.snapshot(OLDER))
-    turns, done = 0, asyncio.Event()
+    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    iterations, lookup_done = 0, asyncio.Event()
 
-    async def other() -> None:
-        nonlocal turns
-        while not done.is_set():
-            turns += 1
+    async def count_iterations() -> None:
+        nonlocal iterations
+        while not lookup_done.is_set():
+            iterations += 1
             await asyncio.sleep(0)
 
-    counting = asyncio.create_task(other())
-    await look(world, holding, *(entity(f"n{n}", history=ids("i1")) for n in range(640)))
-    done.set()
+    counting = asyncio.create_task(count_iterations())
+    await look(world, served, *(entity(f"n{n}", history=ids("i1")) for n in range(640)))
+    lookup_done.set()
     await counting
 
     # Building, reading, computing and answering 640 entities: each gives way about every 64.
-    assert turns > 25
+    assert iterations > 25
 
 
 async def test_a_late_request_starts_no_inference(world: World) -> None:
@@ -648,7 +668,9 @@ async def test_a_late_request_starts_no_inference(world: World) -> None:
         now(),
     )
 
-    assert [(each["source"], each["live"]) for each in answers] == [("default", "timeout")] * 3
+    assert [(answer["source"], answer["live"]) for answer in answers] == [
+        ("default", "timeout")
+    ] * 3
     assert not world.jobs
 
 
@@ -656,11 +678,11 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
     deadlines: list[float] = []
     read = world.tiers.get_many
 
-    async def noted(view, wants, deadline, **_given):
+    async def note_deadline(view, record_keys, deadline, **_options):
         deadlines.append(deadline)
-        return await read(view, wants, now() + 60.0)
+        return await read(view, record_keys, now() + 60.0)
 
-    world.tiers.get_many = noted  # type: ignore[method-assign]
+    world.tiers.get_many = note_deadline  # type: ignore[method-assign]
     ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0
     )
@@ -672,8 +694,8 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
 
 def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
     def weight(**fields: Any) -> int:
-        sent = entity("a", **fields)
-        return Case(sent, world.snapshot().table("user_topk"), 1, None, b"").size_bytes  # type: ignore[arg-type]
+        requested_entity = entity("a", **fields)
+        return Case(requested_entity, world.snapshot().table("user_topk"), 1, None, b"").size_bytes  # type: ignore[arg-type]
 
     assert weight(features={"text": "x" * 4_000}) > 4_000
     assert weight(features={"vector": (0.5,) * 1_000}) > 8_000

@@ -64,20 +64,20 @@ class Process:
         self, id_: str = "ada", digest: bytes = DIGEST_A, limit_s: float = 10.0
     ) -> bytes:
         """The record, computed here or taken over."""
-        view, want = NIGHT.view(), NIGHT.want(id_, digest)
+        view, record_key = NIGHT.view(), NIGHT.want(id_, digest)
         record = NIGHT.live_record(id_, float(digest[0] + 1))
 
-        async def compute(mark: Mark | None) -> bytes:
+        async def compute(lease_mark: Mark | None) -> bytes:
             self.redis.loads.append(self.name)
             if self.gate is not None:
                 await self.gate.wait()
             if self.fails_with is not None:
                 raise self.fails_with
-            self.tiers.put_live(view, want, record, digest, 60.0, mark)
+            self.tiers.put_live(view, record_key, record, digest, 60.0, lease_mark)
             return record
 
-        found = await self.lead.answer(view, want, digest, limit_s, compute)
-        return found.record if isinstance(found, Found) else found
+        hit_or_record = await self.lead.answer(view, record_key, digest, limit_s, compute)
+        return hit_or_record.record if isinstance(hit_or_record, Found) else hit_or_record
 
 
 async def turns(count: int = 20) -> None:
@@ -117,16 +117,16 @@ async def test_one_of_many_takes_over_from_a_dead_leader_and_the_others_follow_i
     dead.gate = asyncio.Event()
     leading = asyncio.create_task(dead.answer())
     await turns(3)
-    began = redis.clock()
-    others = [Process(redis, f"other-{number}") for number in range(5)]
+    started_at = redis.clock()
+    other_processes = [Process(redis, f"other-{number}") for number in range(5)]
 
-    answers = await asyncio.gather(*(each.answer() for each in others))
+    answers = await asyncio.gather(*(process.answer() for process in other_processes))
 
     assert set(answers) == {NIGHT.live_record("ada", 1.0)}
     assert len(redis.loads) == 2
-    assert sum(each.lead.counts.taken_over for each in others) == 1
-    assert sum(each.lead.counts.adopted for each in others) == 4
-    assert redis.clock() - began < WAIT_S
+    assert sum(process.lead.counts.taken_over for process in other_processes) == 1
+    assert sum(process.lead.counts.adopted for process in other_processes) == 4
+    assert redis.clock() - started_at < WAIT_S
     leading.cancel()
     await asyncio.gather(leading, return_exceptions=True)
 
@@ -139,11 +139,11 @@ async def test_nobody_waits_beyond_the_bound_or_half_of_the_time_left(
     process = Process(redis, "process")
     key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.want("ada").key), DIGEST_A)
     redis.remote.leases[key] = b"slow/1", float("inf")
-    began = redis.clock()
+    started_at = redis.clock()
 
     await process.answer(limit_s=limit_s)
 
-    assert redis.clock() - began == pytest.approx(waited_s)
+    assert redis.clock() - started_at == pytest.approx(waited_s)
     assert redis.loads == ["process"] and process.lead.counts.timed_out == 1
 
 
@@ -169,7 +169,7 @@ async def test_inputs_that_replace_each_other_are_computed_at_once_by_one_proces
         await processes[0].answer(digest=digest)
         await processes[0].tiers.aclose()
 
-    answers = await asyncio.gather(*(each.answer(digest=DIGEST_A) for each in processes[1:]))
+    answers = await asyncio.gather(*(process.answer(digest=DIGEST_A) for process in processes[1:]))
 
     assert set(answers) == {NIGHT.live_record("ada", 1.0)}
     assert len(redis.loads) == 3
@@ -199,7 +199,16 @@ async def test_a_slow_redis_is_not_asked_again_for_a_while() -> None:
     await process.answer("ada")
     await process.answer("bob")
 
-    assert len([each for each in redis.remote.asked if isinstance(each, LeaseTake)]) == 1
+    assert (
+        len(
+            [
+                lease_command
+                for lease_command in redis.remote.asked
+                if isinstance(lease_command, LeaseTake)
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("ends", ["failed", "cancelled"])
@@ -216,11 +225,11 @@ async def test_a_leader_without_an_answer_gives_its_lease_back(ends: str) -> Non
     first.gate.set()
     with contextlib.suppress(asyncio.CancelledError, RuntimeError):
         await leading
-    began = redis.clock()
+    started_at = redis.clock()
     await second.answer()
 
     assert redis.loads == ["first", "second"]
-    assert redis.clock() - began < 0.01
+    assert redis.clock() - started_at < 0.01
 
 
 async def test_a_leader_that_lost_its_lease_neither_takes_it_back_nor_ends_it() -> None:
@@ -236,9 +245,9 @@ async def test_a_leader_that_lost_its_lease_neither_takes_it_back_nor_ends_it() 
     first.gate.set()
     await asyncio.gather(leading, return_exceptions=True)
 
-    ((stands, _),) = redis.remote.leases.values()
+    ((lease_value, _),) = redis.remote.leases.values()
 
-    assert stands.startswith(b"second/")
+    assert lease_value.startswith(b"second/")
     second.gate.set()
     await taking_over
 
@@ -251,11 +260,11 @@ async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: b
         world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=lead if leads else None
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
 
     async def source(id_: str, **options: object) -> object:
-        asked = ask(entity(id_, history=ids("i1")), **options)
-        (answer,) = await ladder.lookup(holding, asked, time.monotonic())
+        lookup = ask(entity(id_, history=ids("i1")), **options)
+        (answer,) = await ladder.lookup(served, lookup, time.monotonic())
         return answer["source"]
 
     assert await source("u1", fresh=True) == await source("stranger", fresh=True) == "live"

@@ -37,10 +37,13 @@ async def test_what_one_turn_submits_travels_in_one_batch(executor: ThreadPoolEx
     snapshot = world.snapshot()
     batches = batcher(executor)
 
-    done = await asyncio.gather(*(batches.infer(job(snapshot, f"i{n}")) for n in range(3)))
+    outcomes = await asyncio.gather(*(batches.infer(job(snapshot, f"i{n}")) for n in range(3)))
 
     assert [len(batch) for batch in world.predictor.batches] == [3]
-    assert len({each.record for each in done}) == 3 and batches.queued == batches.queued_bytes == 0
+    assert (
+        len({outcome.record for outcome in outcomes}) == 3
+        and batches.queued == batches.queued_bytes == 0
+    )
 
 
 async def test_a_lone_job_waits_for_nobody_and_later_ones_gather_meanwhile(
@@ -53,23 +56,28 @@ async def test_a_lone_job_waits_for_nobody_and_later_ones_gather_meanwhile(
 
     first = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
     await asyncio.to_thread(world.predictor.started.wait, 5)
-    rest = [asyncio.ensure_future(batches.infer(job(snapshot, f"i{n}"))) for n in range(1, 7)]
+    later_inferences = [
+        asyncio.ensure_future(batches.infer(job(snapshot, f"i{n}"))) for n in range(1, 7)
+    ]
     await asyncio.sleep(0)
     gate.set()
-    await asyncio.gather(first, *rest)
+    await asyncio.gather(first, *later_inferences)
 
     assert [len(batch) for batch in world.predictor.batches] == [1, 4, 2]
 
 
 async def test_generations_and_tables_never_share_a_batch(executor: ThreadPoolExecutor) -> None:
     world = World()
-    one, other = world.snapshot(), world.snapshot("20261119T000000Z-000000000002")
+    first_snapshot, second_snapshot = (
+        world.snapshot(),
+        world.snapshot("20261119T000000Z-000000000002"),
+    )
     batches = batcher(executor)
 
     await asyncio.gather(
-        batches.infer(job(one, "i1")),
-        batches.infer(job(other, "i2")),
-        batches.infer(job(one, "i3", table="user_vector")),
+        batches.infer(job(first_snapshot, "i1")),
+        batches.infer(job(second_snapshot, "i2")),
+        batches.infer(job(first_snapshot, "i3", table="user_vector")),
     )
 
     assert sorted(len(batch) for batch in world.predictor.batches) == [1, 1, 1]
@@ -80,15 +88,15 @@ async def test_a_poisoned_input_costs_its_batch_mates_nothing(executor: ThreadPo
     snapshot = world.snapshot()
     batches = batcher(executor)
 
-    done = await asyncio.gather(
+    outcomes = await asyncio.gather(
         batches.infer(job(snapshot, "i1")),
         batches.infer(job(snapshot, "i2", "poison")),
         batches.infer(job(snapshot, "no", "known", "item")),
         return_exceptions=True,
     )
 
-    assert isinstance(done[0], Computed) and isinstance(done[1], RuntimeError)
-    assert isinstance(done[2], LiveUnavailable) and done[2].reason == "no_usable_input"
+    assert isinstance(outcomes[0], Computed) and isinstance(outcomes[1], RuntimeError)
+    assert isinstance(outcomes[2], LiveUnavailable) and outcomes[2].reason == "no_usable_input"
 
 
 async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecutor) -> None:
@@ -98,11 +106,13 @@ async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecu
 
     jobs = [job(snapshot, "i1") for _ in range(63)]
     jobs.insert(40, job(snapshot, "i2", "poison"))
-    done = await asyncio.gather(*map(batches.infer, jobs), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(batches.infer, jobs), return_exceptions=True)
 
-    assert [isinstance(each, Computed) for each in done] == [place != 40 for place in range(64)]
-    assert isinstance(done[40], RuntimeError)
-    assert sum(len(each) for each in world.predictor.batches) <= 64 * 7
+    assert [isinstance(outcome, Computed) for outcome in outcomes] == [
+        index != 40 for index in range(64)
+    ]
+    assert isinstance(outcomes[40], RuntimeError)
+    assert sum(len(batch) for batch in world.predictor.batches) <= 64 * 7
     assert len(world.predictor.batches) <= 2 * 6 + 1
 
 
@@ -136,11 +146,11 @@ async def test_a_job_whose_caller_left_is_not_computed(executor: ThreadPoolExecu
     batches = batcher(executor)
     running = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
     await asyncio.to_thread(world.predictor.started.wait, 5)
-    left = asyncio.ensure_future(batches.infer(job(snapshot, "i1")))
+    cancelled_inference = asyncio.ensure_future(batches.infer(job(snapshot, "i1")))
     stays = asyncio.ensure_future(batches.infer(job(snapshot, "i2")))
     await asyncio.sleep(0)
 
-    left.cancel()
+    cancelled_inference.cancel()
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(running, stays)
@@ -166,11 +176,13 @@ async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
     # When one has half a second left and another two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
     late.deadline, early.deadline = clock.now + 0.5, clock.now + 2.0
-    done = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        batches.infer(late), batches.infer(early), return_exceptions=True
+    )
 
     # Then only the second is computed
-    assert isinstance(done[0], LiveUnavailable) and done[0].reason == "timeout"
-    assert isinstance(done[1], Computed)
+    assert isinstance(outcomes[0], LiveUnavailable) and outcomes[0].reason == "timeout"
+    assert isinstance(outcomes[1], Computed)
     assert [len(batch) for batch in world.predictor.batches] == [1, 1]
     assert batches.hopeless == 1 and batches.queued == batches.queued_bytes == 0
 
@@ -193,8 +205,8 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
     for _ in range(100):
         soon = job(snapshot, "i1")
         soon.deadline = clock.now + 0.3
-        done = await asyncio.gather(batches.infer(soon), return_exceptions=True)
-        answered += isinstance(done[0], Computed)
+        outcomes = await asyncio.gather(batches.infer(soon), return_exceptions=True)
+        answered += isinstance(outcomes[0], Computed)
 
     assert answered > 40
 

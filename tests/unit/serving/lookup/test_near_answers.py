@@ -34,8 +34,8 @@ class NearWorld(World):
 
     async def infer(self, job: Job) -> Computed:
         """As live, marked."""
-        found = await super().infer(job)
-        return Computed(found.record, found.dropped, DISTANCE if job.may_reuse else None)
+        computed = await super().infer(job)
+        return Computed(computed.record, computed.dropped, DISTANCE if job.may_reuse else None)
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def world() -> NearWorld:
 
 async def look(world: NearWorld, *entities: Any, **options: Any) -> list[dict[str, Any]]:
     started = asyncio.get_running_loop().time()
-    holding = Holding(world.snapshot())
-    return await world.ladder.lookup(holding, ask(*entities, **options), started)
+    served = Holding(world.snapshot())
+    return await world.ladder.lookup(served, ask(*entities, **options), started)
 
 
 async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> None:
@@ -54,7 +54,7 @@ async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> No
 
     first, second = (await look(world, new))[0], (await look(world, new))[0]
 
-    assert [each["source"] for each in (first, second)] == ["live", "live"]
+    assert [answer["source"] for answer in (first, second)] == ["live", "live"]
     assert first["near"] == second["near"] == DISTANCE and first["producer"] == "live"
     assert "i1" not in first["items"]
     await world.tiers.aclose()
@@ -66,13 +66,13 @@ async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stor
 ) -> None:
     await look(world, entity("nobody", history=ids("i1")))
 
-    taken, back = world.remote.asked
-    assert isinstance(taken, LeaseTake) and isinstance(back, LeaseSwap)
+    lease_take, back = world.remote.asked
+    assert isinstance(lease_take, LeaseTake) and isinstance(back, LeaseSwap)
     assert GIVEN_BACK in back
 
 
 @pytest.mark.parametrize(
-    ("asked", "options"),
+    ("requested_entity", "options"),
     [
         (entity("u3", history=ids("i1")), {"fresh": True}),
         (entity("nobody", history=ids("i1")), {"fresh": True}),
@@ -82,9 +82,9 @@ async def test_its_lease_is_given_back_so_that_nobody_waits_for_what_is_not_stor
     ids=["known", "fresh", "another table", "item"],
 )
 async def test_an_answer_of_its_own_is_computed(
-    world: NearWorld, asked: Any, options: dict[str, Any]
+    world: NearWorld, requested_entity: Any, options: dict[str, Any]
 ) -> None:
-    answer = (await look(world, asked, **options))[0]
+    answer = (await look(world, requested_entity, **options))[0]
 
     assert answer["source"] == "live" and "near" not in answer
     assert [job.may_reuse for job in world.jobs] == [False]
@@ -99,11 +99,11 @@ async def test_who_wants_it_fresh_does_not_join_who_takes_a_near_one(world: Near
 
 
 async def test_while_a_page_is_out_of_reach_a_known_id_gets_no_near_one(world: NearWorld) -> None:
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     world.remote.pages.clear()
     started = asyncio.get_running_loop().time()
 
-    answer = (await world.ladder.lookup(holding, ask(entity("u3", history=ids("i1"))), started))[0]
+    answer = (await world.ladder.lookup(served, ask(entity("u3", history=ids("i1"))), started))[0]
 
     assert (
         answer["source"] == "live" and answer["reason"] == "page_missing" and "near" not in answer

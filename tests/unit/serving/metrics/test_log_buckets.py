@@ -19,17 +19,17 @@ def test_finer_bounds_hold_the_coarse_ones_and_are_nowhere_further_apart_than_st
     assert len(BOUNDS) < 200
 
 
-@pytest.mark.parametrize("share", [0.5, 0.99, 0.999])
-def test_a_quantile_is_off_by_five_percent_at_most(share: float) -> None:
+@pytest.mark.parametrize("quantile_level", [0.5, 0.99, 0.999])
+def test_a_quantile_is_off_by_five_percent_at_most(quantile_level: float) -> None:
     times = np.random.default_rng(5).lognormal(-7, 1.5, 20_000)
     seconds = Seconds("t", "", "source", ["l1"], COARSE)
-    for each in times:
-        seconds.observe("l1", each)
+    for time_s in times:
+        seconds.observe("l1", time_s)
     counts = {at: n for at, n in enumerate(seconds.spent["l1"].counts) if n}
 
-    found = quantile(seconds.bounds, counts, share)
-    exact = float(np.quantile(times, share, method="inverted_cdf"))
-    assert found == pytest.approx(exact, rel=0.05)
+    estimate_s = quantile(seconds.bounds, counts, quantile_level)
+    exact = float(np.quantile(times, quantile_level, method="inverted_cdf"))
+    assert estimate_s == pytest.approx(exact, rel=0.05)
 
 
 def test_quantiles_of_few_and_of_what_lies_outside_the_bounds() -> None:
@@ -48,16 +48,16 @@ def test_prometheus_is_told_what_a_coarse_histogram_would_tell() -> None:
     coarse = Histogram("t", "", ["source"], buckets=COARSE, registry=registry).labels("l1")
     fine = Seconds("t", "", "source", ["l1"], COARSE)
     times = [*np.random.default_rng(6).lognormal(-5, 3, 500), *COARSE, 11.0, 0.0]
-    for each in times:
-        coarse.observe(each)
-        fine.observe("l1", each)
+    for time_s in times:
+        coarse.observe(time_s)
+        fine.observe("l1", time_s)
 
-    def told(samples):
+    def index_samples(samples):
         return {
-            (each.name, each.labels.get("le")): pytest.approx(each.value)
-            for each in samples
-            if not each.name.endswith("_created")
+            (sample.name, sample.labels.get("le")): pytest.approx(sample.value)
+            for sample in samples
+            if not sample.name.endswith("_created")
         }
 
-    (expected,), (found,) = registry.collect(), fine.collect()
-    assert told(found.samples) == told(expected.samples)
+    (expected,), (fine_family,) = registry.collect(), fine.collect()
+    assert index_samples(fine_family.samples) == index_samples(expected.samples)

@@ -38,14 +38,16 @@ def small_world() -> World:
 
 def scraped(world: World) -> dict[str, dict[str, Counter[str]]]:
     """By family and table, the values of the other label."""
-    found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    counts_by_family: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     world.metrics.expose()
     for family in world.metrics.registry.collect():
         for sample in family.samples:
             if sample.name.endswith("_total") and "table" in sample.labels:
-                other = sample.labels.get("source", sample.labels.get("reason", ""))
-                found[sample.name][sample.labels["table"]][other] += int(sample.value)
-    return found
+                source_or_reason = sample.labels.get("source", sample.labels.get("reason", ""))
+                counts_by_family[sample.name][sample.labels["table"]][source_or_reason] += int(
+                    sample.value
+                )
+    return counts_by_family
 
 
 def failing(reason: str | None) -> TierUnavailable | None:
@@ -56,8 +58,8 @@ def asked(rng: random.Random) -> Any:
     entities = []
     for _ in range(rng.randrange(1, 6)):
         table = rng.choice(TABLES)
-        known = USERS if table.startswith("user") else [f"i{number}" for number in range(20)]
-        id_ = rng.choice([*known, *(f"stranger{number}" for number in range(4))])
+        known_ids = USERS if table.startswith("user") else [f"i{number}" for number in range(20)]
+        id_ = rng.choice([*known_ids, *(f"stranger{number}" for number in range(4))])
         history = ids(*rng.sample(["i1", "i2", "i3", "i4"], 2)) if rng.random() < 0.3 else None
         entities.append(entity(id_, table, history=history))
     options: dict[str, Any] = {}
@@ -75,7 +77,7 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
     rng, world = random.Random(seed), small_world()
     blocklist = Blocklist(1, users=frozenset({b"u3"}))
     live = world.snapshot(blocklist=blocklist)
-    holding = Holding(live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None)
+    served = Holding(live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None)
     pages = dict(world.remote.pages)
     for _ in range(150):
         world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
@@ -89,16 +91,16 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
             elif rng.random() < 0.05:
                 world.remote.pages[name] = bytes(len(pages[name]))
 
-        answers = await world.ladder.lookup(holding, asked(rng), world.clock())
+        answers = await world.ladder.lookup(served, asked(rng), world.clock())
 
-        assert all(each["source"] for each in answers)
-    found = scraped(world)
-    assert set(found["larder_entities_total"]) == set(TABLES)
-    for table, total in found["larder_entities_total"].items():
-        sources = found["larder_answers_total"][table]
+        assert all(answer["source"] for answer in answers)
+    counts_by_family = scraped(world)
+    assert set(counts_by_family["larder_entities_total"]) == set(TABLES)
+    for table, total in counts_by_family["larder_entities_total"].items():
+        sources = counts_by_family["larder_answers_total"][table]
         misses, l1_misses = (
-            found["larder_misses_total"][table],
-            found["larder_l1_misses_total"][table],
+            counts_by_family["larder_misses_total"][table],
+            counts_by_family["larder_l1_misses_total"][table],
         )
         assert sum(sources.values()) == sum(total.values())
         assert sum(l1_misses.values()) == sources["l2"]
@@ -112,14 +114,14 @@ async def test_these_lives_meet_every_reason() -> None:
         rng, world = random.Random(seed), small_world()
         live = world.snapshot(blocklist=Blocklist(1, users=frozenset({b"u3"})))
         pages = dict(world.remote.pages)
-        for turn in range(150):
+        for step in range(150):
             world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
             world.remote.pages = dict(pages)
             reason = rng.choice(["timeout", "connection", "breaker_open", *[None] * 6])
             world.remote.fails_with = failing(reason)
-            if turn % 10 == 1:
+            if step % 10 == 1:
                 del world.remote.pages[GENERATION, "user_topk", 0]
-            elif turn % 10 == 2:
+            elif step % 10 == 2:
                 name = GENERATION, "user_topk", 0
                 world.remote.pages[name] = bytes(len(pages[name]))
             await world.ladder.lookup(Holding(live), asked(rng), world.clock())

@@ -48,13 +48,15 @@ def unit(vectors: NDArray[Any]) -> Numbers:
 def paraphrases(seed: int, *, dims: int = 32, bases: int = 400, labels: int = 4) -> Draw:
     """Half of the texts are new, half paraphrase one of a few hundred, some closely and some not; labels are linear."""
     rng = np.random.default_rng([seed, 1])
-    known = unit(rng.standard_normal((bases, dims)))
+    base_vectors = unit(rng.standard_normal((bases, dims)))
     weights = rng.standard_normal((dims, labels)).astype(np.float32)
     widths = np.array([0.25, 0.5, 1, 2, 4]) * 0.05 / dims**0.5
 
     def draw(rng: np.random.Generator, count: int) -> Texts:
         noise = rng.standard_normal((count, dims))
-        near = known[rng.integers(0, bases, count)] + rng.choice(widths, count)[:, None] * noise
+        near = (
+            base_vectors[rng.integers(0, bases, count)] + rng.choice(widths, count)[:, None] * noise
+        )
         is_near = rng.random(count) < 0.5
         vectors = unit(np.where(is_near[:, None], near, noise))
         return Texts(vectors, vectors @ weights)
@@ -81,9 +83,9 @@ def turning(honest: Draw, after: int) -> Draw:
     def draw(rng: np.random.Generator, count: int) -> Texts:
         nonlocal drawn
         drawn += count
-        found = honest(rng, count)
-        values = np.roll(found.values, 1, axis=1) if drawn > after else found.values
-        return Texts(found.vectors, values)
+        texts = honest(rng, count)
+        values = np.roll(texts.values, 1, axis=1) if drawn > after else texts.values
+        return Texts(texts.vectors, values)
 
     return draw
 
@@ -141,7 +143,7 @@ def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> Se
     dims = draw(np.random.default_rng(0), 2).vectors.shape[1]
     neighbours: Neighbours[Numbers] = Neighbours(ERROR, entries, dims, Random(seed), counts)
     matches = ValueMatches("t", neighbours)
-    seen = Seen(neighbours.policy, counts)
+    run_counts = Seen(neighbours.policy, counts)
     for _ in range(0, inputs, BATCH):
         model.now = draw(rng, BATCH)
         rows: Any = range(BATCH)
@@ -149,8 +151,8 @@ def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> Se
         true = model.now.values.argmax(axis=1).tolist()
         reused = [row for row, distance in enumerate(distances) if distance is not None]
         assert all(labels[row] == true[row] for row in rows if distances[row] is None)
-        seen.add(BATCH, len(reused), sum(labels[row] != true[row] for row in reused))
-    return seen
+        run_counts.add(BATCH, len(reused), sum(labels[row] != true[row] for row in reused))
+    return run_counts
 
 
 class HistoryModel:
@@ -172,17 +174,17 @@ class HistoryModel:
 
     def vectors(self, batch: Sequence[Prepared]) -> Numbers:
         """Means of the histories, which are all of one length."""
-        means: Numbers = self.items[np.stack([each.history for each in batch])].mean(axis=1)
+        means: Numbers = self.items[np.stack([prepared.history for prepared in batch])].mean(axis=1)
         return means
 
     def search(self, _table: str) -> ListSearch:
         """Search for lists."""
         return self._search
 
-    def lists(self, _table: str, best: tuple[Any, Any], *_: object) -> list[bytes]:
+    def lists(self, _table: str, ranked: tuple[Any, Any], *_: object) -> list[bytes]:
         """Keeps the lists in place of records."""
-        self.best = best[0]
-        return [b""] * len(best[0])
+        self.best = ranked[0]
+        return [b""] * len(ranked[0])
 
     def true_lists(self, batch: Sequence[Prepared]) -> NDArray[np.uint32]:
         """Lists that live would give."""
@@ -203,15 +205,15 @@ def histories(
         drawn = order[low + (rng.random((BATCH, length)) * np.maximum(high - low, 1)).astype(int)]
         if len(recent):
             near = rng.random(BATCH) < 0.5
-            changed = recent[rng.integers(0, len(recent), BATCH)].copy()
-            changed[np.arange(BATCH), rng.integers(0, length, BATCH)] = rng.integers(
+            near_duplicates = recent[rng.integers(0, len(recent), BATCH)].copy()
+            near_duplicates[np.arange(BATCH), rng.integers(0, length, BATCH)] = rng.integers(
                 0, model.ITEMS, BATCH
             )
-            drawn[near] = changed[near]
+            drawn[near] = near_duplicates[near]
             recent = np.concatenate([recent, drawn[~near]])[-500:]
         else:
             recent = drawn
-        yield [Prepared("t", each, {}, -1, np.unique(each), 0) for each in drawn]
+        yield [Prepared("t", history, {}, -1, np.unique(history), 0) for history in drawn]
 
 
 def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False) -> Seen:
@@ -220,7 +222,7 @@ def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: boo
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)
     reach = model.search("t").reach() if is_exact else None
     matches = ListMatches("t", model.K, 0.9, reach, neighbours)
-    seen = Seen(neighbours.policy, counts)
+    run_counts = Seen(neighbours.policy, counts)
     batches = histories(model, np.random.default_rng([seed, 4]))
     for _ in range(0, inputs, BATCH):
         batch = next(batches)
@@ -228,12 +230,12 @@ def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: boo
         reused = [row for row, distance in enumerate(distances) if distance is not None]
         wrong = 0
         if is_exact:  # what is not marked is live's own list, proven or computed
-            own = [row for row, distance in enumerate(distances) if distance is None]
-            true = model.true_lists([batch[row] for row in own])
-            assert np.array_equal(model.best[own], true)
+            unmarked_rows = [row for row, distance in enumerate(distances) if distance is None]
+            true = model.true_lists([batch[row] for row in unmarked_rows])
+            assert np.array_equal(model.best[unmarked_rows], true)
         if reused:
             true = model.true_lists([batch[row] for row in reused])
             pairs = zip(model.best[reused], true, strict=True)
             wrong = sum(len(np.intersect1d(*pair)) < 0.9 * model.K for pair in pairs)
-        seen.add(BATCH, len(reused), wrong)
-    return seen
+        run_counts.add(BATCH, len(reused), wrong)
+    return run_counts

@@ -33,9 +33,9 @@ class MeanTower:
 
     def run(self, inputs: dict[str, Histories]) -> NDArray[np.float32]:
         """float32 [n, dims]."""
-        sent = inputs["history"]
-        rows = np.split(self._vectors[sent.indices], sent.indptr[1:-1])
-        return np.stack([each.mean(axis=0) for each in rows])
+        histories = inputs["history"]
+        rows = np.split(self._vectors[histories.indices], histories.indptr[1:-1])
+        return np.stack([item_vectors.mean(axis=0) for item_vectors in rows])
 
 
 class TasteTower:
@@ -61,7 +61,7 @@ def wide_predictor(seed: int = 0) -> Predictor:
     ids = [b"item-%d" % number for number in range(ITEMS)]
     hashes = hash_ids(ids, 1)
     order = np.argsort(hashes)
-    raws = [ids[each] for each in order]
+    raws = [ids[item_index] for item_index in order]
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
     centres = rng.standard_normal((30, DIMS))[rng.integers(0, 30, ITEMS)]
     vectors = (centres + 0.6 * rng.standard_normal((ITEMS, DIMS))).astype(np.float32)

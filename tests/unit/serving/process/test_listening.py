@@ -27,19 +27,19 @@ class Servers:
         self._create: Any = loop.create_server
         patch.setattr(loop, "create_server", self.create)
 
-    async def create(self, *words: Any, **options: Any) -> asyncio.Server:
+    async def create(self, *arguments: Any, **options: Any) -> asyncio.Server:
         self._calls += 1
         if self.is_broken and self._calls % 2 == 0:
             raise OSError("no more descriptors")
-        server: asyncio.Server = await self._create(*words, **options)
+        server: asyncio.Server = await self._create(*arguments, **options)
         return server
 
 
 @pytest.fixture
 async def servers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    found = Servers(monkeypatch)
-    yield found
-    for server in found.servers:
+    fake_servers = Servers(monkeypatch)
+    yield fake_servers
+    for server in fake_servers.servers:
         server.close()
 
 
@@ -48,27 +48,27 @@ def open_files() -> int:
 
 
 async def listening_on(servers: Servers, count: int, tls: Any = None) -> Listening:
-    made = Listening(servers, tls)  # type: ignore[arg-type]
+    listening = Listening(servers, tls)  # type: ignore[arg-type]
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    made.keep(sockets)
-    for each in sockets:
-        servers.servers.append(await servers._create(asyncio.Protocol, sock=each))
-    return made
+    listening.keep(sockets)
+    for listening_socket in sockets:
+        servers.servers.append(await servers._create(asyncio.Protocol, sock=listening_socket))
+    return listening
 
 
 async def test_a_renewal_that_fails_leaves_the_old_sockets_and_nothing_besides(
     servers: Servers,
 ) -> None:
     listening = await listening_on(servers, 2)
-    old, before = list(servers.servers), open_files()
+    old, open_files_before = list(servers.servers), open_files()
     servers.is_broken = True
 
     for _ in range(3):
         with pytest.raises(OSError, match="descriptors"):
             await listening.renew()
 
-    assert servers.servers == old and all(each.is_serving() for each in old)
-    assert open_files() == before
+    assert servers.servers == old and all(server.is_serving() for server in old)
+    assert open_files() == open_files_before
     servers.is_broken = False
     await listening.renew()
     assert len(servers.servers) == 2 and not set(old) & set(servers.servers)
@@ -88,7 +88,7 @@ async def test_a_closed_socket_that_cannot_be_listened_on_again_is_tried_at_the_
     servers.is_broken = False
     await listening.look()
 
-    assert [each.is_serving() for each in servers.servers] == [False, True]
+    assert [server.is_serving() for server in servers.servers] == [False, True]
     listening.leave()
 
 

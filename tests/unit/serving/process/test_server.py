@@ -42,13 +42,13 @@ async def serving() -> AsyncIterator[tuple[Server, tuple[str, int]]]:
     front.app = answered
     shared = Shared(front, BOUNDS)  # type: ignore[arg-type]
     config = uvicorn.Config(shared.front, http=protocol(shared), lifespan="off", log_config=None)  # type: ignore[arg-type]
-    told = asyncio.Event()
-    server = Server(config, shared.connections, drain_s=1.0, announce=told.set)
+    announcement = asyncio.Event()
+    server = Server(config, shared.connections, drain_s=1.0, announce=announcement.set)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server._serve([listener]))
     try:
         address = listener.getsockname()
-        await told.wait()
+        await announcement.wait()
         yield server, address
     finally:
         server.should_exit = True
@@ -59,9 +59,9 @@ async def asked(address: tuple[str, int]) -> bytes:
     """How the answer to a request begins."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(get())
-    found = await reader.readuntil(b"\r\n")
+    status_line = await reader.readuntil(b"\r\n")
     writer.close()
-    return found
+    return status_line
 
 
 def test_a_listening_socket_that_was_closed_is_opened_again(
@@ -125,23 +125,23 @@ def test_a_look_that_fails_is_not_the_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        looks, twice = [0], asyncio.Event()
+        check_count, twice = [0], asyncio.Event()
 
-        async def look(_connections: Any, _now: float) -> None:
-            looks[0] += 1
-            if looks[0] == 1:
+        async def check_progress(_connections: Any, _now_s: float) -> None:
+            check_count[0] += 1
+            if check_count[0] == 1:
                 raise RuntimeError("a defect")
             twice.set()
 
         async with serving() as (server, _), asyncio.timeout(10):
-            monkeypatch.setattr(server._connections, "look", look)
+            monkeypatch.setattr(server._connections, "look", check_progress)
             await twice.wait()
 
     asyncio.run(run())
-    assert "background loop Server.look failed" in caplog.text
+    assert "background loop connections failed" in caplog.text
 
 
-@pytest.mark.parametrize(("soft", "hard", "wanted", "raised", "room"), [
+@pytest.mark.parametrize(("soft", "hard", "connections_max", "raised", "room"), [
     (1_024, 1 << 20, 8_192, 8_192 + HEADROOM, 8_192),
     (1_024, resource.RLIM_INFINITY, 8_192, 8_192 + HEADROOM, 8_192),
     (1_024, 4_096, 8_192, 4_096, 4_096 - HEADROOM),
@@ -150,13 +150,13 @@ def test_a_look_that_fails_is_not_the_last(
     (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8_192, None, 8_192),
 ])  # fmt: skip
 def test_as_many_files_may_be_open_as_the_connections_need(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, raised: int | None, room: int
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, connections_max: int, raised: int | None, room: int
 ) -> None:  # fmt: skip
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, found: limits.append(found))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new_limits: limits.append(new_limits))
 
-    assert make_room(wanted) == room
+    assert make_room(connections_max) == room
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
@@ -176,7 +176,7 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
 def test_a_server_admits_as_many_connections_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serving.app.make_room", lambda wanted: wanted // 2)
+    monkeypatch.setattr("serving.app.make_room", lambda connections_max: connections_max // 2)
     config = ServingConfig(artifacts="nowhere", connections_max=200)
 
     server = make_server(create_app(config), config, "warning", lambda: None)

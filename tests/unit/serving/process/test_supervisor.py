@@ -38,11 +38,11 @@ class Parent:
     def announce(self) -> None:
         self.announced += 1
 
-    async def _start_or_refuse(self, *words: Any, **options: Any) -> Any:
+    async def _start_or_refuse(self, *arguments: Any, **options: Any) -> Any:
         if self.refusals > 0:
             self.refusals -= 1
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        return await self._start_process(*words, **options)
+        return await self._start_process(*arguments, **options)
 
     @property
     def pids(self) -> set[int]:
@@ -85,7 +85,7 @@ async def test_a_successor_that_cannot_be_started_is_tried_again_while_the_other
 async def test_a_rolling_restart_works_after_one_that_could_not_start_a_worker(
     parent: Parent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = parent.pids
+    pids_before = parent.pids
     parent.refusals = 1
     os.kill(os.getpid(), signal.SIGHUP)
 
@@ -93,12 +93,12 @@ async def test_a_rolling_restart_works_after_one_that_could_not_start_a_worker(
         return "go on as they are" in caplog.text
 
     assert await eventually(has_given_up)
-    assert parent.pids == before
+    assert parent.pids == pids_before
 
     os.kill(os.getpid(), signal.SIGHUP)
 
     async def are_replaced() -> bool:
-        return await parent.are_two(frozenset(before))
+        return await parent.are_two(frozenset(pids_before))
 
     assert await eventually(are_replaced)
 

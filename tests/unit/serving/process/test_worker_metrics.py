@@ -19,31 +19,31 @@ def exposed(count: int, odd: str = "b") -> bytes:
 def test_each_family_stands_once_with_the_series_of_every_worker() -> None:
     text = merged({"0": exposed(2), "1": exposed(3, 'a "b" {c} d')}).decode()
 
-    families = {each.name: each for each in text_string_to_metric_families(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     totals = {
-        (each.labels["worker"], each.labels["x"]): each.value
-        for each in families["larder_a"].samples
-        if each.name == "larder_a_total"
+        (sample.labels["worker"], sample.labels["x"]): sample.value
+        for sample in families["larder_a"].samples
+        if sample.name == "larder_a_total"
     }
     assert totals == {("0", "b"): 2, ("1", 'a "b" {c} d'): 3}
-    assert {each.labels["worker"] for each in families["larder_ready"].samples} == {"0", "1"}
-    assert sum(each.name == "larder_s_bucket" for each in families["larder_s"].samples) == 6
+    assert {sample.labels["worker"] for sample in families["larder_ready"].samples} == {"0", "1"}
+    assert sum(sample.name == "larder_s_bucket" for sample in families["larder_s"].samples) == 6
     assert text.count("# TYPE larder_a_total ") == 1
 
 
 async def test_whoever_is_asked_tells_the_counts_of_all_that_answer(tmp_path: Path) -> None:
     peers = [Peers(tmp_path, slot) for slot in range(3)]
-    for slot, each in enumerate(peers):
-        await each.open(lambda slot=slot: exposed(slot))  # type: ignore[misc]
+    for slot, peer in enumerate(peers):
+        await peer.open(lambda slot=slot: exposed(slot))  # type: ignore[misc]
     await peers[1].aclose()
     (tmp_path / "7.sock").touch()  # left by one that was killed
 
     text = (await peers[0].exposition()).decode()
 
     (family,) = [e for e in text_string_to_metric_families(text) if e.name == "larder_ready"]
-    assert [each.labels["worker"] for each in family.samples] == ["0", "2"]
-    for each in peers:
-        await each.aclose()
+    assert [sample.labels["worker"] for sample in family.samples] == ["0", "2"]
+    for peer in peers:
+        await peer.aclose()
 
 
 async def test_a_peer_that_hangs_or_tells_half_a_line_is_left_out(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ async def test_a_peer_that_hangs_or_tells_half_a_line_is_left_out(tmp_path: Path
         writer.close()
 
     servers = [
-        await asyncio.start_unix_server(each, tmp_path / f"{slot}.sock")
-        for slot, each in ((1, hang), (2, break_off))
+        await asyncio.start_unix_server(handler, tmp_path / f"{slot}.sock")
+        for slot, handler in ((1, hang), (2, break_off))
     ]
     peers = Peers(tmp_path, 0)
     await peers.open(lambda: exposed(5))
@@ -65,5 +65,5 @@ async def test_a_peer_that_hangs_or_tells_half_a_line_is_left_out(tmp_path: Path
 
     assert b'worker="0"' in text and b'worker="1"' not in text and b'worker="2"' not in text
     await peers.aclose()
-    for each in servers:
-        each.close()
+    for server in servers:
+        server.close()

@@ -17,20 +17,20 @@ def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> An
 
 def test_parts_of_several_replicas_are_one_whole() -> None:
     key: Key = "t", "l1", "batch", "1-9"
-    whole, parts = Cell(), []
+    total_cell, parts = Cell(), []
     for part in range(3):
         cell = Cell()
         for number in range(part + 2):
-            each = sample(number / 4, 10.0**-number, is_exact=number == 1)
-            cell.saw(each)
-            whole.saw(each)
+            answer_sample = sample(number / 4, 10.0**-number, is_exact=number == 1)
+            cell.saw(answer_sample)
+            total_cell.saw(answer_sample)
         parts.append(orjson.loads(orjson.dumps(packed({key: cell}))))
 
-    found = merged([*parts, {}])
+    merged_cells = merged([*parts, {}])
 
-    *sums, errors = found[key].to_json()
-    assert list(found) == [key] and errors == whole.errors
-    assert sums == pytest.approx(whole.to_json()[:-1])
+    *sums, errors = merged_cells[key].to_json()
+    assert list(merged_cells) == [key] and errors == total_cell.errors
+    assert sums == pytest.approx(total_cell.to_json()[:-1])
 
 
 def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -> None:
@@ -49,9 +49,11 @@ def test_nothing_known_is_said_as_such() -> None:
     assert Cell().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
-    told = summary([part], worklist=None, read_share=None, size_bytes=0)
-    assert told["samples"] == 0
-    assert {told[each] for each in ("exact", "overlap", "score_error", "age_s")} == {None}
+    report = summary([part], worklist=None, read_share=None, size_bytes=0)
+    assert report["samples"] == 0
+    assert {report[field_name] for field_name in ("exact", "overlap", "score_error", "age_s")} == {
+        None
+    }
 
 
 @pytest.mark.parametrize("of", [1, 3, 7, 66])
@@ -63,22 +65,22 @@ def test_bounds_end_where_every_sample_said_the_same(of: int) -> None:
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
 def test_the_interval_of_a_rate_holds_it_19_times_in_20(rate: float) -> None:
     rng = np.random.default_rng(2)
-    held = 0
+    covered_count = 0
     for hits in rng.binomial(80, rate, 2_000).tolist():
         low, high = wilson(hits, 80)
-        held += low <= rate <= high
+        covered_count += low <= rate <= high
 
-    assert 0.92 <= held / 2_000 <= 0.99
+    assert 0.92 <= covered_count / 2_000 <= 0.99
 
 
 def test_the_interval_of_a_mean_holds_it_19_times_in_20() -> None:
     rng = np.random.default_rng(3)
-    held = 0
+    covered_count = 0
     for _ in range(1_000):
         cell = Cell()
         for overlap in rng.beta(8, 2, 100).tolist():
             cell.saw(sample(overlap))
-        found = cell.mean_overlap()
-        held += found["low"] <= 0.8 <= found["high"]
+        interval = cell.mean_overlap()
+        covered_count += interval["low"] <= 0.8 <= interval["high"]
 
-    assert 0.92 <= held / 1_000 <= 0.98
+    assert 0.92 <= covered_count / 1_000 <= 0.98

@@ -23,13 +23,15 @@ class Had:
 async def test_a_live_answer_without_what_its_user_had_by_the_night_is_as_the_model_says() -> None:
     world = World()
     live = world.snapshot(seen=Had())
-    picks = world.ladder.watch.picks = Picks(1_000)
-    sent = entity("u3", history=ids("i3"))
+    sampler = world.ladder.watch.picks = Picks(1_000)
+    requested_entity = entity("u3", history=ids("i3"))
 
-    (answer,) = await world.ladder.lookup(Holding(live), ask(sent, fresh=True), monotonic())
-    pick = picks.next()
+    (answer,) = await world.ladder.lookup(
+        Holding(live), ask(requested_entity, fresh=True), monotonic()
+    )
+    answer_sample = sampler.next()
 
     assert answer["source"] == "live" and not {*world.ids([4, 5])} & {*answer["items"]}
-    assert pick is not None
-    sample = compare(pick, live, None)
+    assert answer_sample is not None
+    sample = compare(answer_sample, live, None)
     assert sample.overlap == 1.0 and sample.is_exact

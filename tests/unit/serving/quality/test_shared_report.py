@@ -30,24 +30,24 @@ class FakeRedis(FakeControl):
             case "HGETALL":
                 return dict(self.rows)
             case "HDEL":
-                for each in command[2:]:
-                    del self.rows[each]
+                for field_name in command[2:]:
+                    del self.rows[field_name]
         return 0
 
     async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
         return []
 
 
-def row(generation: str, **changed: Any) -> bytes:
-    told = {
+def row(generation: str, **changes: Any) -> bytes:
+    row_fields = {
         "replica": "b", "at": NOW, "hits": 1.0, "generation": generation, "since": NOW,
         "cells": {"t\tl1\tbatch\tnone": Cell(samples=3, exact=3).to_json()}, "drift": {},
     }  # fmt: skip
-    return orjson.dumps(told | changed)
+    return orjson.dumps(row_fields | changes)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {"at": "now"},
         {"hits": "many"},
@@ -60,22 +60,22 @@ def row(generation: str, **changed: Any) -> bytes:
     ids=str,
 )
 async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
-    changed: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
     world, redis, results = World(), FakeRedis(), Results()
     live = world.snapshot()
     results.begin(live, NOW)
     usage = Usage(redis, Reads(), world.metrics, lambda: (), lambda: live)
-    told = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
+    shared_report = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
     redis.rows = {
         b"b": row(live.generation),
-        b"c": row(live.generation, replica="c", **changed),
+        b"c": row(live.generation, replica="c", **changes),
         b"d": b"[1]",
         b"old": row(live.generation, replica="old", at=NOW - LIFE_S),
     }
 
-    await told.report()
+    await shared_report.report()
 
-    found = told.told()
-    assert found is not None and found["samples"] == 3
+    report = shared_report.told()
+    assert report is not None and report["samples"] == 3
     assert b"old" not in redis.rows

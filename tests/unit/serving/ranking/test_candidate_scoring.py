@@ -18,21 +18,21 @@ from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
     world = World()
-    holding = Holding(world.snapshot())
+    served = Holding(world.snapshot())
     candidates, options = ids("i1", "i2"), RequestOptions(5.0)
 
     async def ranked(user):
-        ask = ScoreAsk(user, candidates, options)
-        now = asyncio.get_running_loop().time()
-        return await rank_candidates(world.ladder, Filters(), holding, ask, now)
+        score_request = ScoreAsk(user, candidates, options)
+        now_s = asyncio.get_running_loop().time()
+        return await rank_candidates(world.ladder, Filters(), served, score_request, now_s)
 
-    stored = await ranked(entity("u1", ""))
+    stored_answer = await ranked(entity("u1", ""))
     live = [await ranked(entity("u1", "", history=ids("i3"))) for _ in range(2)]
     world.busy = True
     settled = await ranked(entity("u1", "", history=ids("i3")))
 
-    assert stored["source"] == "l2" and stored["score_tolerance"] == 0.0
-    assert [each["source"] for each in live] == ["live"] * 2
+    assert stored_answer["source"] == "l2" and stored_answer["score_tolerance"] == 0.0
+    assert [answer["source"] for answer in live] == ["live"] * 2
     assert (settled["source"], settled["reason"]) == ("l1", "fresh_unavailable")
 
 
@@ -56,12 +56,18 @@ async def test_a_previous_generation_without_the_filters_attribute_answers_no_sc
     world = World()
     live = Holding(world.snapshot(GENERATION), world.snapshot(OLDER))
     del world.remote.pages[GENERATION, "user_vector", 0]
-    ask = ScoreAsk(entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="red"))
-    plain = ScoreAsk(ask.user, ask.items, RequestOptions(5.0))
-    now = asyncio.get_running_loop().time()
+    filtered_request = ScoreAsk(
+        entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="red")
+    )
+    unfiltered_request = ScoreAsk(
+        filtered_request.user, filtered_request.items, RequestOptions(5.0)
+    )
+    now_s = asyncio.get_running_loop().time()
 
-    previous = await rank_candidates(world.ladder, Filters(), live, plain, now)
-    filtered = await rank_candidates(world.ladder, FiltersOfTheLiveOne(), live, ask, now)
+    previous = await rank_candidates(world.ladder, Filters(), live, unfiltered_request, now_s)
+    filtered = await rank_candidates(
+        world.ladder, FiltersOfTheLiveOne(), live, filtered_request, now_s
+    )
 
     assert previous["source"] == "previous" and previous["items"]
     assert (filtered["source"], filtered["generation"]) == ("default", GENERATION)
@@ -79,10 +85,10 @@ def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric:
     for _ in range(50):
         exact = rng.normal(size=(1, 32)).astype(np.float32)
         raw = encode_numbers(layout, prints, exact, 0)[0].tobytes()
-        stored = decode(layout, raw).numbers
+        stored_vector = decode(layout, raw).numbers
 
-        tolerance = score_tolerance(layout, stored, items, metric)  # type: ignore[arg-type]
-        off = np.abs(scores(stored, items, metric) - scores(exact[0], items, metric)).max()
+        tolerance = score_tolerance(layout, stored_vector, items, metric)  # type: ignore[arg-type]
+        off = np.abs(scores(stored_vector, items, metric) - scores(exact[0], items, metric)).max()
 
         assert off <= tolerance * 1.01 + 1e-6
         worst = max(worst, off / tolerance)
@@ -90,7 +96,7 @@ def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric:
 
 
 def scores(vector, items, metric):
-    found = items.astype(np.float64) @ vector
+    item_scores = items.astype(np.float64) @ vector
     if metric == "cosine":
-        found /= np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
-    return found
+        item_scores /= np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
+    return item_scores

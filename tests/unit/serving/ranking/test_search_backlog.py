@@ -54,32 +54,32 @@ class Filtering:
 
 @pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, "searches") as found:
-        yield found
+    with ThreadPoolExecutor(1, "searches") as pool:
+        yield pool
 
 
 @pytest.fixture
 def masks() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, "masks") as found:
-        yield found
+    with ThreadPoolExecutor(1, "masks") as pool:
+        yield pool
 
 
 async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPoolExecutor) -> None:
-    now = 100.0
+    now_s = 100.0
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(filtering=filtering)
-    passing: Any = SimpleNamespace(count=1 << 20)
+    filter_mask: Any = SimpleNamespace(count=1 << 20)
     searches = [Search(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
-    filters: Any = Filters(executor, timer=lambda: now)
+    filters: Any = Filters(executor, timer=lambda: now_s)
 
-    found = await asyncio.gather(
-        *(filters.search(snapshot, passing, searches, now + 0.05) for _ in range(20))
+    results = await asyncio.gather(
+        *(filters.search(snapshot, filter_mask, searches, now_s + 0.05) for _ in range(20))
     )
-    assert found == [None] * 20 and filtering.begun == 1
+    assert results == [None] * 20 and filtering.begun == 1
 
-    now += 1  # the one that is under way sees that it is late
+    now_s += 1  # the one that is under way sees that it is late
     filtering.go.set()
-    answered = await filters.search(snapshot, passing, searches, now + 30)
+    answered = await filters.search(snapshot, filter_mask, searches, now_s + 30)
     assert filtering.begun == 1 + 3
     assert answered == [2, 3, 4]
 
@@ -95,9 +95,9 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
     asking += [asyncio.create_task(filters.passing(snapshot, "near", 30.0)) for _ in range(50)]
     await asyncio.sleep(0)
     filtering.go.set()
-    found = await asyncio.gather(*asking)
+    filter_masks = await asyncio.gather(*asking)
 
-    assert found == ["what passes cheap"] * 50 + ["what passes near"] * 50
+    assert filter_masks == ["what passes cheap"] * 50 + ["what passes near"] * 50
     assert filtering.names == ["cheap", "near"]
     assert {name[:5] for name in filtering.threads} == {"masks"}
 
@@ -110,11 +110,11 @@ async def test_a_filter_that_does_not_fit_is_refused_for_each_who_asked(
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
-    found = await asyncio.gather(
+    problems = await asyncio.gather(
         *(filters.passing(snapshot, "wrong", 30.0) for _ in range(3)), return_exceptions=True
     )
 
-    assert [reason_of(each) for each in found] == [(422, "invalid_filter")] * 3
+    assert [reason_of(problem) for problem in problems] == [(422, "invalid_filter")] * 3
 
 
 async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_nobody(
@@ -130,13 +130,13 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
         *(filters.passing(snapshot, f"late {number}", 0.01) for number in range(20)),
         return_exceptions=True,
     )
-    left = asyncio.create_task(filters.passing(snapshot, "left", 30.0))
+    cancelled_task = asyncio.create_task(filters.passing(snapshot, "left", 30.0))
     await asyncio.sleep(0)
-    left.cancel()
-    await asyncio.wait({left})
+    cancelled_task.cancel()
+    await asyncio.wait({cancelled_task})
     filtering.go.set()
 
-    assert [reason_of(each) for each in late] == [(503, "overloaded")] * 20
+    assert [reason_of(problem) for problem in late] == [(503, "overloaded")] * 20
     assert await first == "what passes first"
     assert await filters.passing(snapshot, "last", 30.0) == "what passes last"
     assert filtering.names == ["first", "last"]
@@ -207,8 +207,8 @@ async def test_what_a_filter_costs_decides_where_it_is_worked_out(
 
     await filters.passing(snapshot, "any", 30.0)
 
-    own = threading.current_thread().name
-    assert [name == own for name in filtering.threads] == [is_inline]
+    loop_thread_name = threading.current_thread().name
+    assert [name == loop_thread_name for name in filtering.threads] == [is_inline]
 
 
 def reason_of(answer: object) -> tuple[int, str]:

@@ -11,17 +11,23 @@ from serving.rendering.arrow_batch import column
 
 
 @pytest.mark.parametrize(
-    ("kind", "one", "other"),
+    ("kind", "first_value", "second_value"),
     [("utf8", "a", "b"), ("f8", 0.5, 0.0), ("i4", -1, 0), ("bool", True, False)],
 )
 def test_a_field_is_read_back_whether_it_differs_by_row_or_not(
-    kind: Kind, one: Any, other: Any
+    kind: Kind, first_value: Any, second_value: Any
 ) -> None:
-    for values in ([one], [one] * 9, [one, other, one], [one, None, other], [None] * 3):
+    for values in (
+        [first_value],
+        [first_value] * 9,
+        [first_value, second_value, first_value],
+        [first_value, None, second_value],
+        [None] * 3,
+    ):
         field = Field("x", kind, None in values)
-        sent = stream((field,), [column(field, values)], len(values), ())
+        arrow_stream = stream((field,), [column(field, values)], len(values), ())
 
-        read = pa.ipc.open_stream(sent).read_all()
+        read = pa.ipc.open_stream(arrow_stream).read_all()
         read.validate(full=True)
 
         assert read["x"].to_pylist() == values

@@ -48,11 +48,11 @@ def interpreted() -> Iterator[None]:
 
 
 def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
-    raws = [each.encode() for each in names]
+    raws = [name.encode() for name in names]
     longest = max(map(len, raws))
 
     def ids_of(ordinals: NDArray[Any]) -> list[str]:
-        return [names[each] for each in ordinals.ravel().tolist()]
+        return [names[ordinal] for ordinal in ordinals.ravel().tolist()]
 
     offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
     items = SimpleNamespace(
@@ -82,19 +82,19 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
     count = data.draw(st.integers(0, 4))
     size = count * layout.size_bytes
     raw = data.draw(st.binary(min_size=size, max_size=size))
-    found = np.frombuffer(bytearray(raw), layout.dtype)
+    rows = np.frombuffer(bytearray(raw), layout.dtype)
     k = data.draw(st.integers(1, width))
     if data.draw(st.booleans()):  # most of it as it should be
-        found["flags"], found["count"] = NIGHTLY, data.draw(st.integers(0, width + 1))
+        rows["flags"], rows["count"] = NIGHTLY, data.draw(st.integers(0, width + 1))
         if kind == "topk":
-            found["items"] %= np.uint32(len(NAMES) + 1)
+            rows["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
 
-    is_plain = json_batch.plain(live, table(layout), found, k)
+    is_plain = json_batch.plain(live, table(layout), rows, k)
 
     with interpreted():
-        assert is_plain.tolist() == json_batch.plain(live, table(layout), found, k).tolist()
-    good = found[is_plain]
+        assert is_plain.tolist() == json_batch.plain(live, table(layout), rows, k).tolist()
+    good = rows[is_plain]
     if len(good):
         same(live, table(layout), good, k)
 
@@ -108,20 +108,25 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     named = items_of(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():
-        again = json_batch.numbers(of, good, k)
-        assert numbers.view(np.uint32).tolist() == again.view(np.uint32).tolist()
+        pure_numbers = json_batch.numbers(of, good, k)
+        assert numbers.view(np.uint32).tolist() == pure_numbers.view(np.uint32).tolist()
         assert texts == json_batch.texts_of(live, of, ids, good, k, ends)
-        other = items_of(lookup, resolved, slice(None))
-        assert named == other and named.sizes.tolist() == other.sizes.tolist()
-        assert streamed == answers_stream(of, [b"i"] * len(good), {}, stored(again, other))
-    assert all(orjson.loads(each)["id"] == name for each, name in zip(texts, ids, strict=True))
+        pure_items = items_of(lookup, resolved, slice(None))
+        assert named == pure_items and named.sizes.tolist() == pure_items.sizes.tolist()
+        assert streamed == answers_stream(
+            of, [b"i"] * len(good), {}, stored(pure_numbers, pure_items)
+        )
+    assert all(orjson.loads(text)["id"] == name for text, name in zip(texts, ids, strict=True))
 
 
 def some_row(source: str) -> Row:
     """A row of the origin's columns, with something in each that always has something."""
-    some: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
-    always = [each for each in ORIGIN if each.said.when == "always"]
-    return row_of({each.name: some[each.arrow.kind] for each in always} | {"source": source})
+    value_by_kind: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
+    always = [answer_field for answer_field in ORIGIN if answer_field.said.when == "always"]
+    return row_of(
+        {answer_field.name: value_by_kind[answer_field.arrow.kind] for answer_field in always}
+        | {"source": source}
+    )
 
 
 def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
@@ -144,13 +149,15 @@ def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
 def test_every_score_is_written_as_orjson_writes_it(
     scores: list[list[float]], power: int, precision: Any, names: list[str]
 ) -> None:
-    wanted = np.array(scores, np.float32) * np.float32(2.0) ** power
-    ordinals = (np.arange(wanted.size).reshape(wanted.shape) % len(names)).astype(np.uint32)
+    expected_scores = np.array(scores, np.float32) * np.float32(2.0) ** power
+    ordinals = (np.arange(expected_scores.size).reshape(expected_scores.shape) % len(names)).astype(
+        np.uint32
+    )
     ordinals[-1, -1] = NO_ITEM
-    prints = np.arange(len(wanted), dtype=np.uint64)
+    prints = np.arange(len(expected_scores), dtype=np.uint64)
     layout = Layout("topk", 3, precision)
     try:
-        good = encode_topk(layout, prints, ordinals, wanted, 1)
+        good = encode_topk(layout, prints, ordinals, expected_scores, 1)
     except UnfitValue:
         return
     live, k = snapshot(names), 2
@@ -159,7 +166,7 @@ def test_every_score_is_written_as_orjson_writes_it(
     (first, *_) = json_batch.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
 
     decoded = orjson.loads(first)
-    assert decoded["items"] == [names[each] for each in ordinals[0, :k].tolist()]
+    assert decoded["items"] == [names[ordinal] for ordinal in ordinals[0, :k].tolist()]
     assert np.array(decoded["scores"], np.float32).tolist() == (
         json_batch.numbers(table(layout), good[:1], k)[0].tolist()
     )
@@ -187,10 +194,10 @@ def test_numerals_are_written_once_and_long_ones_left_to_others() -> None:
 @given(buffers=st.lists(st.binary(max_size=20), max_size=6), nodes=st.lists(st.integers(0, 9)))
 def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) -> None:
     size = 8 * (2 + len(nodes) + 2 * len(buffers))
-    places = 0, 8, 16, 16 + 8 * len(nodes)
-    given_ = (b"schema", b"\xff" * size, *places, 3, nodes, buffers, b"end")
+    offsets = 0, 8, 16, 16 + 8 * len(nodes)
+    arguments = (b"schema", b"\xff" * size, *offsets, 3, nodes, buffers, b"end")
 
-    assert COLUMNS.stream(*given_) == writer.assembled(*given_)
+    assert COLUMNS.stream(*arguments) == writer.assembled(*arguments)
 
 
 @given(
@@ -200,25 +207,25 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
 def test_a_column_is_cut_alike_and_refused_alike(
     ids: list[str | None], noise: list[tuple[int, int]]
 ) -> None:
-    column = writer.texts([None if each is None else each.encode() for each in ids])
+    column = writer.texts([None if id_ is None else id_.encode() for id_ in ids])
     field = Field("id", "utf8", True)
-    sent = bytearray(writer.stream((field,), [column], len(ids)))
+    damaged_stream = bytearray(writer.stream((field,), [column], len(ids)))
     for back, byte in noise:
-        sent[-1 - back % len(sent)] = byte
+        damaged_stream[-1 - back % len(damaged_stream)] = byte
 
-    def told(cutter: Any) -> Any:
+    def read_columns(cutter: Any) -> Any:
         try:
-            return read(bytes(sent), 10, as_bytes=True, cutter=cutter).columns
+            return read(bytes(damaged_stream), 10, as_bytes=True, cutter=cutter).columns
         except ValueError as error:
             return type(error), str(error)
 
-    assert told(COLUMNS.cut_texts) == told(pure.cut_texts) == told(None)
+    assert read_columns(COLUMNS.cut_texts) == read_columns(pure.cut_texts) == read_columns(None)
 
 
 @given(ids=st.lists(st.binary(max_size=5) | st.just(None), max_size=5))
 def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
-    found = COLUMNS.joined(ids)
+    buffers = COLUMNS.joined(ids)
 
-    assert (found is None) == (None in ids)
-    if found is not None:
-        assert (b"", *found) == writer.texts(ids).buffers
+    assert (buffers is None) == (None in ids)
+    if buffers is not None:
+        assert (b"", *buffers) == writer.texts(ids).buffers

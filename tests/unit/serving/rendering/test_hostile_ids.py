@@ -33,34 +33,34 @@ LIMITS = Limits(max_batch=500, max_history=8, max_exclude=8, deadline_ms=100, de
 
 some_ids = st.lists(hostile.ids, min_size=1, max_size=6)
 each_way = pytest.mark.parametrize("columns", [COLUMNS, pure], ids=["compiled", "interpreted"])
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.kind)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 
 
 def records(layout: Layout, count: int, items: int) -> NDArray[Any]:
     prints = np.arange(count, dtype=np.uint64)
     numbers = np.tile(np.array([0.5, 0.25], np.float32), (count, 1))
     if layout.kind == "topk":
-        listed = (np.arange(2 * count, dtype=np.uint32) % items).reshape(count, 2)
-        return encode_topk(layout, prints, listed, numbers, 1)
+        ordinals = (np.arange(2 * count, dtype=np.uint32) % items).reshape(count, 2)
+        return encode_topk(layout, prints, ordinals, numbers, 1)
     return encode_numbers(layout, prints, numbers, 1)
 
 
 def wanted(layout: Layout, ids: list[str], names: list[str]) -> list[dict[str, Any]]:
     """What anybody would answer."""
-    found: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     for at, id_ in enumerate(ids):
-        own = names[2 * at % len(names)], names[(2 * at + 1) % len(names)]
+        item_pair = names[2 * at % len(names)], names[(2 * at + 1) % len(names)]
         predictions: dict[str, dict[str, Any]] = {
-            "topk": {"items": [*own], "scores": [0.5, 0.25], "short": False},
+            "topk": {"items": [*item_pair], "scores": [0.5, 0.25], "short": False},
             "vector": {"vector": [0.5, 0.25]},
             "value": {"values": [0.5, 0.25], "labels": ["a", "a"]},
         }
-        found.append({"id": id_, "table": "t", **predictions[layout.kind], "source": "l1"})
-    return found
+        answers.append({"id": id_, "table": "t", **predictions[layout.kind], "source": "l1"})
+    return answers
 
 
 def test_the_hostile_ids_are_ids() -> None:
-    lengths = [len(canonical_id(each)) for each in hostile.EVERY]
+    lengths = [len(canonical_id(hostile_id)) for hostile_id in hostile.EVERY]
 
     assert max(lengths) == ID_BYTES_MAX and len(hostile.EVERY) > 100
 
@@ -82,7 +82,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     with patch.object(loader, "kernels", columns):
         texts = json_batch.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
 
-    assert [orjson.loads(each) for each in texts] == wanted(layout, ids, names)
+    assert [orjson.loads(text) for text in texts] == wanted(layout, ids, names)
 
 
 @each_layout
@@ -114,15 +114,15 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_batch.numbers(table(layout), good, 2)
-        stored = StoredRows(
+        stored_rows = StoredRows(
             np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
         )
-        sent = answers_stream(table(layout), [each.encode() for each in ids], {}, stored)
+        arrow_stream = answers_stream(table(layout), [id_.encode() for id_ in ids], {}, stored_rows)
 
-    read = pa.ipc.open_stream(sent).read_all()
+    read = pa.ipc.open_stream(arrow_stream).read_all()
     read.validate(full=True)
     assert read["id"].to_pylist() == ids
-    assert read["items"].to_pylist() == [each["items"] for each in wanted(layout, ids, names)]
+    assert read["items"].to_pylist() == [answer["items"] for answer in wanted(layout, ids, names)]
     assert named is not NO_ITEMS
 
 
@@ -132,6 +132,6 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
     with patch.object(loader, "kernels", columns):
-        asked = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
+        id_batch = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
-    assert asked is not None and [each.decode() for each in asked.raws] == ids
+    assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids

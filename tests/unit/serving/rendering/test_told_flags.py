@@ -46,13 +46,13 @@ async def test_an_answer_tells_of_the_flag_of_its_record_and_the_next_one_does_n
     snapshot = world.snapshot()
     flag(world, snapshot, table, "u3")
 
-    asked = ask(entity("u3", table), entity("u4", table))
-    marked, other = await world.ladder.lookup(
-        Holding(snapshot), asked, asyncio.get_running_loop().time()
+    lookup = ask(entity("u3", table), entity("u4", table))
+    marked, unflagged_answer = await world.ladder.lookup(
+        Holding(snapshot), lookup, asyncio.get_running_loop().time()
     )
 
     assert marked["cold_start"] is True and marked["source"] == "l2"
-    assert "cold_start" not in other
+    assert "cold_start" not in unflagged_answer
 
 
 @TABLES
@@ -66,24 +66,26 @@ def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, k
     with patch.object(loader, "kernels", kernels):
         is_plain = plain(snapshot, of, rows, WIDTH)
         starts = [
-            start_of(snapshot, of, Found(each.tobytes(), "l2", False, None), "u3", WIDTH)
-            for each in rows
+            start_of(snapshot, of, Found(row.tobytes(), "l2", False, None), "u3", WIDTH)
+            for row in rows
         ]
 
     assert is_plain.tolist() == (~is_flagged).tolist()
-    assert [each is None for each in starts] == is_flagged.tolist()
+    assert [start is None for start in starts] == is_flagged.tolist()
 
 
 def test_a_row_without_an_answer_gets_no_flag_and_stays_absent():
-    of, marks = Layout("topk", 2, "f2"), np.array([1, 2, 3], np.uint64)
+    of, fingerprints = Layout("topk", 2, "f2"), np.array([1, 2, 3], np.uint64)
     items = np.array([[0, 1], [1, NO_ITEM], [0, 2]], np.uint32)
     scores = np.array([[2, 1], [1, 0], [2, 1]], np.float32)
     flags = np.array([BIT, BIT, 0], np.uint8)
 
-    records, _ = encode(of, marks, (items, scores), np.array([True, False, True]), 5, flags)
+    records, _ = encode(of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags)
 
     assert records["flags"].tolist() == [NIGHTLY | BIT, ABSENT, NIGHTLY]
-    assert (encode_topk(of, marks, items, scores, 5, flags=flags)["flags"] & BIT).tolist() == [
+    assert (
+        encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT
+    ).tolist() == [
         BIT,
         BIT,
         0,

@@ -26,19 +26,19 @@ def write(store: ArtefactStore, version: int, *, calls_itself: int | None = None
 
 def test_the_newest_version_above_the_one_in_force_is_taken(store: ArtefactStore) -> None:
     write(store, 9)
-    newest = write(store, 10)
+    written_blocklist = write(store, 10)
 
-    assert newest_blocklist(store, -1) == (newest, None)
-    assert newest_blocklist(store, 9) == (newest, None)
+    assert newest_blocklist(store, -1) == (written_blocklist, None)
+    assert newest_blocklist(store, 9) == (written_blocklist, None)
     assert newest_blocklist(store, 10) == (None, None)
 
 
 def test_other_files_in_the_folder_are_no_versions(store: ArtefactStore) -> None:
-    newest = write(store, 3)
+    written_blocklist = write(store, 3)
     for name in ("7.json", "abcdefghijkl.json", "000000000008.txt", "000000000009.json.part"):
         store.write(f"blocklist/{name}", b"{}")
 
-    assert newest_blocklist(store, -1) == (newest, None)
+    assert newest_blocklist(store, -1) == (written_blocklist, None)
 
 
 def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_why(
@@ -48,9 +48,11 @@ def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_w
     write(store, 5, calls_itself=4)
     store.write("blocklist/000000000006.json", b"damaged")
 
-    found, trouble = newest_blocklist(store, 3)
+    loaded_blocklist, trouble = newest_blocklist(store, 3)
 
-    assert found == readable and trouble is not None and trouble.startswith("version 6: ")
+    assert (
+        loaded_blocklist == readable and trouble is not None and trouble.startswith("version 6: ")
+    )
     assert newest_blocklist(store, 4) == (None, trouble)
 
 

@@ -32,11 +32,11 @@ class Runs:
 
 
 def scene(
-    canary: Canary | None = CANARY, *, held: bool = True
+    canary: Canary | None = CANARY, *, is_held: bool = True
 ) -> tuple[World, Holding, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
-    split = None if canary is None or not held else Split.of(canary.generation, canary.percent)
+    split = None if canary is None or not is_held else Split.of(canary.generation, canary.percent)
     return world, Holding(live, None, coming, split), CanaryRouter(Runs(canary), world.metrics)
 
 
@@ -51,17 +51,19 @@ def taken(percent: float, generation: str = GENERATION) -> set[bytes]:
 
 @pytest.mark.parametrize("percent", [1.0, 10.0, 50.0])
 def test_the_share_is_the_percentage_within_binomial_bounds(percent: float) -> None:
-    share, count = percent / 100, len(KEYS)
+    canary_share, count = percent / 100, len(KEYS)
 
     # Five standard deviations: one in two million such key sets would miss.
-    assert abs(len(taken(percent)) - share * count) < 5 * math.sqrt(count * share * (1 - share))
+    assert abs(len(taken(percent)) - canary_share * count) < 5 * math.sqrt(
+        count * canary_share * (1 - canary_share)
+    )
 
 
 def test_a_larger_share_keeps_who_was_in_and_another_canary_draws_anew() -> None:
     assert taken(1) < taken(10) < taken(100) and len(taken(100)) == len(KEYS)
     assert not taken(0)
-    both = taken(50) & taken(50, OLDER)
-    assert abs(len(both) - len(KEYS) / 4) < 5 * math.sqrt(len(KEYS) * 3 / 16)
+    keys_in_both = taken(50) & taken(50, OLDER)
+    assert abs(len(keys_in_both) - len(KEYS) / 4) < 5 * math.sqrt(len(KEYS) * 3 / 16)
 
 
 def test_the_split_is_fixed_for_it_must_agree_between_versions_of_the_service() -> None:
@@ -72,15 +74,15 @@ def test_the_split_is_fixed_for_it_must_agree_between_versions_of_the_service() 
 
 
 async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
-    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
-    asked = ask(entity("u1"), entity("u2"), entity("nobody"), canary_key=b"k")
+    world, served, trial = scene(Canary(GENERATION, 100.0, 5.0))
+    lookup = ask(entity("u1"), entity("u2"), entity("nobody"), canary_key=b"k")
 
-    routed, part = trial.route(holding, asked.entities, asked.options)
-    answers = await world.ladder.lookup(routed, asked, time.monotonic())
+    routed, part = trial.route(served, lookup.entities, lookup.options)
+    answers = await world.ladder.lookup(routed, lookup, time.monotonic())
     trial.count(part, answers)
 
     assert part == ("canary", b"k", Canary(GENERATION, 100.0, 5.0))
-    assert {each["generation"] for each in answers} == {GENERATION}
+    assert {answer["generation"] for answer in answers} == {GENERATION}
     report = trial.report()
     assert report is not None and report["arms"]["canary"]["requests"] == 1
     assert report["arms"]["canary"]["kinds"] == {"stored": 1}
@@ -91,19 +93,19 @@ async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
 
 
 async def test_below_a_canary_stands_the_live_generation_marked_as_what_it_is() -> None:
-    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
+    world, served, trial = scene(Canary(GENERATION, 100.0, 5.0))
     del world.remote.pages[GENERATION, "user_topk", 0]
-    asked = ask(entity("u1"))
+    lookup = ask(entity("u1"))
 
-    routed, _ = trial.route(holding, asked.entities, asked.options)
-    (answer,) = await world.ladder.lookup(routed, asked, time.monotonic())
+    routed, _ = trial.route(served, lookup.entities, lookup.options)
+    (answer,) = await world.ladder.lookup(routed, lookup, time.monotonic())
 
     assert (answer["source"], answer["generation"]) == ("previous", OLDER)
     assert answer["reason"] == "page_missing"
 
 
 @pytest.mark.parametrize(
-    ("asked", "arm"),
+    ("lookup", "arm"),
     [
         (ask(entity("u1")), "canary"),  # by default the user
         (ask(entity("u1"), entity("u2")), None),  # not one user
@@ -113,45 +115,45 @@ async def test_below_a_canary_stands_the_live_generation_marked_as_what_it_is() 
         (ask(entity("u1"), entity("u2"), canary_key=b"k"), "canary"),
     ],
 )
-def test_without_a_key_or_with_a_pin_the_live_one_answers(asked: Any, arm: str | None) -> None:
-    _, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
+def test_without_a_key_or_with_a_pin_the_live_one_answers(lookup: Any, arm: str | None) -> None:
+    _, served, trial = scene(Canary(GENERATION, 100.0, 5.0))
 
-    routed, found = trial.route(holding, asked.entities, asked.options)
+    routed, canary_part = trial.route(served, lookup.entities, lookup.options)
 
-    assert (found and found.arm) == arm and (routed.live.generation == GENERATION) == (
+    assert (canary_part and canary_part.arm) == arm and (routed.live.generation == GENERATION) == (
         arm == "canary"
     )
 
 
 async def test_a_replica_that_does_not_hold_it_answers_live_and_counts_that() -> None:
-    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0), held=False)
+    world, served, trial = scene(Canary(GENERATION, 100.0, 5.0), is_held=False)
 
-    routed, part = trial.route(holding, (), options(b"k"))
+    routed, part = trial.route(served, (), options(b"k"))
 
-    assert routed is holding and part is None
-    counted = world.metrics.canary_requests.labels("not_held")._value.get()
-    assert counted == 1
+    assert routed is served and part is None
+    not_held_count = world.metrics.canary_requests.labels("not_held")._value.get()
+    assert not_held_count == 1
 
 
 def test_without_a_canary_nothing_is_routed_counted_or_reported() -> None:
-    world, holding, trial = scene(None)
+    world, served, trial = scene(None)
 
-    assert trial.route(holding, (), options(b"k")) == (holding, None)
-    assert trial.report() is None and trial.feedback(holding, None, b"k", "click", 1) is None
+    assert trial.route(served, (), options(b"k")) == (served, None)
+    assert trial.report() is None and trial.feedback(served, None, b"k", "click", 1) is None
     assert b"larder_canary_requests_total{" not in world.metrics.expose()
 
 
 def test_feedback_counts_for_the_arm_that_answered() -> None:
-    _, holding, trial = scene(Canary(GENERATION, 50.0, 5.0))
+    _, served, trial = scene(Canary(GENERATION, 50.0, 5.0))
     split = Split.of(GENERATION, 50.0)
     inside = next(key for key in KEYS if split.takes(key))
     outside = next(key for key in KEYS if not split.takes(key))
 
-    assert trial.feedback(holding, GENERATION, None, "click", 2) == "canary"
-    assert trial.feedback(holding, OLDER, None, "click", 3) == "live"
-    assert trial.feedback(holding, "another", None, "click", 4) is None
-    assert trial.feedback(holding, None, inside, "buy", 1) == "canary"
-    assert trial.feedback(holding, None, outside, "buy", 1) == "live"
+    assert trial.feedback(served, GENERATION, None, "click", 2) == "canary"
+    assert trial.feedback(served, OLDER, None, "click", 3) == "live"
+    assert trial.feedback(served, "another", None, "click", 4) is None
+    assert trial.feedback(served, None, inside, "buy", 1) == "canary"
+    assert trial.feedback(served, None, outside, "buy", 1) == "live"
     report = trial.report()
     assert report is not None
     assert report["arms"]["canary"]["feedback"] == {"click": 2, "buy": 1}
@@ -162,21 +164,21 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
     None
 ):
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
-    world, holding, _ = scene()
+    world, served, _ = scene()
     trial = CanaryRouter(running, world.metrics)
-    for since in range(5):
-        running.canary = Canary(GENERATION, 100.0, float(since), "purchase")
+    for started_at in range(5):
+        running.canary = Canary(GENERATION, 100.0, float(started_at), "purchase")
         for number in range(30):
-            trial.feedback(holding, GENERATION, None, f"junk-{since}-{number}", 1)
-        trial.feedback(holding, GENERATION, None, "purchase", 7)
+            trial.feedback(served, GENERATION, None, f"junk-{started_at}-{number}", 1)
+        trial.feedback(served, GENERATION, None, "purchase", 7)
 
         report = trial.report()
         assert report is not None and report["arms"]["canary"]["feedback"]["purchase"] == 7
 
     lines = [
-        each
-        for each in world.metrics.expose().splitlines()
-        if each.startswith(b"larder_feedback_total{")
+        line
+        for line in world.metrics.expose().splitlines()
+        if line.startswith(b"larder_feedback_total{")
     ]
     assert len(lines) == EVENTS_MAX + 2  # and the one that decides, and `other`
     assert b'larder_feedback_total{arm="canary",event="purchase"} 35.0' in lines
@@ -184,9 +186,9 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 
 def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
-    world, holding, _ = scene()
+    world, served, _ = scene()
     trial = CanaryRouter(running, world.metrics)
-    _, part = trial.route(holding, (), options(b"k"))
+    _, part = trial.route(served, (), options(b"k"))
     trial.count(part, [{"source": "l1"}])
 
     running.canary = Canary(GENERATION, 100.0, 6.0)
@@ -200,17 +202,17 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
     later: Canary,
 ) -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
-    world, holding, _ = scene()
+    world, served, _ = scene()
     trial = CanaryRouter(running, world.metrics)
-    _, part = trial.route(holding, (), options(b"k"))
+    _, part = trial.route(served, (), options(b"k"))
 
     running.canary = later
-    trial.feedback(holding, None, b"k", "click", 1)
+    trial.feedback(served, None, b"k", "click", 1)
     trial.count(part, [{"source": "l1"}])
 
     report = trial.report()
     assert part is not None and report is not None
-    assert {arm: each["requests"] for arm, each in report["arms"].items()} == {
+    assert {arm: arm_report["requests"] for arm, arm_report in report["arms"].items()} == {
         "live": 0,
         "canary": 0,
     }
@@ -226,8 +228,11 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
     header = (b"x-larder-canary-key", "schlüssel".encode())
     headers = [(b"accept", b"*/*"), header, (b"x-deadline-ms", b"200")]
-    found = with_headers(options(), headers, limits)
-    assert found.canary_key == read_id("schlüssel", "x") and found.deadline_s == 0.2
+    request_options = with_headers(options(), headers, limits)
+    assert (
+        request_options.canary_key == read_id("schlüssel", "x")
+        and request_options.deadline_s == 0.2
+    )
     assert with_headers(options(), [], limits) == options()
     with pytest.raises(Problem):
         lookup_ask({"entities": ["u1"], "canary_key": ""}, "user_topk", limits)
@@ -254,9 +259,9 @@ def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, 
 
 
 def test_feedback_is_one_event_unless_it_says_more() -> None:
-    for body, found in (
+    for body, expected_feedback in (
         (b'{"event": "click", "generation": "a"}', Reported("a", None, None, "click", 1)),
         (b'{"event": "buy", "canary_key": 7, "count": 5}', Reported(None, b"7", None, "buy", 5)),
         (b'{"event": "buy", "arm": "e=a"}', Reported(None, None, RequestedArm("e", "a"), "buy", 1)),
     ):
-        assert feedback_of(orjson.loads(body)) == found
+        assert feedback_of(orjson.loads(body)) == expected_feedback

@@ -36,10 +36,10 @@ class FakeRedis(FakeControl):
 
 
 def registered(manifest: Any, room: Room, releases: ReleaseWatch) -> CollectorRegistry:
-    held: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
-    nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=held), lambda: NOW)  # type: ignore[arg-type]
+    served: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
+    nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=served), lambda: NOW)  # type: ignore[arg-type]
     registry = CollectorRegistry()
-    registry.register(Figures(lambda: held, nights, releases, room))
+    registry.register(Figures(lambda: served, nights, releases, room))
     return registry
 
 
@@ -51,9 +51,11 @@ def releases() -> ReleaseWatch:
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
     registry = registered(None, Room(FakeRedis()), releases())
 
-    told = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
+    value_by_name = {
+        sample.name: sample.value for family in registry.collect() for sample in family.samples
+    }
 
-    assert told == {"larder_nights_missed": MISSED_MAX}
+    assert value_by_name == {"larder_nights_missed": MISSED_MAX}
 
 
 def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
@@ -66,9 +68,9 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
         MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S),
         facts={"reuse": {**night, "base": "g", "why": "", "read_because": "", "nights": [night]}},
     )  # fmt: skip
-    told = releases()
-    told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
-    value = registered(manifest, Room(FakeRedis()), told).get_sample_value
+    release_watch = releases()
+    release_watch.last, release_watch.refused = {"publish": 7.0}, frozenset({"skew"})
+    value = registered(manifest, Room(FakeRedis()), release_watch).get_sample_value
 
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
     assert value("larder_generation_users", {"reason": "copied"}) == 8

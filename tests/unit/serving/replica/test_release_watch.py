@@ -23,13 +23,13 @@ def store(tmp_path: Path) -> ArtefactStore:
     return ArtefactStore(str(tmp_path / "store"))
 
 
-def write(store: ArtefactStore, *told: tuple[Any, str], done: bool = True) -> None:
+def write(store: ArtefactStore, *moves: tuple[Any, str], is_done: bool = True) -> None:
     """Adds records in order, each of them later than the one before."""
-    for action, generation in told:
-        number = len([each for each in store.names("releases") if each.endswith(".json")]) + 1
+    for action, generation in moves:
+        number = len([name for name in store.names("releases") if name.endswith(".json")]) + 1
         release = Release(number, action, generation, None, "a", 100.0 * number, number=number)
         store.write_once(intent_path(number), release.to_bytes())
-        if done:
+        if is_done:
             store.write_once(done_path(number), b"")
 
 
@@ -44,7 +44,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
     store: ArtefactStore,
 ) -> None:
     write(store, ("publish", A), ("pin", A), ("publish", B))
-    write(store, ("roll_back", A), done=False)
+    write(store, ("roll_back", A), is_done=False)
     watch = ReleaseWatch(store, asyncio.to_thread)
 
     await watch.look()
@@ -70,7 +70,7 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
 
 
 @pytest.mark.parametrize(
-    ("told", "is_open"),
+    ("moves", "is_open"),
     [
         ([("refuse", B), ("roll_back", A)], True),
         ([("refuse", B), ("verify", A)], True),
@@ -81,13 +81,13 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
     ],
 )
 def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
-    told: list[tuple[Any, str]], is_open: bool
+    moves: list[tuple[Any, str]], is_open: bool
 ) -> None:
-    records = [Release(n, action, of, None, "a", 1.0, done=True) for n, (action, of) in enumerate(told)]  # fmt: skip
+    records = [Release(n, action, of, None, "a", 1.0, done=True) for n, (action, of) in enumerate(moves)]  # fmt: skip
 
-    found = open_refusal(records)
+    refusal = open_refusal(records)
 
-    assert (found is not None) == is_open
+    assert (refusal is not None) == is_open
 
 
 async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once(
@@ -113,16 +113,16 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
     history = GenerationHistory(store, watch.records)
     await watch.look()
     write(store, ("publish", B))
-    asked: list[str] = []
+    read_paths: list[str] = []
     read_many = store.read_many
 
-    def counted(paths: Sequence[str]) -> Mapping[str, bytes]:
-        asked.extend(paths)
+    def note_and_read(paths: Sequence[str]) -> Mapping[str, bytes]:
+        read_paths.extend(paths)
         return read_many(paths)
 
-    monkeypatch.setattr(store, "read_many", counted)
+    monkeypatch.setattr(store, "read_many", note_and_read)
     generations, _ = history.read(None)
 
-    assert asked == [intent_path(3)]
-    assert [each["state"] for each in generations] == ["live", "superseded"]
+    assert read_paths == [intent_path(3)]
+    assert [generation["state"] for generation in generations] == ["live", "superseded"]
     assert watch.last["publish"] == 100.0  # until the next look

@@ -29,7 +29,7 @@ def no_collection() -> Iterator[None]:
 @pytest.mark.parametrize("text", BODIES)
 def test_a_refused_body_is_free_without_a_collection(text: bytes) -> None:
     body = bytes(bytearray(text))
-    held = sys.getrefcount(body)
+    reference_count = sys.getrefcount(body)
     scope: dict[str, object] = {}
 
     for read in (peek, take):
@@ -38,19 +38,19 @@ def test_a_refused_body_is_free_without_a_collection(text: bytes) -> None:
     with contextlib.suppress(Problem):
         lookup_of({}, body, "json", "user_topk", LIMITS)
 
-    assert sys.getrefcount(body) == held
+    assert sys.getrefcount(body) == reference_count
 
 
 async def test_a_large_body_that_a_thread_refused_is_free_without_a_collection() -> None:
     body = b"a" * (1 << 20)
-    held = sys.getrefcount(body)
+    reference_count = sys.getrefcount(body)
 
     attached = await refused_beside(body)
 
     assert len(attached) < 1_000  # not the text that was parsed
     # Thread and loop let go of it a moment after the outcome is there.
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert sys.getrefcount(body) == held
+    assert sys.getrefcount(body) == reference_count
 
 
 async def refused_beside(body: bytes) -> str:

@@ -49,9 +49,9 @@ def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: 
         assert count == 0 or has_more_values(text, count - 1)
 
 
-@given(text=st.binary(max_size=40), most=st.integers(0, 5))
-def test_any_bytes_can_be_weighed(text: bytes, most: int) -> None:
-    assert has_more_values(text, most) in (True, False)
+@given(text=st.binary(max_size=40), values_max=st.integers(0, 5))
+def test_any_bytes_can_be_weighed(text: bytes, values_max: int) -> None:
+    assert has_more_values(text, values_max) in (True, False)
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'"",', b"1,"])
@@ -74,20 +74,20 @@ def test_what_is_allowed_by_number_is_never_too_much_by_weight() -> None:
     entities: list[dict[str, Any]] = [
         {"table": "t", "id": ",[{", "history": [",", "x", "["], "features": {}} for _ in range(30)
     ]
-    for each in entities[:10]:
-        each["features"] = {f"f{at}": [] for at in range(10)}  # each counts as one
+    for entity in entities[:10]:
+        entity["features"] = {f"f{at}": [] for at in range(10)}  # each counts as one
     body = {"entities": entities, "exclude": ["{"] * 10, "k": 1, "fresh": False}
 
-    ask = lookup_of({}, orjson.dumps(body), "json", None, limits)
+    lookup = lookup_of({}, orjson.dumps(body), "json", None, limits)
 
-    assert len(ask.entities) == 30
+    assert len(lookup.entities) == 30
 
 
 @pytest.mark.parametrize("features", [{"x": [0.5] * 50}, {f"f{at}": 1 for at in range(50)}])
 def test_all_features_together_are_limited(features: dict[str, Any]) -> None:
     limits = replace(LIMITS, max_numbers=100)
     entity = {"id": "a", "features": features}
-    two, three = ({"entities": [entity] * each} for each in (2, 3))
+    two, three = ({"entities": [entity] * count} for count in (2, 3))
 
     assert len(lookup_of({}, orjson.dumps(two), "json", "t", limits).entities) == 2
     with pytest.raises(Problem) as caught:
@@ -101,8 +101,8 @@ def stream(columns: dict[str, pa.Array], batches: int) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         for _ in range(batches):
             writer.write_batch(batch)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    arrow_stream: bytes = sink.getvalue().to_pybytes()
+    return arrow_stream
 
 
 @pytest.mark.parametrize("columns", [{}, {"x": pa.array([], pa.float32())}])
@@ -118,10 +118,10 @@ def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(
 
 
 def test_a_stream_has_few_batches_with_or_without_rows() -> None:
-    none, one = pa.array([], pa.string()), pa.array(["a"])
-    assert len(lookup_of({}, stream({"id": one}, 40), "arrow", "t", LIMITS).entities) == 40
+    none, one_row = pa.array([], pa.string()), pa.array(["a"])
+    assert len(lookup_of({}, stream({"id": one_row}, 40), "arrow", "t", LIMITS).entities) == 40
 
-    for column, batches in ((none, BATCHES_MAX + 1), (none, 50_000), (one, BATCHES_MAX + 1)):
+    for column, batches in ((none, BATCHES_MAX + 1), (none, 50_000), (one_row, BATCHES_MAX + 1)):
         with pytest.raises(Problem, match="more than 64 record batches") as caught:
             lookup_of({}, stream({"id": column}, batches), "arrow", "t", LIMITS)
         assert caught.value.reason == "unsupported_arrow"
@@ -130,9 +130,9 @@ def test_a_stream_has_few_batches_with_or_without_rows() -> None:
 def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
-    def read_json(body: bytes, most: int) -> object:
+    def read_json(body: bytes, values_max: int) -> object:
         read.append(1)
-        return fields.read_json(body, most)
+        return fields.read_json(body, values_max)
 
     monkeypatch.setattr(content, "read_json", read_json)
     scope: dict[str, Any] = {}
@@ -142,9 +142,9 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
     assert scope == {}, "what was taken is not held"
 
     refuse(scope, Problem(422, "x", "why"))
-    for ask in (peek, take):
+    for read_content in (peek, take):
         with pytest.raises(Problem, match="why"):
-            ask(scope, b"{}", "json", LIMITS)
+            read_content(scope, b"{}", "json", LIMITS)
     assert read == [1] and scope == {}
 
 
@@ -155,9 +155,9 @@ async def test_a_large_body_is_read_beside_the_loop() -> None:
 
 
 async def test_long_features_give_way_as_long_histories_do() -> None:
-    turns: list[int] = []
-    asyncio.get_running_loop().call_soon(turns.append, 1)
+    iterations: list[int] = []
+    asyncio.get_running_loop().call_soon(iterations.append, 1)
 
     await YieldPacer().step(RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
 
-    assert turns == [1]
+    assert iterations == [1]

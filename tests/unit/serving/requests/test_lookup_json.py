@@ -41,7 +41,7 @@ def url_refused(path: bytes, query: bytes = b"") -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "id_"),
+    ("path", "id_"),
     [
         (b"t/007", "007"),
         (b"t/a/b/c", "a/b/c"),
@@ -53,11 +53,11 @@ def url_refused(path: bytes, query: bytes = b"") -> tuple[str, str | None]:
         (b"t/" + b"%C3%A9" * 128, "é" * 128),
     ],
 )
-def test_the_id_in_a_path_is_taken_as_it_is(sent: bytes, id_: str) -> None:
-    ask = lookup_url(PREFIX + sent, PREFIX, b"", LIMITS)
+def test_the_id_in_a_path_is_taken_as_it_is(path: bytes, id_: str) -> None:
+    lookup = lookup_url(PREFIX + path, PREFIX, b"", LIMITS)
 
-    assert (ask.entities[0].table, ask.entities[0].id) == ("t", id_)
-    assert ask.entities[0].raw == id_.encode()
+    assert (lookup.entities[0].table, lookup.entities[0].id) == ("t", id_)
+    assert lookup.entities[0].raw == id_.encode()
 
 
 def test_a_malformed_id_in_a_path_is_refused() -> None:
@@ -119,18 +119,18 @@ def test_all_histories_and_exclude_together_are_limited() -> None:
 
 
 def test_numbers_of_a_vector_stay_what_they_are() -> None:
-    sent = b'{"entities": [{"id": "a", "features": {"whole": [1, 2], "mixed": [1, 0.5]}}]}'
+    raw_body = b'{"entities": [{"id": "a", "features": {"whole": [1, 2], "mixed": [1, 0.5]}}]}'
 
-    features = lookup_body(sent, "t", LIMITS).entities[0].features
+    features = lookup_body(raw_body, "t", LIMITS).entities[0].features
 
     assert features == {"whole": (1, 2), "mixed": (1, 0.5)}
-    assert [type(each) for each in features["whole"]] == [int, int]  # type: ignore[union-attr]
+    assert [type(number) for number in features["whole"]] == [int, int]  # type: ignore[union-attr]
 
 
 def test_a_feature_may_be_a_list_of_texts() -> None:
-    sent = b'{"entities": [{"id": "a", "features": {"words": ["one", "two"]}}]}'
+    raw_body = b'{"entities": [{"id": "a", "features": {"words": ["one", "two"]}}]}'
 
-    assert lookup_body(sent, "t", LIMITS).entities[0].features == {"words": ("one", "two")}
+    assert lookup_body(raw_body, "t", LIMITS).entities[0].features == {"words": ("one", "two")}
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_a_feature_no_model_could_take_is_refused(value: object, code: str, wher
 
 
 def test_ids_in_a_body_are_strings_or_integers_and_nothing_is_inferred() -> None:
-    ask = lookup_body(b'{"entities": ["007", 7, {"id": "1.0"}, {"id": -3}]}', "t", LIMITS)
+    lookup = lookup_body(b'{"entities": ["007", 7, {"id": "1.0"}, {"id": -3}]}', "t", LIMITS)
 
-    assert [each.id for each in ask.entities] == ["007", "7", "1.0", "-3"]
+    assert [entity.id for entity in lookup.entities] == ["007", "7", "1.0", "-3"]
 
 
 def test_one_and_one_point_nought_and_true_are_not_the_same_id() -> None:
@@ -205,11 +205,11 @@ def test_a_bad_body_names_code_and_field(body: object, code: str, field: str) ->
 
 
 def test_entities_of_several_tables_each_name_theirs() -> None:
-    ask = lookup_body(
+    lookup = lookup_body(
         b'{"entities": [{"table": "a", "id": 1}, {"table": "b", "id": 2}]}', None, LIMITS
     )
 
-    assert [(each.table, each.id) for each in ask.entities] == [("a", "1"), ("b", "2")]
+    assert [(entity.table, entity.id) for entity in lookup.entities] == [("a", "1"), ("b", "2")]
     assert refused({"entities": [{"id": "x"}]}, None)[1] == "missing_field"
 
 
@@ -219,9 +219,9 @@ def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit(
     assert options.deadline_s == 1.0
     assert with_headers(options, [(b"x-deadline-ms", b"50")], LIMITS).deadline_s == 0.05
     assert with_headers(options, [(b"x-deadline-ms", b"5000")], LIMITS).deadline_s == 1.0
-    for bad in (b"soon", b"nan", b"-1", b"0", b"1_0", b"--5"):
+    for deadline_header in (b"soon", b"nan", b"-1", b"0", b"1_0", b"--5"):
         with pytest.raises(Problem):
-            with_headers(options, [(b"x-deadline-ms", bad)], LIMITS)
+            with_headers(options, [(b"x-deadline-ms", deadline_header)], LIMITS)
 
 
 def test_what_is_null_counts_as_not_sent() -> None:
@@ -246,12 +246,12 @@ def test_what_is_null_counts_as_not_sent() -> None:
 
 
 def test_a_score_request_has_a_user_and_candidates() -> None:
-    ask = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
+    score_request = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
 
-    assert ask.user.history == (b"a",) and ask.items == (b"b", b"7")
-    for bad in (b'{"items": ["a"]}', b'{"user": "u"}', b'{"user": "u", "items": []}'):
+    assert score_request.user.history == (b"a",) and score_request.items == (b"b", b"7")
+    for raw_body in (b'{"items": ["a"]}', b'{"user": "u"}', b'{"user": "u", "items": []}'):
         with pytest.raises(Problem):
-            score_body(bad, LIMITS)
+            score_body(raw_body, LIMITS)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)

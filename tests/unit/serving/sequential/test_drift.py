@@ -15,34 +15,34 @@ def healthy(rng: np.random.Generator) -> float:
     return float(np.clip(rng.normal(0.96, 0.05), 0, 1))
 
 
-def altered(share: float) -> Draw:
+def altered(altered_share: float) -> Draw:
     """So many of the answers have almost nothing in common with what the model says."""
 
     def draw(rng: np.random.Generator) -> float:
-        return float(rng.choice([0.0, 0.05, 0.1])) if rng.random() < share else healthy(rng)
+        return float(rng.choice([0.0, 0.05, 0.1])) if rng.random() < altered_share else healthy(rng)
 
     return draw
 
 
-def found_after(draw: Draw, before: int, rng: np.random.Generator, most: int) -> int:
+def found_after(draw: Draw, healthy_count: int, rng: np.random.Generator, samples_max: int) -> int:
     drift = Drift(FLOOR, ALPHA / 5)
-    for _ in range(before):
+    for _ in range(healthy_count):
         drift.saw(healthy(rng))
     assert not drift.is_found
-    for count in range(1, most + 1):
+    for count in range(1, samples_max + 1):
         if drift.saw(draw(rng)):
             return count
-    return most + 1
+    return samples_max + 1
 
 
-@pytest.mark.parametrize(("share", "within"), [(1.0, 25), (0.5, 120), (0.3, 600)])
-@pytest.mark.parametrize("before", [0, 1_000, 20_000])
+@pytest.mark.parametrize(("altered_share", "within"), [(1.0, 25), (0.5, 120), (0.3, 600)])
+@pytest.mark.parametrize("healthy_count", [0, 1_000, 20_000])
 def test_drift_is_found_within_a_stated_number_of_samples(
-    share: float, within: int, before: int
+    altered_share: float, within: int, healthy_count: int
 ) -> None:
     rng = np.random.default_rng(7)
 
-    worst = max(found_after(altered(share), before, rng, within) for _ in range(20))
+    worst = max(found_after(altered(altered_share), healthy_count, rng, within) for _ in range(20))
 
     assert worst <= within
 
@@ -72,11 +72,16 @@ def test_an_alarm_stays_and_says_when() -> None:
     drift = Drift(FLOOR, ALPHA)
     while not drift.saw(0.0):
         pass
-    found = drift.found_after
+    alarmed_after = drift.found_after
     for _ in range(1_000):
         drift.saw(1.0)
 
-    assert drift.is_found and drift.found_after == found and found is not None and found < 20
+    assert (
+        drift.is_found
+        and drift.found_after == alarmed_after
+        and alarmed_after is not None
+        and alarmed_after < 20
+    )
 
 
 def test_evidence_is_bounded_however_bad_it_gets() -> None:

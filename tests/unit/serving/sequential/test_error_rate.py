@@ -28,18 +28,22 @@ def test_the_mean_chance_leaves_its_bounds_at_any_moment_as_rarely_as_they_say(n
     runs, samples = 300, 1_200
     above = below = 0
     rng = np.random.default_rng(17)
-    looks = np.unique(np.geomspace(1, samples, 60).astype(int))
+    checkpoints = np.unique(np.geomspace(1, samples, 60).astype(int))
     for _ in range(runs):
         chances = rates(name, rng, samples)
         wrong = np.cumsum(rng.random(samples) < chances)
         mean = np.cumsum(chances) / np.arange(1, samples + 1)
-        seen = [(int(at), int(wrong[at - 1]), mean[at - 1]) for at in looks]
-        above += any(mean > highest(at, found, ALPHA) for at, found, mean in seen)
-        below += any(mean < lowest(at, found, ALPHA) for at, found, mean in seen)
+        observations = [(int(at), int(wrong[at - 1]), mean[at - 1]) for at in checkpoints]
+        above += any(
+            mean > highest(at, wrong_count, ALPHA) for at, wrong_count, mean in observations
+        )
+        below += any(
+            mean < lowest(at, wrong_count, ALPHA) for at, wrong_count, mean in observations
+        )
 
     # Three standard deviations of a count whose chance is at most alpha.
-    most = ALPHA * runs + 3 * (ALPHA * (1 - ALPHA) * runs) ** 0.5
-    assert above <= most and below <= most
+    violations_max = ALPHA * runs + 3 * (ALPHA * (1 - ALPHA) * runs) ** 0.5
+    assert above <= violations_max and below <= violations_max
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1), st.floats(1e-9, 0.5))

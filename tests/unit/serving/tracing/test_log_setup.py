@@ -23,24 +23,24 @@ ASKED = Request("GET", "/v1/lookup/{table}/{entity}", "user_topk", "u-secret")
 
 
 def record(text: str, *values: object, **more: Any) -> logging.LogRecord:
-    found = logging.LogRecord("some.where", logging.WARNING, "f.py", 7, text, values, None)
-    found.__dict__.update(more)
-    return found
+    log_record = logging.LogRecord("some.where", logging.WARNING, "f.py", 7, text, values, None)
+    log_record.__dict__.update(more)
+    return log_record
 
 
 @pytest.fixture
 def lines() -> Iterator[list[logging.LogRecord]]:
     """What the request log writes."""
-    kept: list[logging.LogRecord] = []
+    records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            kept.append(record)
+            records.append(record)
 
     handler, level = Keep(), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    yield kept
+    yield records
     log.removeHandler(handler)
     log.setLevel(level)
 
@@ -69,38 +69,44 @@ def test_no_secret_reaches_a_line_through_an_exception_or_a_field() -> None:
     except ValueError as error:
         failed = record("failed", exc_info=(ValueError, error, error.__traceback__))
     failed.larder_fields = {"deep": {"er": "t0k3n"}}
-    told = orjson.loads(Json(SECRETS).format(failed))
+    line_fields = orjson.loads(Json(SECRETS).format(failed))
 
-    assert "t0k3n" not in str(told) and "ValueError: ***" in told["exception"]
+    assert "t0k3n" not in str(line_fields) and "ValueError: ***" in line_fields["exception"]
     assert "t0k3n" not in Text(SECRETS).format(failed)
 
 
 def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
-    seen = Seen(0.0, "req-1", Parent("a" * 32, "b" * 16, 1))
-    current = CURRENT.set(seen)
+    request_record = Seen(0.0, "req-1", Parent("a" * 32, "b" * 16, 1))
+    current = CURRENT.set(request_record)
     try:
         line = Json(SECRETS, 3).format(record("two\nlines %d", 5))
     finally:
         CURRENT.reset(current)
-    told = orjson.loads(line)
+    line_fields = orjson.loads(line)
 
     assert "\n" not in line
-    assert told["message"] == "two\nlines 5" and told["level"] == "warning"
-    assert (told["request_id"], told["trace_id"], told["worker"]) == ("req-1", "a" * 32, 3)
+    assert line_fields["message"] == "two\nlines 5" and line_fields["level"] == "warning"
+    assert (line_fields["request_id"], line_fields["trace_id"], line_fields["worker"]) == (
+        "req-1",
+        "a" * 32,
+        3,
+    )
 
 
 def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
-    seen = Seen(0.0, "req-1", body=b"large")
-    current = CURRENT.set(seen)
+    request_record = Seen(0.0, "req-1", body=b"large")
+    current = CURRENT.set(request_record)
     try:
         note("stored", 1.0)
-        seen.end()
+        request_record.end()
         note("stored", 1.0)
         line = orjson.loads(Json(SECRETS).format(record("x")))
     finally:
         CURRENT.reset(current)
 
-    assert "request_id" not in line and len(seen.stages) == 1 and seen.body == b""
+    assert (
+        "request_id" not in line and len(request_record.stages) == 1 and request_record.body == b""
+    )
 
 
 def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
@@ -115,16 +121,16 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     clock = FakeClock()
     limit = Limit(2.0, clock)
     passed = sum(limit.filter(record("x")) for _ in range(100_000))
-    other = record("y")
-    other.lineno = 8
+    other_record = record("y")
+    other_record.lineno = 8
     clock.tick(1.0)
     after = [record("x") for _ in range(5)]
-    kept = [each for each in after if limit.filter(each)]
+    passed_records = [log_record for log_record in after if limit.filter(log_record)]
 
-    assert passed == BURST and limit.filter(other)
-    assert len(kept) == 2
-    assert kept[0].larder_dropped == 100_000 - BURST  # type: ignore[attr-defined]
-    assert orjson.loads(Json(SECRETS).format(kept[0]))["dropped"] == 100_000 - BURST
+    assert passed == BURST and limit.filter(other_record)
+    assert len(passed_records) == 2
+    assert passed_records[0].larder_dropped == 100_000 - BURST  # type: ignore[attr-defined]
+    assert orjson.loads(Json(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST
 
 
 def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
@@ -133,20 +139,24 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
     draws = iter([0.5, 0.05, 0.5])
     journal = RequestLog(share=0.1, slow_s=1.0, draw=lambda: next(draws))
     for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
-        seen = Seen(0.0, "r", status=status)
-        if (level := journal.level(seen, seconds)) is not None:
-            journal.told(level, seen, ASKED, seconds)
+        request_record = Seen(0.0, "r", status=status)
+        if (level := journal.level(request_record, seconds)) is not None:
+            journal.told(level, request_record, ASKED, seconds)
 
-    told = [(each.levelname, each.larder_fields["seconds"]) for each in lines]  # type: ignore[attr-defined]
-    assert told == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
+    levels_and_seconds = [
+        (log_record.levelname, vars(log_record)["larder_fields"]["seconds"]) for log_record in lines
+    ]
+    assert levels_and_seconds == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
 
 
 def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
     lines: list[logging.LogRecord],
 ) -> None:
-    seen = Seen(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
-    seen.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
-    RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, seen, ASKED, 1.0)
+    request_record = Seen(
+        0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}'
+    )
+    request_record.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
+    RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, request_record, ASKED, 1.0)
     line = orjson.loads(Json(SECRETS).format(lines[0]))
 
     assert line["stages"] == {"stored": 0.75} and line["sources"] == {"l2": 1}
@@ -155,11 +165,11 @@ def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
 
 
 def test_server_timing_sums_each_stage_in_milliseconds() -> None:
-    seen = Seen(
+    request_record = Seen(
         0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
     )
 
-    assert timing(seen, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
+    assert timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
 
 
 @pytest.mark.parametrize(
@@ -179,10 +189,10 @@ def test_a_path_becomes_a_route_of_few(method: str, path: str, expected: tuple[A
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None]
+    "raw_request_id", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None]
 )
-def test_a_request_id_that_could_spoil_a_log_is_not_taken(sent: bytes | None) -> None:
-    assert accepted(sent) is None
+def test_a_request_id_that_could_spoil_a_log_is_not_taken(raw_request_id: bytes | None) -> None:
+    assert accepted(raw_request_id) is None
 
 
 def test_request_ids_are_taken_or_made() -> None:

@@ -17,21 +17,21 @@ def test_a_valid_one_names_its_trace_and_span() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "traceparent",
     [
         "", "00", GOOD[:-1], GOOD + "-more", GOOD.upper(), f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01",
         f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE}-{SPAN}-0g", GOOD.replace("-", "_"), GOOD + "\n", "x" * 10_000,
         f"00-{TRACE}-{SPAN}-01é",
     ],
 )  # fmt: skip
-def test_one_that_is_not_valid_is_ignored(sent: str) -> None:
-    assert parent_of([sent.encode()], [b"a=1"]) is None
+def test_one_that_is_not_valid_is_ignored(traceparent: str) -> None:
+    assert parent_of([traceparent.encode()], [b"a=1"]) is None
 
 
 def test_a_later_version_may_say_more() -> None:
-    found = parent_of([f"cc-{TRACE}-{SPAN}-00-what-comes-later".encode()])
+    parent = parent_of([f"cc-{TRACE}-{SPAN}-00-what-comes-later".encode()])
 
-    assert found == Parent(TRACE, SPAN, 0) and not found.is_sampled
+    assert parent == Parent(TRACE, SPAN, 0) and not parent.is_sampled
 
 
 def test_two_are_as_good_as_none() -> None:
@@ -50,12 +50,12 @@ PIECES = st.sampled_from(["00", "01", "ff", "cc", TRACE, SPAN, "0" * 32, "0" * 1
 def test_opentelemetry_reads_the_same(sent: str) -> None:
     context = TraceContextTextMapPropagator().extract({"traceparent": [sent]})
     theirs = get_current_span(context).get_span_context()
-    ours = parent_of([sent.encode()])
+    parsed_parent = parent_of([sent.encode()])
 
-    assert theirs.is_valid == (ours is not None)
-    if ours is not None:
-        assert (ours.trace_id, ours.span_id) == (
+    assert theirs.is_valid == (parsed_parent is not None)
+    if parsed_parent is not None:
+        assert (parsed_parent.trace_id, parsed_parent.span_id) == (
             f"{theirs.trace_id:032x}",
             f"{theirs.span_id:016x}",
         )
-        assert ours.flags == theirs.trace_flags
+        assert parsed_parent.flags == theirs.trace_flags

@@ -10,33 +10,36 @@ from serving.usage.answer_sampling import QUEUE_BYTES, QUEUE_MAX, Pick, Picks
 PICK = Pick("g1", "t", b"u1", "l1", "batch", 0.0)
 
 
-def drawn(picks: Picks, sizes: list[int]) -> list[int]:
+def drawn(sampler: Picks, sizes: list[int]) -> list[int]:
     """Numbers of the answers that are picked, from a stream cut into batches."""
-    found, done = [], 0
+    sampled_numbers, offset = [], 0
     for size in sizes:
-        picks.left -= size
-        if picks.left < 0:
-            found += [done + place for place in picks.places(size)]
-        done += size
-    return found
+        sampler.left -= size
+        if sampler.left < 0:
+            sampled_numbers += [offset + index for index in sampler.places(size)]
+        offset += size
+    return sampled_numbers
 
 
 def test_a_stream_cut_into_batches_gives_the_same_picks_as_one_by_one() -> None:
     rng = random.Random(3)
     sizes = [rng.choice([1, 1, 1, 100, 7]) for _ in range(2_000)]
 
-    together = drawn(Picks(10, random.Random(5)), sizes)
+    batched_numbers = drawn(Picks(10, random.Random(5)), sizes)
 
-    assert together == drawn(Picks(10, random.Random(5)), [1] * sum(sizes))
+    assert batched_numbers == drawn(Picks(10, random.Random(5)), [1] * sum(sizes))
 
 
 @pytest.mark.parametrize("per_mille", [1.0, 10.0, 250.0])
 def test_the_share_is_what_was_asked_for(per_mille: float) -> None:
     total = 400_000
-    found = len(drawn(Picks(per_mille, random.Random(1)), [100] * (total // 100)))
+    sampled_count = len(drawn(Picks(per_mille, random.Random(1)), [100] * (total // 100)))
 
-    share = per_mille / 1000
-    assert abs(found - total * share) < 5 * (total * share * (1 - share)) ** 0.5
+    expected_share = per_mille / 1000
+    assert (
+        abs(sampled_count - total * expected_share)
+        < 5 * (total * expected_share * (1 - expected_share)) ** 0.5
+    )
 
 
 def test_all_or_none() -> None:
@@ -45,34 +48,34 @@ def test_all_or_none() -> None:
 
 
 def test_a_full_queue_drops_and_counts() -> None:
-    picks = Picks(1_000)
+    sampler = Picks(1_000)
     for _ in range(QUEUE_MAX + 7):
-        picks.put(PICK)
+        sampler.put(PICK)
 
-    assert (len(picks), picks.taken, picks.dropped) == (QUEUE_MAX, QUEUE_MAX, 7)
-    assert picks.next() == PICK and len(picks) == QUEUE_MAX - 1
-    picks.clear()
-    assert picks.next() is None
+    assert (len(sampler), sampler.taken, sampler.dropped) == (QUEUE_MAX, QUEUE_MAX, 7)
+    assert sampler.next() == PICK and len(sampler) == QUEUE_MAX - 1
+    sampler.clear()
+    assert sampler.next() is None
 
 
 def test_what_waits_is_bounded_in_bytes_not_only_in_number() -> None:
-    picks = Picks(1_000.0)
+    sampler = Picks(1_000.0)
     history = tuple(b"an item with quite a long id %d" % at for at in range(10_000))
     large = PICK._replace(sent=LiveInput(history))
     wide = PICK._replace(sent=LiveInput(None, {"age": 3, "embedding": (0.5,) * 8_192}))
     assert large.size_bytes > 900_000 and wide.size_bytes > 8_192 * 32
 
     for _ in range(QUEUE_MAX):
-        picks.put(large)
+        sampler.put(large)
 
-    held = len(picks)
-    assert held * large.size_bytes < QUEUE_BYTES + large.size_bytes
-    assert picks.dropped == QUEUE_MAX - held
-    while picks.next():
+    queued_count = len(sampler)
+    assert queued_count * large.size_bytes < QUEUE_BYTES + large.size_bytes
+    assert sampler.dropped == QUEUE_MAX - queued_count
+    while sampler.next():
         pass
-    assert picks.has_room()
+    assert sampler.has_room()
     for _ in range(QUEUE_MAX):
-        picks.put(PICK)
-    assert len(picks) == QUEUE_MAX
-    picks.clear()
-    assert picks.has_room()
+        sampler.put(PICK)
+    assert len(sampler) == QUEUE_MAX
+    sampler.clear()
+    assert sampler.has_room()

@@ -65,7 +65,7 @@ async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica)
     await replica.sketch.report()
     await replica.sketch.report()
 
-    assert [(each.hour, dict(each.counts)) for each in replica.redis.reports] == [
+    assert [(report.hour, dict(report.counts)) for report in replica.redis.reports] == [
         (2, {user(1): 2, user(2): 1}),
         (3, {user(2): 1}),
     ]
@@ -79,7 +79,7 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
     await replica.sketch.report()
 
-    counts = [each for report in replica.redis.reports for each in report.counts]
+    counts = [counted_name for report in replica.redis.reports for counted_name in report.counts]
     assert len(counts) == len(dict(counts)) == REPORTED == replica.sketch.reported
     assert counts[0] == (user(REPORTED + 99), 3)
     assert max(len(report.counts) for report in replica.redis.reports) < REPORTED
@@ -172,10 +172,10 @@ async def test_what_is_hot_is_asked_of_redis_clock_and_nothing_when_it_is_gone(
 
 
 def test_two_hours_are_one_ranking() -> None:
-    now = [b"t:a", b"3", b"t:b:c", b"1"]
-    before = [b"t:b:c", b"4.0", b"nonsense", b"9"]
+    current_scores = [b"t:a", b"3", b"t:b:c", b"1"]
+    previous_scores = [b"t:b:c", b"4.0", b"nonsense", b"9"]
 
-    assert hottest([now, before]) == [("t", b"b:c"), ("t", b"a")]
+    assert hottest([current_scores, previous_scores]) == [("t", b"b:c"), ("t", b"a")]
     assert hottest([[], []]) == []
 
 

@@ -64,9 +64,9 @@ class Worker:
         for start in range(0, len(keys), 500):
             self.read(*keys[start : start + 500])
             await self.step()
-        told = self.advisor.told()
-        assert told is not None
-        return told
+        report = self.advisor.told()
+        assert report is not None
+        return report
 
 
 @pytest.fixture
@@ -76,24 +76,24 @@ def worker() -> Worker:
 
 async def test_it_says_what_more_and_less_would_give(worker: Worker) -> None:
     # Round and round: 150 keys are too many for 100 and few enough for 200; then two of them over and over.
-    told = await worker.reading(list(range(150)) * 3 + [0, 1] * 75)
+    report = await worker.reading(list(range(150)) * 3 + [0, 1] * 75)
 
-    assert told["hit_ratio"] == pytest.approx(148 / 600, abs=1e-4)
-    assert told["sentence"] == (
+    assert report["hit_ratio"] == pytest.approx(148 / 600, abs=1e-4)
+    assert report["sentence"] == (
         "L1 of 97.7 KiB gives 24.7 %, doubling adds 50.3 points, 2.16 KiB gives as much"
     )
-    assert told["sampling_rate"] == 1.0 and told["sampled"] == 150
+    assert report["sampling_rate"] == 1.0 and report["sampled"] == 150
 
 
 async def test_the_curve_grows_with_bytes_and_ends_where_it_says(worker: Worker) -> None:
-    told = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
+    report = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
 
-    sizes = [point["bytes"] for point in told["curve"]]
-    ratios = [point["hit_ratio"] for point in told["curve"]]
-    entries = [point["entries"] for point in told["curve"]]
+    sizes = [point["bytes"] for point in report["curve"]]
+    ratios = [point["hit_ratio"] for point in report["curve"]]
+    entries = [point["entries"] for point in report["curve"]]
     assert sizes == sorted(sizes) and ratios == sorted(ratios) and entries == sorted(entries)
-    assert sizes[0] == told["budget_bytes"] // 64 and sizes[-1] == 8 * told["budget_bytes"]
-    assert told["hit_ratio"] == ratios[sizes.index(100_000)]
+    assert sizes[0] == report["budget_bytes"] // 64 and sizes[-1] == 8 * report["budget_bytes"]
+    assert report["hit_ratio"] == ratios[sizes.index(100_000)]
     assert entries[sizes.index(100_000)] == 100
 
 
@@ -112,23 +112,23 @@ async def test_the_place_in_the_table_counts(worker: Worker) -> None:
     for number in range(40):
         key = LocalKey("g", "t", number)
         worker.tiers.local.put(key, Entry(bytes(600), number))
-    place = worker.tiers.local.place_bytes
-    told = await worker.reading(list(range(200)) * 2)
+    slot_bytes = worker.tiers.local.place_bytes
+    report = await worker.reading(list(range(200)) * 2)
 
-    at_budget = next(point for point in told["curve"] if point["bytes"] == 100_000)
-    assert place > 50
-    assert at_budget["entries"] == 100_000 // (1_000 + place)
+    at_budget = next(point for point in report["curve"] if point["bytes"] == 100_000)
+    assert slot_bytes > 50
+    assert at_budget["entries"] == 100_000 // (1_000 + slot_bytes)
 
 
 async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker: Worker) -> None:
-    before = await worker.reading([1, 2] * 500)
+    report_before = await worker.reading([1, 2] * 500)
     assert worker.live is not None
     worker.live = replace(worker.live, generation="another")
     await worker.step()
     after = worker.advisor.told()
 
     assert after is not None and after["sampled"] == 0
-    assert after["hit_ratio"] == pytest.approx(before["hit_ratio"])
+    assert after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
     assert worker.tiers.trace.last == SPACE - 1
 
 
@@ -158,19 +158,19 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
     allowed_per_s = TOUCHES_FREE_PER_S + TOUCHES_PER_READ * reads_per_s
     assert allowed_per_s < TOUCHES_PER_S
     assert allowed_per_s / 2 <= reads_per_s * rate <= 1.05 * allowed_per_s
-    told = worker.advisor.told()
-    assert told is not None and told["sampling_rate"] == pytest.approx(rate)
-    assert told["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
+    report = worker.advisor.told()
+    assert report is not None and report["sampling_rate"] == pytest.approx(rate)
+    assert report["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
 
 
 async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Worker) -> None:
-    before = await worker.reading([1, 2] * 500)
+    report_before = await worker.reading([1, 2] * 500)
     worker.read(*range(TRACE_MAX + 10))
     await worker.step()
     after = worker.advisor.told()
 
     assert worker.advisor.lost == 1
-    assert after is not None and after["hit_ratio"] == pytest.approx(before["hit_ratio"])
+    assert after is not None and after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
     assert worker.tiers.trace.last + 1 <= BUSY_RATE * SPACE
 
 
@@ -180,8 +180,8 @@ async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
 
     assert not worker.tiers.trace and worker.advisor.step_s == 0.0
     assert worker.advisor.told() is None
-    samples = [each for family in worker.advisor.collect() for each in family.samples]
-    assert {each.name: each.value for each in samples} == {
+    samples = [sample for family in worker.advisor.collect() for sample in family.samples]
+    assert {sample.name: sample.value for sample in samples} == {
         "larder_l1_advisor_sampling_rate": 0.0,
         "larder_l1_advisor_sampled_keys": 0.0,
         "larder_l1_advisor_lost_steps_total": 0.0,
@@ -189,11 +189,11 @@ async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
 
 
 async def test_three_points_of_the_curve_are_gauges(worker: Worker) -> None:
-    told = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
+    report = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
 
-    ratios = {point["bytes"]: point["hit_ratio"] for point in told["curve"]}
+    ratios = {point["bytes"]: point["hit_ratio"] for point in report["curve"]}
     predicted = next(iter(worker.advisor.collect()))
-    assert {each.labels["size"]: each.value for each in predicted.samples} == {
+    assert {sample.labels["size"]: sample.value for sample in predicted.samples} == {
         "half": ratios[50_000],
         "now": ratios[100_000],
         "double": ratios[200_000],

@@ -17,16 +17,21 @@ def told(ratio: float, reads: float, *, budget: int = 1 << 20) -> dict[str, Any]
 
 
 def test_workers_count_by_their_reads() -> None:
-    found = together([told(0.8, 3_000), None, told(0.4, 1_000)])
+    merged_curve = together([told(0.8, 3_000), None, told(0.4, 1_000)])
 
-    assert found is not None
-    assert found["hit_ratio"] == pytest.approx(0.7)
-    assert (found["sampled"], found["reads"], found["sampling_rate"]) == (200, 4_000, 0.5)
-    assert (
-        found["sentence"] == "L1 of 1 MiB gives 70.0 %, doubling adds nothing, halving costs 35.0"
+    assert merged_curve is not None
+    assert merged_curve["hit_ratio"] == pytest.approx(0.7)
+    assert (merged_curve["sampled"], merged_curve["reads"], merged_curve["sampling_rate"]) == (
+        200,
+        4_000,
+        0.5,
     )
-    assert [each["bytes"] for each in found["curve"]] == [
-        each["bytes"] for each in told(1, 1)["curve"]
+    assert (
+        merged_curve["sentence"]
+        == "L1 of 1 MiB gives 70.0 %, doubling adds nothing, halving costs 35.0"
+    )
+    assert [point["bytes"] for point in merged_curve["curve"]] == [
+        point["bytes"] for point in told(1, 1)["curve"]
     ]
 
 
@@ -35,9 +40,12 @@ def test_one_is_told_as_it_is() -> None:
 
 
 def test_of_several_budgets_the_one_with_most_reads_is_told() -> None:
-    found = together([told(0.8, 10), told(0.3, 900, budget=1 << 21), told(0.8, 20)])
+    merged_curve = together([told(0.8, 10), told(0.3, 900, budget=1 << 21), told(0.8, 20)])
 
-    assert found is not None and (found["budget_bytes"], found["reads"]) == (1 << 21, 900)
+    assert merged_curve is not None and (merged_curve["budget_bytes"], merged_curve["reads"]) == (
+        1 << 21,
+        900,
+    )
 
 
 def test_nobody_knows_anything_yet() -> None:

@@ -11,9 +11,9 @@ def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None
     reads.add("other", "t", [9])
     reads.add("g", "t", list(range(KEYS_MAX)))
 
-    found = {table: sorted(packed(keys)) for table, keys in reads.take("g").items()}
+    hashes_by_table = {table: sorted(packed(keys)) for table, keys in reads.take("g").items()}
 
-    assert found == {
+    assert hashes_by_table == {
         "t": [number.to_bytes(8, "little") for number in (1, 2, 3)],
         "u": [(3).to_bytes(8, "little")],
     }

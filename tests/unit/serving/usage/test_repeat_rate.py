@@ -92,10 +92,10 @@ class Service:
             world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
         )
 
-    async def __call__(self, asked: Ask) -> list[Answer]:
+    async def __call__(self, lookup: Ask) -> list[Answer]:
         """The answers; what was to be stored is."""
-        began = self.ladder._timer()
-        answers = await self.ladder.lookup(Holding(self.world.snapshot()), asked, began)
+        started_at = self.ladder._timer()
+        answers = await self.ladder.lookup(Holding(self.world.snapshot()), lookup, started_at)
         await self.world.tiers.aclose()
         return answers
 
@@ -122,28 +122,35 @@ def stranger(id_: str = "stranger") -> Ask:
 
 async def test_strangers_are_answered_without_a_question_and_kept_as_ever(service: Service) -> None:
     (first,) = await service(stranger())
-    (again,) = await service(stranger())
-    (other,) = await Service(World(remote=service.world.remote))(stranger())
+    (repeated_answer,) = await service(stranger())
+    (other_answer,) = await Service(World(remote=service.world.remote))(stranger())
 
-    assert [each["source"] for each in (first, again, other)] == ["live", "l1", "l2"]
-    assert first["reason"] == "not_in_generation" and again.get("reason") is None
-    assert first["items"] == again["items"] == other["items"]
+    assert [answer["source"] for answer in (first, repeated_answer, other_answer)] == [
+        "live",
+        "l1",
+        "l2",
+    ]
+    assert first["reason"] == "not_in_generation" and repeated_answer.get("reason") is None
+    assert first["items"] == repeated_answer["items"] == other_answer["items"]
     assert len(service.world.remote.calls) == 1  # the other's
 
 
 async def test_misses_of_strangers_are_counted_as_ever(service: Service) -> None:
     text = service.world.metrics.expose().decode()
     await service(stranger())
-    told = service.world.metrics.expose().decode()
+    later_text = service.world.metrics.expose().decode()
 
-    def counted(text: str) -> float:
+    def read_miss_count(text: str) -> float:
         (line,) = (
-            each for each in text.splitlines()
-            if each.startswith("larder_misses_total{") and 'reason="not_in_generation"' in each
+            text_line for text_line in text.splitlines()
+            if text_line.startswith("larder_misses_total{") and 'reason="not_in_generation"' in text_line
         )  # fmt: skip
         return float(line.rpartition(" ")[2])
 
-    assert counted(told) == counted(text) + 1 and "overlay_unread" not in told
+    assert (
+        read_miss_count(later_text) == read_miss_count(text) + 1
+        and "overlay_unread" not in later_text
+    )
 
 
 async def test_a_batch_asks_for_those_of_the_night_alone(service: Service) -> None:
@@ -151,8 +158,8 @@ async def test_a_batch_asks_for_those_of_the_night_alone(service: Service) -> No
         ask(entity("u1"), *(entity(f"new{n}", history=ids("i1")) for n in range(5)))
     )
 
-    assert [each["source"] for each in answers] == ["l2", *["live"] * 5]
-    assert not any(isinstance(each, OverlayRead) for each in service.world.remote.reads)
+    assert [answer["source"] for answer in answers] == ["l2", *["live"] * 5]
+    assert not any(isinstance(command, OverlayRead) for command in service.world.remote.reads)
 
 
 async def test_who_sends_nothing_gets_what_is_stored(service: Service) -> None:
@@ -167,12 +174,12 @@ async def test_what_is_stored_answers_when_the_model_cannot(service: Service) ->
     await Service(World(remote=service.world.remote))(stranger())
     service.world.busy = True
 
-    (stored,) = await service(stranger())
-    (nothing,) = await service(stranger("nobody"))
+    (stored_answer,) = await service(stranger())
+    (default_answer,) = await service(stranger("nobody"))
 
-    assert stored["source"] == "l2" and stored.get("reason") is None
-    assert (nothing["source"], nothing["reason"]) == ("default", "not_in_generation")
-    assert nothing["live"] == "busy"
+    assert stored_answer["source"] == "l2" and stored_answer.get("reason") is None
+    assert (default_answer["source"], default_answer["reason"]) == ("default", "not_in_generation")
+    assert default_answer["live"] == "busy"
 
 
 async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
@@ -187,29 +194,32 @@ async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
 
 
 async def test_probes_find_what_others_have_answered_and_end_it(service: Service) -> None:
-    other = Service(World(remote=service.world.remote))
+    other_service = Service(World(remote=service.world.remote))
     for number in range(round(OFTEN * WINDOW) + 1):
         assert service.repeats.are_rare
         for near in range(PROBE_EVERY):
             id_ = f"both{number}/{near}"
-            await other(stranger(id_))
+            await other_service(stranger(id_))
             (answer,) = await service(stranger(id_))
             assert answer["source"] == "live"
     assert not service.repeats.are_rare
 
-    await other(stranger("one more"))
+    await other_service(stranger("one more"))
     (answer,) = await service(stranger("one more"))
     assert answer["source"] == "l2"
 
 
 async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None:
-    other = Service(World(remote=service.world.remote))
+    other_service = Service(World(remote=service.world.remote))
     for number in range(PROBE_EVERY):
-        await other(ask(entity(f"n-{number}", history=ids("i2"))))
+        await other_service(ask(entity(f"n-{number}", history=ids("i2"))))
         await service(stranger(f"n-{number}"))
 
     assert service.repeats.are_rare and service.repeats._again == 0
-    assert len([each for each in service.world.remote.reads if isinstance(each, OverlayRead)]) > 0
+    assert (
+        len([command for command in service.world.remote.reads if isinstance(command, OverlayRead)])
+        > 0
+    )
 
 
 async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Service) -> None:
@@ -225,9 +235,11 @@ async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Servic
 
 async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
     service = Service(World())
-    same = entity("stranger", history=ids("i1"))
+    repeated_entity = entity("stranger", history=ids("i1"))
     for number in range(WINDOW):
-        await service(ask(same, same) if number % 64 == 0 else stranger(f"n{number}"))
+        await service(
+            ask(repeated_entity, repeated_entity) if number % 64 == 0 else stranger(f"n{number}")
+        )
 
     assert not service.repeats.are_rare
 
@@ -243,4 +255,8 @@ async def test_all_are_read_where_that_is_wanted() -> None:
 async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> None:
     await service(stranger())
 
-    assert not [each for each in service.world.remote.asked if isinstance(each, LeaseTake)]
+    assert not [
+        lease_command
+        for lease_command in service.world.remote.asked
+        if isinstance(lease_command, LeaseTake)
+    ]

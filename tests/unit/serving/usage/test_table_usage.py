@@ -20,7 +20,9 @@ class FakeRedis(FakeControl):
 
     async def ask(self, *command: str | bytes | float) -> Any:
         if command[0] == "PFADD":
-            self.told += [each for each in command[2:] if isinstance(each, bytes)]
+            self.told += [
+                packed_hash for packed_hash in command[2:] if isinstance(packed_hash, bytes)
+            ]
         return 0
 
 
@@ -29,17 +31,17 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
     live = world.snapshot()
     seed = live.directories["user"].seed
     loop = threading.get_ident()
-    asked: list[int] = []
+    reader_threads: list[int] = []
 
     class Watched(list[Name]):
         def __iter__(self) -> Any:
-            asked.append(threading.get_ident())
+            reader_threads.append(threading.get_ident())
             return super().__iter__()
 
     remembered = Watched([("user_topk", b"u1"), ("no_such_table", b"u2")])
 
     def recent() -> Sequence[Name]:
-        asked.append(threading.get_ident())
+        reader_threads.append(threading.get_ident())
         return remembered
 
     usage = Usage(redis, reads, world.metrics, recent, lambda: live)
@@ -48,7 +50,7 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
     await usage.report()
 
     # A worker thread that iterates a deque to which requests append, or flushes their counts, meets them half-way.
-    assert asked and set(asked) == {loop}
+    assert reader_threads and set(reader_threads) == {loop}
     assert sorted(redis.told) == sorted(
-        hash_id(each, seed).to_bytes(8, "little") for each in (b"u1", b"u3")
+        hash_id(raw_id, seed).to_bytes(8, "little") for raw_id in (b"u1", b"u3")
     )

@@ -25,20 +25,20 @@ class FakeNodes:
         self.tiers = [self._tier(name, reply) for name, reply in replies.items()]
 
     def _tier(self, name: str, reply: Any) -> Any:
-        async def ask(*command: Any) -> Any:
+        async def answer_command(*command: Any) -> Any:
             if isinstance(reply, Exception):
                 raise reply
             return (name, reply, command)
 
         async def ask_all(commands: Any) -> Any:
-            return [await ask(*command) for command in commands]
+            return [await answer_command(*command) for command in commands]
 
         async def subscribe(channel: str | None) -> AsyncGenerator[bytes, None]:
             self.listened.append(name)
             yield f"{name} {channel}".encode()
             raise TierUnavailable("gone")
 
-        control = SimpleNamespace(ask=ask, ask_all=ask_all, subscribe=subscribe)
+        control = SimpleNamespace(ask=answer_command, ask_all=ask_all, subscribe=subscribe)
         return SimpleNamespace(name=name, control=control)
 
     async def ready(self) -> None:
@@ -66,11 +66,13 @@ async def test_control_keys_are_asked_of_the_node_of_their_slot() -> None:
 
 
 async def test_of_all_servers_one_without_a_reply_is_told_and_a_refusal_is_raised() -> None:
-    gone, refused = TierUnavailable("gone"), ValueError("NOPERM")
+    unavailable, refused = TierUnavailable("gone"), ValueError("NOPERM")
 
-    found = await control_of(FakeNodes("a", {"a": 1, "b": gone})).ask_servers("INFO")
+    server_replies = await control_of(FakeNodes("a", {"a": 1, "b": unavailable})).ask_servers(
+        "INFO"
+    )
 
-    assert found == [("a", 1, ("INFO",)), gone]
+    assert server_replies == [("a", 1, ("INFO",)), unavailable]
     with pytest.raises(ValueError, match="NOPERM"):
         await control_of(FakeNodes("a", {"a": 1, "b": refused})).ask_servers("INFO")
 

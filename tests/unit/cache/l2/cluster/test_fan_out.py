@@ -43,7 +43,7 @@ class FakeTier:
 
     def land(self, make: Callable[[Command], Answer]) -> None:
         commands, keep = self.asked.pop(0)
-        keep([make(each) for each in commands])
+        keep([make(command) for command in commands])
 
 
 class FakeNodes:
@@ -88,10 +88,10 @@ def payload(command: Command) -> bytes:
     return b"%04d" % command.page
 
 
-def moved(to: str, *, ask: bool = False) -> Callable[[Command], Answer]:
+def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], Answer]:
     slots = Slots(KEYS)
     return lambda command: Redirected(
-        "elsewhere", slot=slots.of_one(command), address=to, is_ask=ask
+        "elsewhere", slot=slots.of_one(command), address=to, is_ask=is_ask
     )
 
 
@@ -99,45 +99,49 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     result = send(nodes, reads(100))
     a, b = nodes.all["a"], nodes.all["b"]
     assert len(a.asked) == len(b.asked) == 1
-    (mine, _), (others, _) = a.asked[0], b.asked[0]
-    assert isinstance(mine, PageReads) and len(mine) + len(others) == 100
-    assert all(Slots(KEYS).of_one(each) % 2 == 0 for each in mine)
+    (mine, _), (reads_of_b, _) = a.asked[0], b.asked[0]
+    assert isinstance(mine, PageReads) and len(mine) + len(reads_of_b) == 100
+    assert all(Slots(KEYS).of_one(page_read) % 2 == 0 for page_read in mine)
 
     b.land(payload)
     assert not result.done()
     a.land(payload)
 
     assert await result == [b"%04d" % page for page in range(100)]
-    assert [each.offset for each in mine] == [8 * each.page for each in mine]
+    assert [page_read.offset for page_read in mine] == [8 * page_read.page for page_read in mine]
 
 
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
     result = send(nodes, reads(50))
     for tier in (nodes.all["a"], nodes.all["b"]):
         commands, keep = tier.asked.pop()
-        data = b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
+        data = b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands)
         keep(Frames(data, len(commands), 4))
     assert await result == [b"%04d" % page for page in range(50)]
 
 
 async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
-    seen: list[Sequence[Answer]] = []
-    result = Scatter(reads(50), seen.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    kept_answers: list[Sequence[Answer]] = []
+    result = Scatter(reads(50), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
     for tier in (nodes.all["b"], nodes.all["a"]):
         commands, keep = tier.asked.pop()
-        before = b"$4\r\nskip\r\n"
-        data = before + b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
+        leading_reply = b"$4\r\nskip\r\n"
+        data = leading_reply + b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands)
         keep(Frames(data, len(commands) + 1, 4).part(1, len(commands)))
     await result
-    (found,) = seen
-    assert isinstance(found, Frames)
-    assert found.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
+    (frames,) = kept_answers
+    assert isinstance(frames, Frames)
+    assert frames.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
 
 
 async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
     result = send(nodes, reads(50))
     commands, keep = nodes.all["b"].asked.pop()
-    keep(Frames(b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands), len(commands), 4))
+    keep(
+        Frames(
+            b"".join(b"$4\r\n%b\r\n" % payload(command) for command in commands), len(commands), 4
+        )
+    )
     nodes.all["a"].land(lambda _: DOWN)
     assert [
         DOWN if slot % 2 == 0 else b"%04d" % page
@@ -147,27 +151,27 @@ async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNod
 
 async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> None:
     nodes.learned = dict.fromkeys(range(16_384), "a")
-    seen: list[Sequence[Answer]] = []
-    result = Scatter(reads(9), seen.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    kept_answers: list[Sequence[Answer]] = []
+    result = Scatter(reads(9), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
     frames = Frames(b"$4\r\nabcd\r\n" * 9, 9, 4)
     nodes.all["a"].asked[0][1](frames)
     await result
-    assert seen[0] is frames
+    assert kept_answers[0] is frames
 
 
 async def test_a_dead_node_costs_only_its_own_keys(nodes: FakeNodes) -> None:
     result = send(nodes, reads(100))
     nodes.all["a"].land(lambda _: DOWN)
     nodes.all["b"].land(payload)
-    found, slots = await result, list(Slots(KEYS).of(reads(100)))
-    assert [each is DOWN for each in found] == [slot % 2 == 0 for slot in slots]
+    answers, slots = await result, list(Slots(KEYS).of(reads(100)))
+    assert [answer is DOWN for answer in answers] == [slot % 2 == 0 for slot in slots]
     assert nodes.refreshes > 0
 
 
 async def test_a_slot_that_nobody_serves_is_a_miss_at_once(nodes: FakeNodes) -> None:
     nodes.nobody = set(range(16_384))
-    found = await send(nodes, reads(3))
-    assert all(isinstance(each, TierUnavailable) for each in found) and nodes.refreshes
+    answers = await send(nodes, reads(3))
+    assert all(isinstance(answer, TierUnavailable) for answer in answers) and nodes.refreshes
 
 
 async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
@@ -175,7 +179,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
     nodes.all["b"].land(payload)
     nodes.all["a"].land(moved("c"))
     assert not result.done() and set(nodes.learned.values()) == {"c"}
-    assert all(isinstance(each, PageRead) for each in nodes.all["c"].asked[0][0])
+    assert all(isinstance(command, PageRead) for command in nodes.all["c"].asked[0][0])
     nodes.all["c"].land(payload)
     assert await result == [b"%04d" % page for page in range(20)]
 
@@ -183,7 +187,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
 async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None:
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
-    nodes.of_slot(Slots(KEYS).of_one(read)).land(moved("c", ask=True))  # type: ignore[union-attr]
+    nodes.of_slot(Slots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
     assert nodes.all["c"].asked[0][0] == [Asking(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
@@ -197,7 +201,7 @@ async def test_redirections_in_a_circle_end(nodes: FakeNodes) -> None:
         nodes.all["a"].land(moved("a"))
         hops += 1
     assert hops == REDIRECTS_MAX + 1
-    assert all(isinstance(each, Redirected) for each in await result)
+    assert all(isinstance(answer, Redirected) for answer in await result)
 
 
 async def test_redirections_end_with_their_window(nodes: FakeNodes) -> None:
@@ -205,8 +209,8 @@ async def test_redirections_end_with_their_window(nodes: FakeNodes) -> None:
     nodes.all["b"].land(payload)
     nodes.all["a"].land(moved("c"))  # which never answers
     async with asyncio.timeout(30):
-        found = await result
-    assert {type(each) for each in found} == {bytes, Redirected}
+        answers = await result
+    assert {type(answer) for answer in answers} == {bytes, Redirected}
     nodes.all["c"].land(payload)  # too late, and no harm
 
 
@@ -214,11 +218,11 @@ async def test_what_has_not_landed_when_the_window_ends_is_not_known(nodes: Fake
     result = send(nodes, reads(20), window_s=0.0)
     nodes.all["a"].land(moved("c"))
     async with asyncio.timeout(30):
-        found = await result
+        answers = await result
     assert all(
-        isinstance(each, TierUnavailable) for each in found
+        isinstance(answer, TierUnavailable) for answer in answers
     )  # not even a key that is not there
-    assert {each.details["reason"] for each in found} == {"connection", "timeout"}
+    assert {answer.details["reason"] for answer in answers} == {"connection", "timeout"}
 
 
 async def test_a_redirection_that_leads_nowhere_ends(nodes: FakeNodes) -> None:
@@ -226,8 +230,8 @@ async def test_a_redirection_that_leads_nowhere_ends(nodes: FakeNodes) -> None:
     nodes.all["b"].land(payload)
     nodes.all["a"].land(moved("no such node"))
     async with asyncio.timeout(30):
-        found = await result
-    assert [type(each) for each in found] == [TierUnavailable] * 20
+        answers = await result
+    assert [type(answer) for answer in answers] == [TierUnavailable] * 20
 
 
 async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
@@ -239,13 +243,17 @@ async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
 
 
 def test_a_redirection_says_where() -> None:
-    found = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
-    assert isinstance(found, Redirected)
-    assert (found.slot, found.address, found.is_ask) == (3999, "10.0.0.1:6381", False)
+    moved_redirection = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
+    assert isinstance(moved_redirection, Redirected)
+    assert (moved_redirection.slot, moved_redirection.address, moved_redirection.is_ask) == (
+        3999,
+        "10.0.0.1:6381",
+        False,
+    )
     for address in ("[2001:db8::1]:6381", "2001:db8::1:6381"):  # Redis writes it without brackets
-        asked = refused(hiredis.ReplyError(f"ASK 3999 {address}"))
-        assert isinstance(asked, Redirected) and asked.is_ask
-        assert asked.address == "[2001:db8::1]:6381"
+        ask_redirection = refused(hiredis.ReplyError(f"ASK 3999 {address}"))
+        assert isinstance(ask_redirection, Redirected) and ask_redirection.is_ask
+        assert ask_redirection.address == "[2001:db8::1]:6381"
 
 
 @pytest.mark.parametrize(
@@ -266,9 +274,11 @@ def test_every_part_of_a_command_is_preceded_by_asking() -> None:
     page, overlay = PageRead("g1", "t", 0, 0, 4), OverlayRead("g1", "t", "ab")
     packer = Packer(KEYS)
     packed, count = packer.pack([Asking(overlay), Asking(page)])
-    plain = packer.pack([overlay, page])[0]
+    packed_without_asking = packer.pack([overlay, page])[0]
     assert count == 6 and packed.count(b"ASKING") == 3
-    assert packed.replace(b"*1\r\n$6\r\nASKING\r\n", b"") == plain
+    assert packed.replace(b"*1\r\n$6\r\nASKING\r\n", b"") == packed_without_asking
 
-    found = unpack([Asking(overlay), Asking(page)], [b"OK", 1500, b"OK", b"value", b"OK", b"page"])
-    assert found == [Overlay(b"value", 1.5), b"page"]
+    answers = unpack(
+        [Asking(overlay), Asking(page)], [b"OK", 1500, b"OK", b"value", b"OK", b"page"]
+    )
+    assert answers == [Overlay(b"value", 1.5), b"page"]
