@@ -21,7 +21,7 @@ UNREADABLE: Final = (
 )  # fmt: skip
 """Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
 
-_SHOWN_CHARS: Final = 80
+_EXCERPT_CHARS: Final = 80
 _BYTES: Final = frozenset([bytes])
 _BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
 _POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
@@ -338,7 +338,7 @@ def checked(command: str, reply: Any, shape: Shape | None = None) -> Any:
 def refuse(command: str, reply: Any, words: str) -> NoReturn:
     """Raises WrongReply, which names the command, what it was answered by, and what it had to be."""
     named = "EXEC" if command == "_" else command
-    raise WrongReply(f"{named} was answered by {shown(reply)}, not by {words}")
+    raise WrongReply(f"{named} was answered by {excerpt(reply)}, not by {words}")
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def refusing(command: str, words: str) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise WrongReply(
-            f"{command} was answered by what is not {words} ({type(error).__name__}: {_cut(str(error))})"
+            f"{command} was answered by what is not {words} ({type(error).__name__}: {_shorten(str(error))})"
         ) from error
 
 
@@ -360,25 +360,25 @@ def info_number(info: Mapping[str, Any], name: str, default: int | None = None) 
     return value
 
 
-class _Shown(reprlib.Repr):
+class _ReplyExcerpt(reprlib.Repr):
     """Text of a reply of any size, made of its first elements and bytes only."""
 
     def repr_bytes(self, value: bytes, _level: int) -> str:
-        return repr(value[:_SHOWN_CHARS])
+        return repr(value[:_EXCERPT_CHARS])
 
 
-_SHOWN: Final = _Shown()
-_SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = _SHOWN_CHARS
+_EXCERPT: Final = _ReplyExcerpt()
+_EXCERPT.maxother = _EXCERPT.maxstring = _EXCERPT.maxlong = _EXCERPT_CHARS
 
 
-def shown(reply: Any) -> str:
+def excerpt(reply: Any) -> str:
     """The reply as one line of at most 83 characters, control characters escaped."""
-    return "nothing" if reply is None else _cut(_SHOWN.repr(reply))
+    return "nothing" if reply is None else _shorten(_EXCERPT.repr(reply))
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     text = ascii(text)[1:-1] if not text.isprintable() else text
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
 def _callback(

@@ -16,7 +16,7 @@ import pytest
 
 from tests.blackbox import Shop, free_port, listens, nginx, open_shop, started
 from tests.door.corpus import Case, get, read_corpus
-from tests.door.judges import NODE, H11Judge, Judge, Reading, node_judge
+from tests.door.judges import NODE, H11Judge, Judge, Reading
 from tests.door.mutations import mutated
 from tests.door.rule import REFUSALS, is_refusal, violations
 from tests.door.wire import Answer, Exchange, all_bytes, exchange
@@ -65,13 +65,6 @@ def service(
     with started(shop, log, LARDER_FAST_HTTP="on" if is_fast else "off") as running:
         yield Door((running.host, running.port), is_fast)
     assert "Traceback" not in log.read_text()
-
-
-@pytest.fixture(scope="module")
-def judges() -> Iterator[list[Judge]]:
-    with node_judge() as node:
-        print(f"judges: h11, {node.version}")
-        yield [H11Judge(), node]
 
 
 def broken(

@@ -9,11 +9,10 @@ import pytest
 from tests.blackbox import Shop, open_shop, started
 from tests.door.corpus import Case
 from tests.door.judges import NODE, Judge
-from tests.door.test_door import CASES, Door, behind_nginx, broken, hold_behind_nginx, judges
+from tests.door.test_door import CASES, Door, behind_nginx, broken, hold_behind_nginx
 from tests.planted_answers.plants import Change, Plant
 from tests.planted_answers.test_planted_answers import planted_tree
 
-__all__ = ["judges"]
 _PROTOCOL = "serving/http/http1_protocol.py"
 BODY_OF_UPGRADE = Plant(
     "body_of_an_upgrade_is_read_as_a_request",

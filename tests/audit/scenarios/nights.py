@@ -110,7 +110,7 @@ def _compare_files(
         content_by_name = {}
         for path in store.rglob("*"):
             name = str(path.relative_to(store))
-            is_report = path.suffix == ".json" or "/work/" in name
+            is_report = path.suffix == ".json" or "work" in path.relative_to(store).parts
             if path.is_file() and generation in name and not is_report:
                 content_by_name[name] = path.read_bytes()
         return content_by_name

@@ -20,8 +20,8 @@ from cache.resp.reply_shapes import (
     WrongReply,
     check_replies,
     checked,
+    excerpt,
     info_number,
-    shown,
 )
 from infra.cli.check.redis_kind import NEEDED, USED
 from tests.forged.proxy import Order, forging
@@ -162,7 +162,8 @@ def test_every_other_reply_is_refused_by_the_name_of_its_command(
                 callback(reply)
             named = "EXEC" if command == "_" else command
             assert (
-                str(raised.value) == f"{named} was answered by {shown(reply)}, not by {description}"
+                str(raised.value)
+                == f"{named} was answered by {excerpt(reply)}, not by {description}"
             )
 
 
@@ -205,10 +206,10 @@ def test_what_is_shown_is_short_and_one_line() -> None:
         "\x1b[31m",
         10**70,
     ):
-        assert len(shown(reply)) <= 83
-        assert shown(reply).isprintable()
-    assert shown(1.5) == "1.5"
-    assert shown(None) == "nothing"
+        assert len(excerpt(reply)) <= 83
+        assert excerpt(reply).isprintable()
+    assert excerpt(1.5) == "1.5"
+    assert excerpt(None) == "nothing"
 
 
 def test_a_number_of_info_is_a_number() -> None:
