@@ -68,11 +68,18 @@ class Judgements(ReleaseLog):
             raise UnknownGeneration(
                 f"generation {generation} is not in {self.store.url}", generation=generation
             )
+        earlier_pins = self.ledger().pinned
         self.record("pin", generation, attempt=attempt, reason=reason, expires_at=expires_at)
         # A retirement marks first and looks for pins after; here it is the other way round, so one sees the other.
         row = self.control.rows().get(generation)
         if row is not None and row.state is State.RETIRED:
-            self.record("unpin", generation, attempt=attempt)
+            if generation in earlier_pins:
+                # The earlier pin holds: a retirement that sees it takes its mark back.
+                self.record(
+                    "pin", generation, attempt=attempt, reason=reason, expires_at=earlier_pins[generation]
+                )  # fmt: skip
+            else:
+                self.record("unpin", generation, attempt=attempt)
             raise Conflict(f"{generation} is being retired", generation=generation)
 
     def unpin(self, generation: str, *, attempt: str) -> None:

@@ -63,6 +63,11 @@ def test_no_rule_breaks_in_a_random_life(capsys: pytest.CaptureFixture[str]) -> 
         print(run_summary)
 
 
+def test_a_pin_that_is_refused_leaves_an_earlier_one() -> None:
+    # In this life a pin is repeated while a retirement, which saw the first one, takes its mark back.
+    Life(4242047211).run()
+
+
 @pytest.mark.storm
 def test_no_rule_breaks_in_a_hundred_thousand_random_lives(
     capsys: pytest.CaptureFixture[str],
