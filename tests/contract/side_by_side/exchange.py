@@ -55,6 +55,7 @@ class Request:
             command += ["-H", f"{name}: {value}"]
         if self.body:
             text = self.body.decode(errors="backslashreplace")
+            text = text if text.isprintable() else repr(self.body)[2:-1]
             command += ["--data-binary", text if len(text) < 4_000 else f"{text[:4_000]}..."]
         return shlex.join(command)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, Final
+from urllib.parse import quote
 
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import change_blocklist
@@ -15,7 +16,8 @@ from tests.contract.side_by_side.world import BRANDS, start_canary, start_experi
 from tests.integration.nights import roll_back
 from tests.polling import until
 
-ARM_TARGET: Final = "/v1/lookup/user_topk/nobody?arm=ranker%3Db"
+ARM: Final = "ranker=b"
+ARM_TARGET: Final = f"/v1/lookup/user_topk/nobody?arm={quote(ARM)}"
 
 
 def await_ready(twins: Twins) -> None:
@@ -40,11 +42,14 @@ def begin_trials(twins: Twins) -> None:
 
     _await(twins, is_there)
     _await_experiments(twins, status=200)
+    twins.arms = (ARM,)
+    twins.await_events(has_values=True)
     _level(twins)
 
 
 def end_trials(twins: Twins) -> None:
     """Stop the experiment, abandon the canary and roll back; return once both services answer so."""
+    twins.arms = ()
     twins.move(lambda config: changes.stop(config, "ranker", reason="a test"))
     twins.move(_abandon)
     twins.move(roll_back)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlencode
 
 import orjson
 
@@ -37,6 +38,8 @@ class Twins:
     ) -> None:
         self.shop, self.urls, self.redis_urls = shop, urls, redis_urls
         self.headers: Headers = (("Authorization", f"Bearer {token}"),) if token else ()
+        self.arms: tuple[str, ...] = ()
+        """Arms besides the control that both serve, as a caller forces them; each follows events by itself."""
         self._lines = tuple(map(Line, urls))
         self._as_of = (b"1-0", b"1-0")
         self._probes = itertools.count(1)
@@ -76,13 +79,17 @@ class Twins:
         return [orjson.loads(answer.body) for answer in self.ask(self.request("GET", target))]
 
     def follow_events(self, answers: tuple[Answer, Answer], *, has_values: bool) -> None:
-        """Return once both services count all events of a request that they have accepted.
+        """Return once all events of a request that both have accepted count; AS_OF is their position from now on."""
+        positions = [orjson.loads(answer.body)["position"].encode() for answer in answers]
+        self._as_of = (positions[0], positions[1])
+        self.await_events(has_values=has_values)
+
+    def await_events(self, *, has_values: bool) -> None:
+        """Return once both services, and their arms, count all events that were accepted until now.
 
         Another event, of a user made for it, is sent behind them; one more, with a price, where values were set.
         """
         number = next(self._probes)
-        positions = [orjson.loads(answer.body)["position"].encode() for answer in answers]
-        self._as_of = (positions[0], positions[1])
         user, price = f"probe-{number}", _PROBE_PRICE + number
         item, prober = self.shop.known.items[0], self.shop.known.users[-1]
         events: list[dict[str, Any]] = [
@@ -92,19 +99,27 @@ class Twins:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
         receipts = self.ask(self.request("POST", "/v1/events", {"events": events}))
         assert {answer.status for answer in receipts} == {202}, receipts
-        explain_path = f"/v1/explain/user_vector/{user}"
+        # Of an arm there are no explanations.
+        paths = [f"/v1/explain/user_vector/{user}"]
+        paths += [f"/v1/lookup/user_vector/{user}?{urlencode({'arm': arm})}" for arm in self.arms]
         score_body = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}
-        priced = self.request("POST", "/v1/score", score_body)
+        priced_requests = [
+            self.request("POST", "/v1/score", body)
+            for body in (score_body, *(score_body | {"arm": arm} for arm in self.arms))
+        ]
 
         def have_followed() -> bool:
-            if not all(explanation["events"] for explanation in self.both(explain_path)):
+            if not all(view.get("events") for path in paths for view in self.both(path)):
                 return False
             return not has_values or all(
-                not orjson.loads(answer.body)["filtered"] for answer in self.ask(priced)
+                not orjson.loads(answer.body)["filtered"]
+                for priced in priced_requests
+                for answer in self.ask(priced)
             )
 
         assert until(have_followed, SETTLE_S), (
-            f"events are not followed: {self.both(explain_path)} {self.ask(priced)}"
+            f"events are not followed: {[self.both(path) for path in paths]} "
+            f"{[self.ask(priced) for priced in priced_requests]}"
         )
 
     def request(self, method: str, target: str, body: Any = None) -> Request:
