@@ -18,6 +18,8 @@ from tests.contract.side_by_side.world import TOKENS, Shop, running_redis
 pytestmark = pytest.mark.storm
 
 COUNT = 1_500
+ROUNDS_MAX = 8
+"""Rounds of so many requests until a change is found: rare answers are not in each of them."""
 
 
 class Change(NamedTuple):
@@ -61,11 +63,7 @@ ANSWERS = {
     ),
     "a code": Change("serving/requests/options.py", '"unknown_rerank"', '"no_rerank"'),
     "a header": Change("serving/requests/bodies.py", '"WWW-Authenticate"', '"WWW-Authentication"'),
-    "a type of a column": Change(
-        "serving/rendering/arrow_batch.py",
-        "np.array(values, np.float64)",
-        "np.array(values, np.float32)",
-    ),
+    "a type of a column": Change("serving/answers/fields.py", 'int: "i4"', 'int: "f8"'),
     "a label of a metric": Change(
         "serving/metrics/registry.py",
         '"HTTP requests", ["route", "status"]',
@@ -75,13 +73,13 @@ ANSWERS = {
         "serving/metrics/registry.py", '"larder_stale"', '"larder_is_stale"'
     ),
     "a schema of the document": Change(
-        "serving/http/operations.py", '"lookupTables"', '"lookupMany"'
+        "serving/http/json_schema.py", '"maxLength": 256', '"maxLength": 255'
     ),
 }
 """Changes of the service."""
 NIGHTS = {
     "a byte of a page": Change(
-        "cache/format/records/codec.py", '"scored_at"] = scored_at', '"scored_at"] = scored_at + 1'
+        "cache/format/records/codec.py", '"scored_at"] = scored_at', '"scored_at"] = scored_at - 1'
     ),
     "a key of --json": Change("precompute/cli/status_report.py", '"store_bytes"', '"stored_bytes"'),
     "an exit code": Change("precompute/__main__.py", "return told.code", "return told.code + 4"),
@@ -107,13 +105,17 @@ def test_a_change_of_the_service_is_found(
     with twins(tmp_path, shop, pair, token=TOKENS["all"]) as twin_services:
         run = Run(twin_services, seed, shop.known, most=1)
         await_ready(twin_services)
-        run.ask(range(COUNT))
-        texts = [
-            answer.body.decode()
-            for answer in twin_services.ask(twin_services.request("GET", "/metrics"))
-        ]
+        of_metrics = None
+        for start in range(0, ROUNDS_MAX * COUNT, COUNT):
+            run.ask(range(start, start + COUNT))
+            texts = [
+                answer.body.decode()
+                for answer in twin_services.ask(twin_services.request("GET", "/metrics"))
+            ]
+            of_metrics = difference_of_metrics(texts[0], texts[1])
+            if run.differing or of_metrics:
+                break
 
-    of_metrics = difference_of_metrics(texts[0], texts[1])
     print(run.differing, of_metrics)
     assert run.differing or of_metrics
 

@@ -24,6 +24,7 @@ LAUNCH: Final = Path(__file__).with_name("launch")
 SETTLE_S: Final = 30.0
 SHAPES: Final = frozenset({"getDashboard"})
 """Kinds of requests whose answers hold counts and clocks: names and types alone are compared."""
+PROBED_ITEMS: Final = 5
 _PROBE_PRICE: Final = 1_000_000
 _PROBE_TIME: Final = "2026-01-01T00:00:00Z"
 Checkouts = tuple[Checkout, Checkout]
@@ -91,7 +92,8 @@ class Twins:
         """
         number = next(self._probes)
         user, price = f"probe-{number}", _PROBE_PRICE + number
-        item, prober = self.shop.known.items[0], self.shop.known.users[-1]
+        # Of one item OF_ONE events are accepted; those of a run are shared out among the first of the shop.
+        item, prober = self.shop.known.items[number % PROBED_ITEMS], self.shop.known.users[-1]
         events: list[dict[str, Any]] = [
             {"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}
         ]
