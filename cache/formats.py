@@ -18,19 +18,23 @@ FIELD: Final = "format"
 class Format(NamedTuple):
     """Format by name: the version written, the oldest and newest that are read, whether the service reads it.
 
-    Support window: `oldest` is at most what the release before wrote.
+    Support window: `oldest_readable` is at most what the release before wrote.
     """
 
     name: str
     written: int = 1
-    oldest: int = 1
-    newest: int = 1
+    oldest_readable: int = 1
+    newest_readable: int = 1
     is_served: bool = False
 
     @property
     def reads(self) -> str:
         """Versions that are read, in words."""
-        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+        return (
+            str(self.newest_readable)
+            if self.oldest_readable == self.newest_readable
+            else f"{self.oldest_readable} to {self.newest_readable}"
+        )
 
 
 KEYS: Final = "Redis keys"
@@ -53,7 +57,7 @@ FORMATS: Final[dict[str, Format]] = {
         Format(KEYS, is_served=True),
         # And all files of a generation that it lists. Version 5 where events are taken in, 4 where filters are
         # declared, 3 where items have attributes, 2 where a model has weights beside it, else 1.
-        Format(MANIFEST, newest=5, is_served=True),
+        Format(MANIFEST, newest_readable=5, is_served=True),
         Format(RECORD, is_served=True),
         Format(POINTER, is_served=True),
         Format(STAGING_NOTE, is_served=True),
@@ -76,7 +80,7 @@ FIRST_RELEASE: Final = "0.1.0"
 def served_formats() -> dict[str, tuple[int, int]]:
     """Oldest and newest version that a service of this release reads, by format: what its heartbeat tells."""
     return {
-        format_.name: (format_.oldest, format_.newest)
+        format_.name: (format_.oldest_readable, format_.newest_readable)
         for format_ in FORMATS.values()
         if format_.is_served
     }
@@ -96,11 +100,11 @@ def version_of(document: Mapping[str, object]) -> object:
 def unread(name: str, version: object, where: str = "") -> str | None:
     """Reason in one line why this release does not read a version, with the remedy; None if it does."""
     format_ = FORMATS[name]
-    if type(version) is int and format_.oldest <= version <= format_.newest:
+    if type(version) is int and format_.oldest_readable <= version <= format_.newest_readable:
         return None
     remedy = (
         "an older Larder than the release before this one wrote it: run that release in between"
-        if type(version) is int and version < format_.oldest
+        if type(version) is int and version < format_.oldest_readable
         else "a newer Larder wrote it: upgrade this program first"
     )
     about = where or f"the {name}"

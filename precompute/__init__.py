@@ -7,15 +7,17 @@ builds, scoring, erasing, gates, steps, operations, canary, planning, cli; impor
 from importlib.util import find_spec
 from pathlib import Path
 
-_beside = Path(__file__).parents[1] / "cache/__init__.py"
-_found = find_spec("cache")
-if _found is None or Path(_found.origin or "") != _beside:
+_own_cache_path = Path(__file__).parents[1] / "cache/__init__.py"
+_cache_spec = find_spec("cache")
+if _cache_spec is None or Path(_cache_spec.origin or "") != _own_cache_path:
     # The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
-    _place = (
-        None if _found is None else _found.origin or list(_found.submodule_search_locations or ())
+    _foreign_location = (
+        None
+        if _cache_spec is None
+        else _cache_spec.origin or list(_cache_spec.submodule_search_locations or ())
     )
     raise ImportError(
-        f"Larder's precompute found another package named cache, {_place}: set PYTHONSAFEPATH=1, start in "
+        f"Larder's precompute found another package named cache, {_foreign_location}: set PYTHONSAFEPATH=1, start in "
         "another folder, or install Larder where that package is not",
         name=__name__,
     )

@@ -24,7 +24,7 @@ from typing import NoReturn
 from cache.errors import LarderError
 from cache.process.command_line import json_text
 from cache.process.interrupts import never_swallowed
-from precompute.cli.console import Told, bars_on, err, out, show
+from precompute.cli.console import CommandOutput, bars_on, err_console, out_console, show
 from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for
 from precompute.config.settings import night_config
@@ -43,22 +43,24 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         config = night_config(arguments.config, **overrides)
         with (
             never_swallowed(_interrupt),
-            bars_on(err, is_quiet=arguments.quiet) as progress,
+            bars_on(err_console, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):
             command_result = run(config, arguments, progress)
         command_output = (
-            command_result if isinstance(command_result, Told) else Told(command_result)
+            command_result
+            if isinstance(command_result, CommandOutput)
+            else CommandOutput(command_result)
         )
-        is_plain = isinstance(command_output.shown, dict)
+        is_plain = isinstance(command_output.content, dict)
         show(
-            json_text(command_output.shown)
+            json_text(command_output.content)
             if arguments.json and is_plain
-            else command_output.shown,
-            out,
+            else command_output.content,
+            out_console,
         )
     except KeyboardInterrupt:
-        err.print("interrupted; run the same command again to go on where it stopped")
+        err_console.print("interrupted; run the same command again to go on where it stopped")
         return 130
     except Exception as error:
         _on_interrupt(_end)
@@ -72,14 +74,14 @@ def _explain(error: Exception, *, debug: bool) -> None:
         traceback.print_exception(error)
     match error:
         case LarderError():
-            err.print(f"[red]{error.code}[/red]: ", end="")
-            err.print(error.message, markup=False, highlight=False)
+            err_console.print(f"[red]{error.code}[/red]: ", end="")
+            err_console.print(error.message, markup=False, highlight=False)
         case OSError():
-            err.print(f"this machine refused: {error}", markup=False)
+            err_console.print(f"this machine refused: {error}", markup=False)
         case _:
             text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
             more = "" if debug else "; run with --debug for the traceback"
-            err.print(f"{text}{more}", markup=False, highlight=False)
+            err_console.print(f"{text}{more}", markup=False, highlight=False)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -31,7 +31,7 @@ from cache.process.redis_server import redis_url, running_server
 from cache.resp.reply_shapes import WrongReply
 from cache.store.releases import newest_release
 from serving.access.quota_table import QuotaTable
-from serving.process.supervisor import QUOTAS, Spawn, Workers
+from serving.process.supervisor import QUOTAS, Workers, WorkerSpawner
 from serving.tracing.log_setup import configure_for
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str)
     with tempfile.TemporaryDirectory(prefix="larder-") as folder:  # nobody else may enter it
         if config.tokens_file:  # twice as many columns as workers, for a rolling restart
             QuotaTable.create(Path(folder) / QUOTAS, 2 * config.workers + 8)
-        spawn = Spawn(listener, Path(folder), config.redis_url, log_level)
+        spawn = WorkerSpawner(listener, Path(folder), config.redis_url, log_level)
         return asyncio.run(Workers(config.workers, spawn, config.drain_s, announce).run())
 
 

@@ -13,7 +13,7 @@ from serving.access.token_watch import TokenWatch
 from serving.bootstrap import replica_id, running
 from serving.config.settings import ServingConfig, check_token
 from serving.config.tls import TlsFiles, TlsWatch
-from serving.http.asgi_app import Fast, Front
+from serving.http.asgi_app import AsgiApp, FastPath
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.routes import routes
 from serving.lookup.service import LookupService
@@ -21,14 +21,14 @@ from serving.observability import Traced, watched
 from serving.process.descriptors import make_room
 from serving.process.server import Server, settings_of
 from serving.process.supervisor import QUOTAS
-from serving.process.worker_metrics import Peers
+from serving.process.worker_metrics import WorkerPeers
 from serving.requests.bodies import refused
 from serving.requests.errors import Problem
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
+def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiApp:
     """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send, and for
     files of TLS that cannot be used.
 
@@ -60,11 +60,11 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             front.gate = service.gate()
             if config.fast_http:
                 front.fast = fast_lookups(service, is_traced)
-                front.wire = None if config.traces else front.fast
+                front.untraced_fast = None if config.traces else front.fast
             yield
-            front.gate = front.fast = front.wire = None
+            front.gate = front.fast = front.untraced_fast = None
 
-    front = app = Front(
+    front = app = AsgiApp(
         title="Larder",
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
@@ -95,7 +95,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     return app
 
 
-def tokens_in_force(config: ServingConfig, peers: Peers | None) -> TokenWatch:
+def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWatch:
     """The tokens, their quotas shared with the workers of the same parent; raises ConfigError."""
     is_shared = peers is not None and config.tokens_file
     rows = (
@@ -106,15 +106,15 @@ def tokens_in_force(config: ServingConfig, peers: Peers | None) -> TokenWatch:
     return TokenWatch(config.token, config.tokens_file, rows)
 
 
-def fast_lookups(service: LookupService, is_traced: Traced | None) -> Fast:
+def fast_lookups(service: LookupService, is_traced: Traced | None) -> FastPath:
     """The fast way of plain lookups, whose room is not even imported where it is switched off."""
-    from serving.fast_lookup.dispatcher import Hot
+    from serving.fast_lookup.dispatcher import FastLookups
 
-    return Hot(service, is_traced=is_traced)
+    return FastLookups(service, is_traced=is_traced)
 
 
 def make_server(
-    app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
+    app: AsgiApp, config: ServingConfig, log_level: str, announce: Callable[[], None]
 ) -> Server:
     """A server for the application; `announce` is called once it answers.
 
@@ -126,14 +126,14 @@ def make_server(
         return Server(
             settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments
         )
-    from serving.fast_http.connection import Shared, protocol
+    from serving.fast_http.connection import SharedState, protocol
 
-    shared = Shared(app, config.bounds(make_room(config.connections_max)))
+    shared = SharedState(app, config.bounds(make_room(config.connections_max)))
     settings = settings_of(app, config, log_level, protocol(shared), tls)
     return Server(settings, shared.connections, *server_arguments)
 
 
 def _with_head(methods: str) -> str:
-    """The methods of a route, with HEAD wherever GET is one of them: `Front` answers HEAD for all."""
+    """The methods of a route, with HEAD wherever GET is one of them: `AsgiApp` answers HEAD for all."""
     names = {name.strip() for name in methods.split(",")}
     return ", ".join(sorted(names | {"HEAD"} if "GET" in names else names))

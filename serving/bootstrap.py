@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from functools import partial
 
 from cache.process.background_loops import BackgroundLoops
-from serving.collectors import Parts
-from serving.components import Answering
+from serving.collectors import MetricSources
+from serving.components import ServiceComponents
 from serving.config.cpu_affinity import step_back
 from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
@@ -28,22 +28,22 @@ from serving.generations.store_threads import StoreThreads
 from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.service import LookupService
-from serving.metrics.event_counters import Events
+from serving.metrics.event_counters import InternalCounters
 from serving.metrics.loop_failures import LoopFailures
 from serving.metrics.registry import Metrics
 from serving.namespace import HeldNamespace, ServedArm
 from serving.near.near_metrics import NearMetrics
-from serving.process.worker_metrics import Peers
+from serving.process.worker_metrics import WorkerPeers
 from serving.quality.monitor import QualityMonitor
 from serving.ranking.filtered_lookup import FilteredLookup
 from serving.ranking.filters import THREADS as FILTER_THREADS
 from serving.ranking.filters import Filters
 from serving.replica.freshness import Nights
-from serving.replica.host import LOOK_S, Host
-from serving.replica.night_metrics import Figures
-from serving.replica.redis_memory import Room
+from serving.replica.host import LOOK_S, HostHeadroom
+from serving.replica.night_metrics import NightMetrics
+from serving.replica.redis_memory import RedisMemory
 from serving.replica.release_watch import ReleaseWatch
-from serving.usage.l1_advisor import Advisor
+from serving.usage.l1_advisor import L1Advisor
 
 log = logging.getLogger(__name__)
 
@@ -53,30 +53,30 @@ CONNECT_S = 2.0
 
 @contextlib.asynccontextmanager
 async def running(
-    config: ServingConfig, peers: Peers | None = None, loops: BackgroundLoops | None = None
+    config: ServingConfig, peers: WorkerPeers | None = None, loops: BackgroundLoops | None = None
 ) -> AsyncIterator[Service]:
     """Everything behind the routes, opened in order and closed in reverse; `loops` run the background."""
     name = replica_id()
     loops = BackgroundLoops() if loops is None else loops
-    answering = Answering.of(config, name, loops)
-    metrics, keyed = answering.metrics, answering.keyed
+    answering = ServiceComponents.of(config, name, loops)
+    metrics, keyed = answering.metrics, answering.namespace_components
     ladder, remote, tiers = keyed.ladder, keyed.remote, keyed.tiers
     aside = ThreadPoolExecutor(
         1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
     )
     reading = StoreThreads()
-    host = Host(config.store().local(""), reading)
+    host = HostHeadroom(config.store().local(""), reading)
     open_namespace = partial(
         HeldNamespace.of, cores=answering.cores, host=host, aside=aside, in_thread=reading,
         near=answering.near, loops=loops,
     )  # fmt: skip
     own_namespace = open_namespace(
-        config, name, keyed, metrics=metrics, flipped=answering.local.absences.flipped
+        config, name, keyed, metrics=metrics, flipped=answering.local.eviction_history.flipped
     )
     store, clock, holder, follower = (
         own_namespace.store,
         own_namespace.clock,
-        own_namespace.shelf,
+        own_namespace.holder,
         own_namespace.follower,
     )
     refresher = own_namespace.refresher
@@ -84,17 +84,17 @@ async def running(
         config, keyed.watch, metrics, answering.local, remote.control, holder, ladder.recent,
         answering.batcher, answering.admission, clock, name, loops,
     )  # fmt: skip
-    releases, room = ReleaseWatch(store, reading), Room(remote.control)
-    advisor = Advisor(tiers, lambda: holder.live, config.sampled_keys)
-    refresher.also("releases", config.figures_s, releases.look)
-    refresher.also("redis_memory", config.figures_s, room.look)
-    refresher.also("host_disk", LOOK_S, host.look)
+    releases, room = ReleaseWatch(store, reading), RedisMemory(remote.control)
+    advisor = L1Advisor(tiers, lambda: holder.live, config.sampled_keys)
+    refresher.add_periodic("releases", config.figures_s, releases.refresh)
+    refresher.add_periodic("redis_memory", config.figures_s, room.refresh)
+    refresher.add_periodic("host_disk", LOOK_S, host.refresh)
     for loop_name, every_s, step in (
         ("l1_advisor", advisor.step_s, advisor.step),
         *quality.steps(),
     ):
         if every_s:
-            refresher.also(loop_name, every_s, step)
+            refresher.add_periodic(loop_name, every_s, step)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
     metrics.registry.register(LoopFailures(loops))
@@ -103,19 +103,19 @@ async def running(
         failing = ", ".join(f"{name}: {error}" for name, error in loops.failing.items())
         follower.note("background", "background_failing" if failing else None, failing)
 
-    loops.changed = note_failing
-    metrics.registry.register(Figures(lambda: holder.holding, nights, releases, room))
+    loops.on_change = note_failing
+    metrics.registry.register(NightMetrics(lambda: holder.served, nights, releases, room))
     events = None
     if config.events.enabled:
-        newest_position = NewestPosition(ladder.newer, holder, config.of_events().store())
+        newest_position = NewestPosition(ladder.newer_events, holder, config.of_events().store())
         events = EventParts.of(
             config, name, lambda: holder.blocklist, newest_position,
-            lambda: None if holder.live is None else holder.live.takes, loops,
+            lambda: None if holder.live is None else holder.live.new_item_inputs, loops,
         )  # fmt: skip
         events.also(refresher, config.figures_s)
-    parts = Parts(
+    parts = MetricSources(
         metrics, tiers, remote, answering.batcher, answering.admission, keyed.inferences,
-        keyed.lead, own_namespace.sketch, quality, refresher, nights,
+        keyed.leases, own_namespace.sketch, quality, refresher, nights,
         None if events is None else events.intake.counts,
     )  # fmt: skip
     parts.register()
@@ -128,13 +128,13 @@ async def running(
     dashboard = Dashboard(
         remote.control, GenerationHistory(store, releases.records), name=name,
         is_on=config.observe and config.dashboard_s > 0,
-        read_counts=parts.counted, about=lambda: parts.about(replica),
+        read_counts=parts.collect_counts, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
-        advisor=advisor.told, quality=quality.told, arms=lambda: arms.told(), in_thread=reading,
-        events=lambda: None if overview is None else overview.told(),
+        advisor=advisor.to_json, quality=quality.to_json, arms=lambda: arms.to_json(), in_thread=reading,
+        events=lambda: None if overview is None else overview.to_json(),
     )  # fmt: skip
     if dashboard.is_on:
-        refresher.also("dashboard", config.dashboard_s, dashboard.tell)
+        refresher.add_periodic("dashboard", config.dashboard_s, dashboard.publish)
     exposed = metrics.exposition if peers is None else peers.exposition
     masking = ThreadPoolExecutor(
         FILTER_THREADS, "larder-filters", initializer=step_back, initargs=(config.live_nice,)
@@ -142,7 +142,7 @@ async def running(
     filters = Filters(answering.executor, answering.admission.admit_live, mask_executor=masking)
     explainer = Explainer(
         follower, tiers, remote, answering.batcher, answering.admission, store, filters,
-        ladder.newer, in_thread=reading,
+        ladder.newer_events, in_thread=reading,
     )  # fmt: skip
     service = LookupService(
         follower=follower, trial=own_namespace.trial, ladder=ladder, metrics=metrics, limits=limits_of(config),
@@ -175,13 +175,13 @@ async def running(
         service, config.namespace, store, open_arm, in_thread=reading,
         grace_s=config.deadline_max_ms / 1000,
     )  # fmt: skip
-    refresher.also("experiments", config.blocklist_poll_s, arms.look, b"experiments")
-    refresher.also("arms_blocklist", config.blocklist_poll_s, arms.enforce)
+    refresher.add_periodic("experiments", config.blocklist_poll_s, arms.refresh, b"experiments")
+    refresher.add_periodic("arms_blocklist", config.blocklist_poll_s, arms.enforce)
     holder.pass_on = arms.enforce
 
     exposures = ExposureLog(store, name, clock=clock, in_thread=reading)
-    refresher.also("exposures", FLUSH_S, exposures.flush)
-    metrics.registry.register(Events(exposures.events))
+    refresher.add_periodic("exposures", FLUSH_S, exposures.flush)
+    metrics.registry.register(InternalCounters(exposures.internal_counters))
 
     async def drain() -> None:
         await refresher.drain()
@@ -198,11 +198,11 @@ async def running(
         with contextlib.suppress(TimeoutError):  # a Redis that is away is for the reads to find
             async with asyncio.timeout(CONNECT_S):
                 await remote.connect_ahead()
-        await arms.look()
+        await arms.refresh()
         answering.pulse.start()
         quality.start()
         if events is not None:
-            await newest_position.look(reading)
+            await newest_position.load_taken_position(reading)
             await events.start()
         if peers is not None:
             await peers.open(metrics.expose)

@@ -6,40 +6,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.l2.data_plane import DataPlane
-from cache.tiers.tiered import Tiered
+from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.dashboard.counters import Counts, counted
+from serving.dashboard.counters import Counts, collect_counts
 from serving.events.counts import EventCounts
-from serving.lookup.inference import Inferences
-from serving.lookup.leases import Lead
+from serving.lookup.inference import LiveInferences
+from serving.lookup.leases import LeaseManager
 from serving.lookup.micro_batcher import MicroBatcher
-from serving.metrics.event_counters import Events
-from serving.metrics.fast_counters import Overload
+from serving.metrics.event_counters import InternalCounters
+from serving.metrics.fast_counters import OverloadCollector
 from serving.metrics.registry import Metrics
 from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
 from serving.replica.freshness import Nights
-from serving.usage.hot_keys import Sketch
+from serving.usage.hot_keys import HotKeySketch
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MetricSources:
     """Whatever keeps numbers of its own."""
 
     metrics: Metrics
-    tiers: Tiered
+    tiers: TieredCache
     remote: DataPlane
     batcher: MicroBatcher
     admission: Admission
-    inferences: Inferences
-    lead: Lead
-    sketch: Sketch
+    inferences: LiveInferences
+    leases: LeaseManager
+    sketch: HotKeySketch
     quality: QualityMonitor
     refresher: Refresher
     nights: Nights
-    taken_in: EventCounts | None = None
+    event_counts: EventCounts | None = None
 
     def register(self) -> None:
         """Registers gauges and collectors: all of it is in `/metrics` from now on."""
@@ -60,12 +60,12 @@ class Parts:
         metrics.l1_bytes.set_function(lambda: local.size_bytes)
         metrics.l1_entries.set_function(lambda: len(local))
         metrics.live_queue.set_function(lambda: self.batcher.queued)
-        metrics.registry.register(Events(self.events))
-        metrics.registry.register(Overload(self.admission))
-        if self.taken_in is not None:
-            metrics.registry.register(self.taken_in)
+        metrics.registry.register(InternalCounters(self.internal_counters))
+        metrics.registry.register(OverloadCollector(self.admission))
+        if self.event_counts is not None:
+            metrics.registry.register(self.event_counts)
 
-    def events(self) -> dict[str, float]:
+    def internal_counters(self) -> dict[str, float]:
         """Counts by event: what the tiers and the parts around them did besides answering."""
         tiers, l2, sketch = self.tiers, self.remote.stats, self.sketch
         return {
@@ -77,22 +77,22 @@ class Parts:
             "inferences_shared": self.inferences.flights.shared,
             "inferences_hopeless": self.batcher.hopeless,
             "overlays_spared": self.inferences.repeats.spared,
-            "overlays_stored": tiers.writes.stored,
-            "overlays_failed": tiers.writes.failed,
-            "overlays_dropped": tiers.writes.dropped,
+            "overlays_stored": tiers.writes.stored_count,
+            "overlays_failed": tiers.writes.failed_count,
+            "overlays_dropped": tiers.writes.dropped_count,
             "hot_reported": sketch.reported,
             "hot_reports_failed": sketch.failed,
-            **self.lead.counts.events(),
-            **self.quality.events(),
+            **self.leases.counts.internal_counters(),
+            **self.quality.internal_counters(),
         }
 
-    def counted(self) -> Counts:
+    def collect_counts(self) -> Counts:
         """The counts that the dashboard adds up."""
-        return counted(self.metrics, sum(self.admission.shed.values()), self.taken_in)
+        return collect_counts(self.metrics, sum(self.admission.shed.values()), self.event_counts)
 
     def about(self, replica: str) -> Mapping[str, Any]:
         """The state of this worker of `replica`, as the dashboard tells it."""
-        served, health = self.refresher.follower.holding, self.refresher.follower.health
+        served, health = self.refresher.follower.served, self.refresher.follower.health
         local, admission = self.tiers.local, self.admission
         return {
             "replica": replica,

@@ -13,34 +13,34 @@ from cache.l2.data_plane import DataPlane
 from cache.l2.tier import RemoteConfig
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Tiered
+from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.admission.loop_lag import Pulse
+from serving.admission.loop_lag import LoopLagSampler
 from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
 from serving.fresh.newer_events import NewerEvents
 from serving.lookup.batch_inference import compute_of
-from serving.lookup.inference import Inferences
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import Lead
+from serving.lookup.leases import LeaseManager
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
-from serving.usage.answer_sampling import Picks
+from serving.usage.answer_sampling import AnswerSampler
 from serving.usage.request_observer import UsageObserver
 
-_LOOKS = 10
+_SAMPLES_PER_INTERVAL = 10
 """Looks at the queues per interval of the admission."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keyed:
+class NamespaceComponents:
     """The parts that read the keys of one namespace."""
 
     remote: DataPlane
-    tiers: Tiered
-    lead: Lead
-    inferences: Inferences
+    tiers: TieredCache
+    leases: LeaseManager
+    inferences: LiveInferences
     watch: UsageObserver
     ladder: Ladder
 
@@ -51,24 +51,24 @@ class Keyed:
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """The parts, those of the process and those of its own namespace (`keyed`); none knows which generation is live."""
+class ServiceComponents:
+    """Parts of the process and of its own namespace (`namespace_components`); none knows which generation is live."""
 
     metrics: Metrics
     cores: Sequence[int]
     local: LocalTier
     batcher: MicroBatcher
     admission: Admission
-    pulse: Pulse
+    pulse: LoopLagSampler
     executor: ThreadPoolExecutor
-    keyed: Keyed
+    namespace_components: NamespaceComponents
     near: NearMatches | None
     loops: BackgroundLoops
 
     @classmethod
     def of(
         cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None
-    ) -> "Answering":
+    ) -> "ServiceComponents":
         """All parts, `name` for a replica; nothing is connected yet. `loops` run the background."""
         loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
@@ -97,29 +97,33 @@ class Answering:
             interval_s=config.queue_interval_ms / 1000,
             requests_max=config.requests_max,
         )
-        pulse = Pulse(
-            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS,
+        pulse = LoopLagSampler(
+            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
             loops=loops,
         )  # fmt: skip
         local = LocalTier(config.l1_bytes)
-        watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
-        keyed = _keyed(config, name, local, batcher, admission, metrics, watch, loops)
+        watch = UsageObserver(
+            metrics.l1_misses, local.eviction_history, AnswerSampler(config.sampled_per_mille)
+        )
+        keyed = _build_namespace_components(
+            config, name, local, batcher, admission, metrics, watch, loops
+        )
         return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
 
-    def of_namespace(self, config: ServingConfig, name: str) -> Keyed:
+    def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
         """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
-        watch = UsageObserver(self.metrics.l1_misses, self.local.absences)
-        return _keyed(
+        watch = UsageObserver(self.metrics.l1_misses, self.local.eviction_history)
+        return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
 
     async def aclose(self) -> None:
         """Closes what is connected, and lets go of who computes."""
-        await self.keyed.aclose()
+        await self.namespace_components.aclose()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _keyed(
+def _build_namespace_components(
     config: ServingConfig,
     name: str,
     local: LocalTier,
@@ -128,7 +132,7 @@ def _keyed(
     metrics: Metrics,
     watch: UsageObserver,
     loops: BackgroundLoops,
-) -> Keyed:
+) -> NamespaceComponents:
     remote = open_tier(
         RemoteConfig(
             config.redis_url,
@@ -139,19 +143,19 @@ def _keyed(
         lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
     )
     absences = NegativeCache(config.negative_entries, config.negative_ttl_s)
-    tiers = Tiered(local, absences, remote, loops=loops)
-    lead = Lead(
+    tiers = TieredCache(local, absences, remote, loops=loops)
+    lead = LeaseManager(
         remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
     )
-    inferences = Inferences(
+    inferences = LiveInferences(
         batcher,
         tiers,
         overlay_ttl_s=config.overlay_ttl_s,
         outage_ttl_s=config.outage_ttl_s,
-        lead=lead if config.lease_wait_ms else None,
+        leases=lead if config.lease_wait_ms else None,
         admit=admission.admit_live,
         spares_reads=config.overlay_reads == "auto",
-        changed=metrics.changed,
+        changed_answers=metrics.changed_answers,
         reuses=frozenset(config.near),
     )
     newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
@@ -159,4 +163,4 @@ def _keyed(
         tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch,
         newer_events=newer_events,
     )  # fmt: skip
-    return Keyed(remote, tiers, lead, inferences, watch, ladder)
+    return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)

@@ -12,24 +12,24 @@ from cache.process.background_loops import BackgroundLoops
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
-from serving.components import Keyed
+from serving.components import NamespaceComponents
 from serving.config.settings import ServingConfig
 from serving.fresh.event_follower import EventFollower
 from serving.fresh.event_metrics import EventMetrics
-from serving.generations.holder import VALUES_S, Shelf
-from serving.generations.pointer_follower import Follower
+from serving.generations.holder import VALUES_S, GenerationHolder
+from serving.generations.pointer_follower import PointerFollower
 from serving.generations.redis_clock import RedisClock
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread, StoreThreads
-from serving.lookup.l1_warmup import Warming
+from serving.lookup.l1_warmup import L1Warmup
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
 from serving.replica.background import Refresher
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.heartbeat import Heartbeat
-from serving.replica.host import Host
-from serving.usage.hot_keys import Sketch
+from serving.replica.host import HostHeadroom
+from serving.usage.hot_keys import HotKeySketch
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 class HeldNamespace:
     """Parts of one namespace: nothing of another can be reached through them."""
 
-    keyed: Keyed
+    namespace_components: NamespaceComponents
     store: ArtefactStore
     clock: RedisClock
-    sketch: Sketch
-    shelf: Shelf
-    follower: Follower
+    sketch: HotKeySketch
+    holder: GenerationHolder
+    follower: PointerFollower
     trial: CanaryRouter
     refresher: Refresher
     events: EventFollower | None = None
@@ -53,11 +53,11 @@ class HeldNamespace:
         cls,
         config: ServingConfig,
         name: str,
-        keyed: Keyed,
+        keyed: NamespaceComponents,
         cores: Sequence[int],
         metrics: Metrics,
         *,
-        host: Host,
+        host: HostHeadroom,
         aside: Executor,
         in_thread: InThread,
         near: NearMatches | None,
@@ -92,20 +92,20 @@ class HeldNamespace:
             return snapshot
 
         clock = RedisClock()
-        sketch = Sketch(control, ladder.recent, lambda: holder.live, clock)
+        sketch = HotKeySketch(control, ladder.recent, lambda: holder.live, clock)
         hottest = sketch.hottest if config.sketch_s else None
-        holder = Shelf(
+        holder = GenerationHolder(
             open_snapshot,
             metrics,
-            warm=Warming(keyed.tiers, ladder.recent.names, hottest, metrics.warmed),
+            warm=L1Warmup(keyed.tiers, ladder.recent.names, hottest, metrics.warmed),
             flipped=flipped,
             aside=aside,
             in_thread=in_thread,
-            attributes=ladder.newer.values,
-            new_items=ladder.newer.items,
+            attributes=ladder.newer_events.values,
+            new_items=ladder.newer_events.items,
         )
         trial = CanaryRouter(holder, metrics)
-        follower = Follower(
+        follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
             clock=clock, in_thread=in_thread,
         )  # fmt: skip
@@ -119,16 +119,16 @@ class HeldNamespace:
             loops=loops,
         )  # fmt: skip
         if config.events.enabled:
-            refresher.also("attribute_values", VALUES_S, holder.take_values)
+            refresher.add_periodic("attribute_values", VALUES_S, holder.take_values)
         if config.sketch_s:
-            refresher.also("hot_ids", config.sketch_s, sketch.report)
+            refresher.add_periodic("hot_ids", config.sketch_s, sketch.report)
         events = None
         if config.events.enabled:
             events = EventFollower(
-                config.events_redis, config.of_events().keyspace(), ladder.newer, holder,
+                config.events_redis, config.of_events().keyspace(), ladder.newer_events, holder,
                 partial(follower.note, "events"), limit_bytes=config.events.stream_bytes,
             )  # fmt: skip
-            refresher.along("events", events.run)
+            refresher.add_loop("events", events.run)
             metrics.registry.register(EventMetrics(events))
         return cls(keyed, store, clock, sketch, holder, follower, trial, refresher, events)
 
@@ -137,24 +137,24 @@ class HeldNamespace:
 class ServedArm:
     """Namespace of an arm, from which requests of an experiment are answered."""
 
-    held: HeldNamespace
+    held_namespace: HeldNamespace
     service: LookupService
     in_thread: StoreThreads
     staging: Executor
 
     async def start(self) -> None:
         """Loads what is live, beats, and goes on following."""
-        await self.held.refresher.start()
+        await self.held_namespace.refresher.start()
 
     async def drain(self) -> None:
         """Signs off, while answers go on."""
-        await self.held.refresher.drain()
+        await self.held_namespace.refresher.drain()
 
     async def aclose(self) -> None:
         """Sign off, close the connections, and let go of the threads."""
         try:
-            await self.held.refresher.aclose()
+            await self.held_namespace.refresher.aclose()
         finally:
             self.staging.shutdown(wait=False, cancel_futures=True)
             self.in_thread.close()
-            await self.held.keyed.aclose()
+            await self.held_namespace.namespace_components.aclose()

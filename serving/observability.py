@@ -30,13 +30,13 @@ async def watched(
     spans = _spans(config, instance) if config.traces else None
 
     def tables() -> Container[str]:
-        served = service.follower.holding
+        served = service.follower.served
         return () if served is None else served.live.manifest.tables
 
     watch = RequestObserver(
         tables,
         times=config.server_timing,
-        journal=RequestLog(share=config.log_share, slow_s=config.log_slow_ms / 1000),
+        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
         tracer=spans,
     )
     try:

@@ -16,7 +16,7 @@ from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
 from serving.process.server import Server
 from serving.process.supervisor import READY
-from serving.process.worker_metrics import Peers
+from serving.process.worker_metrics import WorkerPeers
 from serving.tracing.log_setup import configure_for
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = ServingConfig.load(os.environ)
         configure_for(config, log_level, worker=slot)
-        app = create_app(config, Peers(folder, slot))
+        app = create_app(config, WorkerPeers(folder, slot))
 
         def announce() -> None:
             control.setblocking(False)

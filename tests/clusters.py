@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.l2.slots import SLOTS
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS
 from tests.conftest import redis_binary
 from tests.polling import until
@@ -41,7 +41,7 @@ class Node:
         for name, value in {**SETTINGS, **tls_settings}.items():
             self._command += [f"--{name}", value]
         self._log = folder / "log"
-        self._process: Guarded | None = None
+        self._process: GuardedCommand | None = None
 
     @property
     def address(self) -> str:
@@ -55,7 +55,7 @@ class Node:
 
     def start(self) -> None:
         """Returns once it answers; skips the test where the server knows no cluster."""
-        self._process = Guarded(self._command, log=self._log)
+        self._process = GuardedCommand(self._command, log=self._log)
         process = self._process
         until(lambda: self._answers() or not process.running)
         if not self._answers() and ("cluster" in process.tail() or "tls" in process.tail()):

@@ -81,7 +81,7 @@ def _pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _holders_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sweep, "_held", lambda _releases: set())
+    patch.setattr(sweep, "_generations_in_use", lambda _releases: set())
 
 
 def _rows_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:

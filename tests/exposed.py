@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from cache.control.schedule import Schedule
 from cache.format.redis_keys import Keyspace
 from cache.process.background_loops import BackgroundLoops
-from cache.tiers.access_sample import Trace
+from cache.tiers.access_sample import AccessTrace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.results import Counters
 from serving.access.quota_table import QuotaTable
@@ -19,20 +19,20 @@ from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
 from serving.fresh.event_metrics import EventMetrics
 from serving.fresh.newer_events import NewerEvents
-from serving.metrics.event_counters import TEXTS, Events
-from serving.metrics.fast_counters import Overload
+from serving.metrics.event_counters import TEXTS, InternalCounters
+from serving.metrics.fast_counters import OverloadCollector
 from serving.metrics.loop_failures import LoopFailures
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
 from serving.near.near_metrics import NearMetrics
-from serving.quality.results import Results
+from serving.quality.results import QualityResults
 from serving.replica.freshness import Nights
-from serving.replica.night_metrics import Figures
-from serving.replica.redis_memory import Room
+from serving.replica.night_metrics import NightMetrics
+from serving.replica.redis_memory import RedisMemory
 from serving.replica.release_watch import ReleaseWatch
-from serving.usage.l1_advisor import Advisor
-from serving.usage.read_counts import Reads
-from serving.usage.table_usage import Usage
+from serving.usage.l1_advisor import L1Advisor
+from serving.usage.read_counts import ReadHashes
+from serving.usage.table_usage import TableUsage
 
 _SUFFIXES = {
     "counter": ("_total",),
@@ -46,18 +46,18 @@ def labels() -> dict[str, set[str]]:
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
     nights = Nights(Schedule(), cast(Any, _Nothing))
     unused_dependency: Any = None
-    figures = Figures(
+    figures = NightMetrics(
         lambda: None,
         nights,
         ReleaseWatch(unused_dependency, asyncio.to_thread),
-        Room(unused_dependency),
+        RedisMemory(unused_dependency),
     )
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
     taken_in.gauges = dict.fromkeys(EVENT_GAUGES, 0.0)
     custom_collectors = [
-        Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
-        Usage(unused_dependency, Reads(), metrics, tuple, lambda: None),
-        Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
+        InternalCounters(lambda: dict.fromkeys(TEXTS, 0.0)), OverloadCollector(admission), figures, QualityResults(),
+        TableUsage(unused_dependency, ReadHashes(), metrics, tuple, lambda: None),
+        L1Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
         TlsWatch(cast(Any, _Files)), LoopFailures(BackgroundLoops()), taken_in,
         EventMetrics(cast(Any, _Follower)), NearMetrics(NearMatches({})),
     ]  # fmt: skip
@@ -90,4 +90,4 @@ class _Files:
 
 
 class _Tiers:
-    local, trace, counters = LocalTier(1), Trace(), Counters()
+    local, trace, counters = LocalTier(1), AccessTrace(), Counters()

@@ -15,12 +15,12 @@ from cache.format.manifest_files import Artefact
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Answer, Command, Overlay, OverlayRead, OverlayWrite, PageRead, Read
-from cache.l2.control_plane import ControlPlane, Words
+from cache.l2.commands import Command, L2Result, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import DataPlaneStats
-from cache.l2.lease_commands import DONE, DONE_MS, Lease, LeaseTake
+from cache.l2.lease_commands import DONE_MS, DONE_PREFIX, Lease, LeaseTake
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
-from cache.tiers.results import View, Want
+from cache.tiers.results import RecordKey, View
 
 T = TypeVar("T")
 NO_FILE = Artefact("none", 0, "")
@@ -47,14 +47,14 @@ class FakeControl(ControlPlane):
 
     keyspace = Keyspace("default")
 
-    async def ask(self, *command: Words) -> Any:
+    async def execute(self, *command: CommandArgument) -> Any:
         raise AssertionError(f"nobody was to ask {command[0]!r}")
 
-    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
-        return [await self.ask(*command) for command in commands]
+    async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
+        return [await self.execute(*command) for command in commands]
 
-    async def ask_servers(self, *command: Words) -> list[Any]:
-        return [await self.ask(*command)]
+    async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
+        return [await self.execute(*command)]
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """No message ever comes."""
@@ -80,7 +80,7 @@ class FakeRemote:
     control: ControlPlane = field(default_factory=FakeControl)
     stats: DataPlaneStats = field(default_factory=DataPlaneStats)
 
-    async def _read(self, commands: Sequence[Command]) -> list[Answer]:
+    async def _read(self, commands: Sequence[Command]) -> list[L2Result]:
         """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
         self.calls.append(tuple(command for command in commands if isinstance(command, Read)))
         answers = [self._answer(command) for command in commands]
@@ -89,7 +89,7 @@ class FakeRemote:
         return [self.fails_with or answer for answer in answers]
 
     def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of what is there."""
 
@@ -98,7 +98,7 @@ class FakeRemote:
 
         return asyncio.ensure_future(read_and_keep())
 
-    def _answer(self, read: Command) -> Answer:
+    def _answer(self, read: Command) -> L2Result:
         if isinstance(read, Lease):
             return self._asked(read)
         assert isinstance(read, Read), read
@@ -124,9 +124,9 @@ class FakeRemote:
                     write.payload,
                     expires_at,
                 )
-                if write.mark is not None:
-                    done_value = DONE + write.mark.token
-                    self.leases[write.mark.key] = done_value, self.timer() + DONE_MS / 1000
+                if write.lease_mark is not None:
+                    done_value = DONE_PREFIX + write.lease_mark.token
+                    self.leases[write.lease_mark.key] = done_value, self.timer() + DONE_MS / 1000
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
@@ -151,7 +151,7 @@ class FakeRemote:
             if unexpired_value is None:
                 self.leases[command.key] = command.token, ends_at
             return unexpired_value
-        if unexpired_value != command.seen:
+        if unexpired_value != command.expected_value:
             return None
         self.leases[command.key] = command.value, ends_at
         return command.value
@@ -215,11 +215,11 @@ class Night:
         """A snapshot's view of it."""
         return View(generation, {"user": self.directory})
 
-    def want(self, id_: str, digest: bytes | None = None) -> Want:
+    def want(self, id_: str, digest: bytes | None = None) -> RecordKey:
         """What a request for `id_` asks for."""
         raw = canonical_id(id_)
         key = hash_id(raw, self.seed)
-        return Want(self.table, key, fingerprint(raw), self.directory.find(key), digest)
+        return RecordKey(self.table, key, fingerprint(raw), self.directory.find(key), digest)
 
     def live_record(self, id_: str, value: float = 0.5) -> bytes:
         """What the live path would compute for `id_`."""

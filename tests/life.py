@@ -201,7 +201,9 @@ class Life:
         """As a process of its own has it."""
         control = Control(self.redis, KEYS)  # type: ignore[arg-type]
         releases = Releases(self.store, control)
-        releases._known = self.known  # records never change, so parsing them once is enough
+        releases._release_by_number = (
+            self.known
+        )  # records never change, so parsing them once is enough
         return releases
 
     def run(self) -> None:

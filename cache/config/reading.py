@@ -20,7 +20,7 @@ from cache.config.section import fields_of, is_section, refusal, variable, varia
 from cache.errors import ConfigError, masked
 
 Kind = TypeVar("Kind")
-PLACES = frozenset(
+PATH_SETTINGS = frozenset(
     {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
 )
 """Paths that a file has beside itself, and the environment in the current folder."""
@@ -68,7 +68,7 @@ class ConfigFile:
         """The values above the sections that are settings of this kind."""
         return {name: self.document[name] for name in fields_of(kind) if name in self.document}
 
-    def beside(self, path: str) -> str:
+    def resolve_path(self, path: str) -> str:
         """A path that stands in the file, or is a default beside it; without a file, and for URLs, as it is."""
         return (
             path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
@@ -131,7 +131,7 @@ def read(
 
     _refuse_secrets(values, place_of)
     written = _written(field_by_name, values, file, place_of)
-    for name in PLACES & environment_values.keys():
+    for name in PATH_SETTINGS & environment_values.keys():
         if "://" not in environment_values[name]:
             environment_values[name] = str(Path(environment_values[name]).absolute())
     fields: dict[str, Any] = {
@@ -169,9 +169,9 @@ def _written(
     }
     if "base" in field_by_name and file.path:
         written["base"] = str(file.path.parent)
-    for name in PLACES & field_by_name.keys():
+    for name in PATH_SETTINGS & field_by_name.keys():
         if isinstance(path := written.get(name, field_by_name[name].default), str) and path:
-            written[name] = file.beside(path)
+            written[name] = file.resolve_path(path)
     return written
 
 
@@ -196,7 +196,9 @@ def _sections(annotation: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} must be a section of settings, not {value!r}")
         try:
-            return annotation(**{name: _plain(setting) for name, setting in value.items()})
+            return annotation(
+                **{name: _normalise_value(setting) for name, setting in value.items()}
+            )
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}", **error.details) from error
     if get_origin(annotation) is dict:
@@ -211,10 +213,10 @@ def _sections(annotation: Any, value: Any, where: str) -> Any:
             name: _sections(kind, raw_section, f"{where[:-1]}.{name}]")
             for name, raw_section in value.items()
         }
-    return _plain(value)
+    return _normalise_value(value)
 
 
-def _plain(value: Any) -> Any:
+def _normalise_value(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return value.isoformat() if isinstance(value, date) else value

@@ -16,11 +16,16 @@ from pydantic_core import ErrorDetails
 from cache.errors import ConfigError
 
 Kind = TypeVar("Kind")
-Share = Annotated[float, Field(ge=0, le=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Filled = Annotated[str, Field(min_length=1)]
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+_TYPE_DESCRIPTIONS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+}
 _CONFIG = ConfigDict(
     extra="forbid",
     strict=True,
@@ -105,14 +110,14 @@ def type_in_words(annotation: Any) -> str:
         return " or ".join(
             type_in_words(member_type) for member_type in inner if member_type is not type(None)
         )
-    return _WORDS.get(annotation, "a section of settings")
+    return _TYPE_DESCRIPTIONS.get(annotation, "a section of settings")
 
 
 def bounds_in_words(field: FieldInfo) -> str:
     """Bounds of a setting, "" without any."""
     bound_by_name: dict[str, Any] = {
         name: getattr(constraint, name)
-        for constraint in _marks(field)
+        for constraint in _iter_metadata(field)
         for name in ("ge", "gt", "le", "min_length")
         if getattr(constraint, name, None) is not None
     }
@@ -134,7 +139,7 @@ def bounds_in_words(field: FieldInfo) -> str:
     )
 
 
-def _marks(field: FieldInfo) -> Iterator[Any]:
+def _iter_metadata(field: FieldInfo) -> Iterator[Any]:
     for constraint in field.metadata:
         yield constraint
         yield from getattr(constraint, "metadata", ())

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from cache.config.near import NearConfig
 from cache.config.peers import Bounds
-from cache.config.section import Share, section
+from cache.config.section import UnitInterval, section
 from cache.config.shared import SharedConfig
 from cache.errors import ConfigError
 
@@ -157,7 +157,7 @@ class ServingConfig(SharedConfig, Bounds):
     """Form of a log line. `json`: one object a line on standard error (`time`, `level`, `logger`, `message`, of
     requests also `request_id`, `trace_id`, `table`, `status`, `seconds`, `sources`, `stages`). Neither form ever
     holds the token or a password, nor an entity's id."""
-    log_share: Share = 0.001
+    log_share: UnitInterval = 0.001
     """Share of the requests that succeed in time that get a line; plain single lookups that L1 or Redis answers
     never do."""
     log_slow_ms: PositiveFloat = 1_000.0
@@ -171,7 +171,7 @@ class ServingConfig(SharedConfig, Bounds):
     """True if OpenTelemetry spans are sent over OTLP/HTTP; needs the extra `otel`. Where they go, and the service's
     name, is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
     `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_*`)."""
-    traces_share: Share = 0.01
+    traces_share: UnitInterval = 0.01
     """Share of the requests without a `traceparent` that begin a trace; one with a valid `traceparent` is traced if its
     caller says so."""
     traces_ids: bool = False

@@ -19,8 +19,8 @@ class Window(NamedTuple):
     life_s: int
 
 
-HOT = Window(HOUR_S, LIFE_S)
-COLD = Window(DAY_S, 2 * DAY_S)
+HOT_WINDOW = Window(HOUR_S, LIFE_S)
+COLD_WINDOW = Window(DAY_S, 2 * DAY_S)
 """Daily window, so that two nights may read it; no id stays longer than three days after it was asked for."""
 
 MEMBERS_MAX = 4_096
@@ -46,26 +46,26 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 """
 
 
-class Report(NamedTuple):
-    """Request counts of a replica since its last report, and the names that must not be in the sketch (`gone`).
+class HotKeyReport(NamedTuple):
+    """Request counts of a replica since its last report; `removed_names` must not be in the sketch.
 
     `hour` is the number of the window that it counts for.
     """
 
     hour: int
     counts: Sequence[tuple[Name, int]]
-    gone: Sequence[Name] = ()
-    window: Window = HOT
+    removed_names: Sequence[Name] = ()
+    window: Window = HOT_WINDOW
 
     def arguments(self) -> list[Any]:
         """ARGV of `REPORT`."""
         arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
         for name, count in self.counts:
             arguments += count, member(name)
-        return arguments + [member(name) for name in self.gone]
+        return arguments + [member(name) for name in self.removed_names]
 
 
-def hour_of(at: float, window: Window = HOT) -> int:
+def hour_of(at: float, window: Window = HOT_WINDOW) -> int:
     """The hour (or day) that a moment (Unix seconds, Redis' clock) counts for."""
     return int(at // window.seconds)
 

@@ -7,7 +7,7 @@ import xxhash
 
 from cache.control.allotment import BUCKETS, Ranges
 
-_WHOLE = 2**64
+_HASH_SPACE = 2**64
 
 
 def seed_of(salt: str) -> int:
@@ -21,18 +21,18 @@ def drawn(key: bytes, seed: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class KeySplit:
     """Share of `percent` of all keys, drawn anew for every canary generation: no caller is always in the canary."""
 
     seed: int
     limit: int
 
     @classmethod
-    def of(cls, salt: str, percent: float) -> "Split":
+    def of(cls, salt: str, percent: float) -> "KeySplit":
         """The split of one salt; a canary's is the id of its generation."""
-        return cls(seed_of(salt), round(_WHOLE * (percent / 100.0)))
+        return cls(seed_of(salt), round(_HASH_SPACE * (percent / 100.0)))
 
-    def takes(self, key: bytes) -> bool:
+    def has_key(self, key: bytes) -> bool:
         """Returns whether the share has this key. A larger percentage keeps all it had."""
         return drawn(key, self.seed) < self.limit
 
@@ -52,4 +52,4 @@ class Owners:
 
     def of(self, key: bytes) -> str | None:
         """Name of whoever has the key's bucket."""
-        return self._names[self._owners[drawn(key, self._seed) * BUCKETS // _WHOLE]]
+        return self._names[self._owners[drawn(key, self._seed) * BUCKETS // _HASH_SPACE]]

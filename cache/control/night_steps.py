@@ -16,7 +16,7 @@ STAGES = (
 )
 """Stages of a night, one after the other; the steps of one stage run side by side."""
 
-BEFORE = ("take_events",)
+PRELIMINARY_STEPS = ("take_events",)
 """Steps before the night's own, where events are taken in: no generation has a name yet."""
 
 NIGHT = tuple(chain.from_iterable(STAGES))

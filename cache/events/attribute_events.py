@@ -17,9 +17,9 @@ from cache.events.user_events import AT_ONCE
 VALUES_MAX: Final = 64
 """Attributes of one user or item that are kept, those set last: events of one must not make each slow to take in."""
 
-_FEW: Final = 4_096
+_RECENT_ITEMS_MAX: Final = 4_096
 """Items that are looked at one by one."""
-_NEWEST: Final = struct.Struct("<Q")
+_NUMBER_HEADER: Final = struct.Struct("<Q")
 """Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
 _ENTITY_BYTES: Final = 180
 """Memory of an entity besides id and packed values, about."""
@@ -37,15 +37,15 @@ class NewerValues(NamedTuple):
     """Values set behind one position and up to another, both by number, still packed: for any thread."""
 
     after: int
-    until: int
+    until_number: int
     packed: tuple[tuple[bytes, bytes], ...] = ()
 
     def values(self) -> Iterator[AttributeValue]:
         """The values, entities in the order of their newest positions."""
         for raw, packed in self.packed:
-            if _newest(packed) <= self.after:
+            if _newest_number(packed) <= self.after:
                 continue
-            for attribute, value in _newer(packed, self.after).items():
+            for attribute, value in _values_after(packed, self.after).items():
                 yield AttributeValue(raw, attribute, value)
 
 
@@ -58,7 +58,7 @@ class ValuesOfItems(NamedTuple):
     def of(self, raw: bytes) -> dict[str, Any]:
         """Those of one item by attribute; none of an item that is not among them."""
         packed = self.packed.get(raw)
-        return {} if packed is None else _newer(packed, self.after)
+        return {} if packed is None else _values_after(packed, self.after)
 
 
 class AttributeEvents:
@@ -71,7 +71,7 @@ class AttributeEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was looked at."""
-        self.since = 0
+        self.complete_after_number = 0
         """Number of the position behind which every value is here, up to the last, but for those that went."""
         self.newest_item = 0
         """Number of the newest position that set a value of an item."""
@@ -116,8 +116,8 @@ class AttributeEvents:
         """Values of items set behind this position; their cost here is small, however many there are."""
         until_number = max(number, self.newest_item)
         newer_values: list[tuple[bytes, bytes]] = []
-        for raw, packed in islice(reversed(self._items.items()), _FEW):
-            if _newest(packed) <= number:
+        for raw, packed in islice(reversed(self._items.items()), _RECENT_ITEMS_MAX):
+            if _newest_number(packed) <= number:
                 return NewerValues(number, until_number, tuple(reversed(newer_values)))
             newer_values.append((raw, packed))
         # All of them, in one piece of C code: which are newer is told where they are unpacked.
@@ -126,7 +126,7 @@ class AttributeEvents:
     def of_user(self, user: bytes, number: int) -> dict[str, Any]:
         """Values of a user set behind this position, by attribute."""
         packed = self._users.get(user)
-        return {} if packed is None else _newer(packed, number)
+        return {} if packed is None else _values_after(packed, number)
 
     def of_items(self, items: Iterable[bytes], number: int) -> "ValuesOfItems":
         """Values of some items set behind this position."""
@@ -142,24 +142,24 @@ class AttributeEvents:
     def newest_of_user(self, user: bytes) -> int:
         """Number of the newest position that set a value of the user; 0 for none."""
         packed = self._users.get(user)
-        return 0 if packed is None else _newest(packed)
+        return 0 if packed is None else _newest_number(packed)
 
     def all_values(self, kind: str, number: int) -> dict[bytes, dict[str, Any]]:
         """Values set behind this position, of the entities of one kind, `item` or `user`."""
         of_kind = self._items if kind == "item" else self._users
         return {
-            raw: _newer(packed, number)
+            raw: _values_after(packed, number)
             for raw, packed in of_kind.items()
-            if _newest(packed) > number
+            if _newest_number(packed) > number
         }
 
     def drop_until(self, number: int, entities_max: int = sys.maxsize) -> int:
         """Forgets at most `entities_max` entities without a value after this position; returns their number."""
-        forgotten_count, self.since = 0, max(self.since, number)
+        forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
         for of_kind in (self._items, self._users):
             old: list[bytes] = []
             for raw, packed in of_kind.items():
-                if _newest(packed) > number or forgotten_count + len(old) >= entities_max:
+                if _newest_number(packed) > number or forgotten_count + len(old) >= entities_max:
                     break
                 old.append(raw)
             for raw in old:
@@ -171,7 +171,10 @@ class AttributeEvents:
         """Holds from now on what another one holds, which is given up with that."""
         self._items, self._users = replacement._items, replacement._users
         self.size_bytes, self.last = replacement.size_bytes, replacement.last
-        self.newest_item, self.since = replacement.newest_item, replacement.since
+        self.newest_item, self.complete_after_number = (
+            replacement.newest_item,
+            replacement.complete_after_number,
+        )
         self.refusals = max(self.refusals, replacement.refusals)
 
     def put_before(self, earlier_events: "AttributeEvents") -> None:
@@ -194,7 +197,7 @@ class AttributeEvents:
             return packed_by_id
         only_earlier = ((raw, packed) for raw, packed in earlier.items() if raw not in packed_by_id)
         ordered_entities = heapq.merge(
-            packed_by_id.items(), only_earlier, key=lambda entity: _newest(entity[1])
+            packed_by_id.items(), only_earlier, key=lambda entity: _newest_number(entity[1])
         )
         merged: dict[bytes, bytes] = {}
         grown = 0
@@ -222,12 +225,12 @@ class AttributeEvents:
             self.size_bytes -= len(packed) + len(raw) + _ENTITY_BYTES
 
 
-def _newest(packed: bytes) -> int:
-    return int(_NEWEST.unpack_from(packed)[0])
+def _newest_number(packed: bytes) -> int:
+    return int(_NUMBER_HEADER.unpack_from(packed)[0])
 
 
 def _values(packed: bytes) -> dict[str, list[Any]]:
-    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_NEWEST.size :])
+    numbered_values: dict[str, list[Any]] = orjson.loads(packed[_NUMBER_HEADER.size :])
     return numbered_values
 
 
@@ -243,12 +246,12 @@ def _packed(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
             key=lambda named_value: (named_value[1][0], named_value[0]),
         )
         numbered_values = dict(newest_values)
-    return _NEWEST.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
+    return _NUMBER_HEADER.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
 
 
 def _merged(earlier: bytes, newer_packed: bytes) -> bytes:
-    return _packed(_newest(newer_packed), _values(earlier) | _values(newer_packed))
+    return _packed(_newest_number(newer_packed), _values(earlier) | _values(newer_packed))
 
 
-def _newer(packed: bytes, number: int) -> dict[str, Any]:
+def _values_after(packed: bytes, number: int) -> dict[str, Any]:
     return {name: value for name, (at, value) in _values(packed).items() if at > number}

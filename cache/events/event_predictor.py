@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.events.history import TimedItems, merge
 from cache.events.new_item_tower import NewItemInputs, NewItemTower
-from cache.events.new_items import NO_NEW_ITEMS, NewItems, NewItemsOf, merged_lists
+from cache.events.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merged_lists
 from cache.events.position import Position
 from cache.events.seen import SeenItems, UserInput
 from cache.events.user_events import UserEvent
@@ -26,7 +26,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table
 from cache.format.records.layout import FLAG_APPROXIMATE
 from cache.model.feature_checks import check_features
-from cache.model.input_preparation import Prepared, latest_of_each
+from cache.model.input_preparation import PreparedInput, keep_last_occurrences
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -34,20 +34,20 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.topk.topk import Scorer
 
 _LONG_AGO_US = -(1 << 62)
-_NOTHING = np.empty(0, np.int64)
+_NO_ORDINALS = np.empty(0, np.int64)
 
 
 class EventInput(NamedTuple):
     """Newer events of a user, and where the night's input of the user lies in its directory; -1: it has none.
 
-    `sent` is what a caller sent of a user of whom the night has neither a record nor an input that the model takes: it
-    stands in for the night's, before the events. `values` are attributes that events set for the user. Items of events
-    that are among the `new_items` count as in the next night.
+    `caller_input` is what a caller sent of a user of whom the night has neither a record nor an input that the model
+    takes: it stands in for the night's, before the events. `values` are attributes that events set for the user. Items
+    of events that are among the `new_items` count as in the next night.
     """
 
     position: int
     events: tuple[UserEvent, ...]
-    sent: LiveInput | None = None
+    caller_input: LiveInput | None = None
     values: Mapping[str, Any] = MappingProxyType({})
     new_items: NewItems = NO_NEW_ITEMS
 
@@ -58,7 +58,7 @@ class EventPredictor:
 
     predictor: Predictor
     items: ItemTable
-    seen: SeenItems
+    seen_items: SeenItems
     history_limit: int
     specs: Mapping[str, TowerSpec]
     tables: Mapping[str, Table]
@@ -109,7 +109,7 @@ class EventPredictor:
 
     def prepare_all(
         self, table: str, inputs: Sequence[EventInput]
-    ) -> list[Prepared | InvalidInput | None]:
+    ) -> list[PreparedInput | InvalidInput | None]:
         """Prepares many inputs at once; None for one that is not enough for the table's model."""
         events = [event for event_input in inputs for event in event_input.events]
         raws = [event.item for event in events]
@@ -127,20 +127,22 @@ class EventPredictor:
         merged = merge(
             [TimedItems(base.items, base.times) for base in bases], newer_items, self.history_limit
         )
-        history_ordinals = np.concatenate([_NOTHING, *(history.newest for history in merged)])
+        history_ordinals = np.concatenate(
+            [_NO_ORDINALS, *(history.model_history for history in merged)]
+        )
         # A new item takes its place among the newest, and the model knows none: as where the next night has it.
         indices = self.items.to_model(
             Ordinals(np.where(history_ordinals < count, history_ordinals, -1))
         )
-        prepared_inputs: list[Prepared | InvalidInput | None] = []
+        prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         end = 0
         for event_input, base, history in zip(inputs, bases, merged, strict=True):
-            start, end = end, end + len(history.newest)
+            start, end = end, end + len(history.model_history)
             try:
-                interacted_items = history.had[history.had < count]
-                if event_input.sent is not None and event_input.position >= 0:
+                interacted_items = history.seen_items[history.seen_items < count]
+                if event_input.caller_input is not None and event_input.position >= 0:
                     interacted_items = np.union1d(
-                        interacted_items, self.seen.of(event_input.position)
+                        interacted_items, self.seen_items.of(event_input.position)
                     )
                 prepared_inputs.append(
                     self._prepared(table, event_input, base, indices[start:end], interacted_items)
@@ -153,15 +155,15 @@ class EventPredictor:
 
     def has_input(self, table: str, of_user: EventInput) -> bool:
         """True if the table's model takes the input of this user."""
-        return isinstance(self.prepare_all(table, [of_user])[0], Prepared)
+        return isinstance(self.prepare_all(table, [of_user])[0], PreparedInput)
 
     def predict(
         self,
         table: str,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         fingerprints: Sequence[int],
         scored_at: int,
-        new: Sequence[NewItemsOf] = (),
+        new: Sequence[EligibleNewItems] = (),
     ) -> list[bytes]:
         """Predicts one record per input, marked live, and approximate where the index found the list.
 
@@ -175,7 +177,7 @@ class EventPredictor:
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            ranked = search.lists(batch, outputs, _NOTHING)
+            ranked = search.lists(batch, outputs, _NO_ORDINALS)
             ranked = merged_lists(ranked, outputs, new, metric, manifest_table.layout)
             return self.predictor.lists(
                 table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE
@@ -190,7 +192,9 @@ class EventPredictor:
         for name, spec in self.specs.items():
             if not self.items.count:
                 continue
-            blank = Prepared(name, np.zeros(1, np.int64), spec.blank_features(), -1, _NOTHING, 0)
+            blank = PreparedInput(
+                name, np.zeros(1, np.int64), spec.blank_features(), -1, _NO_ORDINALS, 0
+            )
             self.predict(name, [blank], [0], 0)
 
     def _prepared(
@@ -200,7 +204,7 @@ class EventPredictor:
         base: UserInput,
         indices: NDArray[np.int64],
         interacted_items: NDArray[np.int64],
-    ) -> Prepared | None:
+    ) -> PreparedInput | None:
         spec, history = self.specs[table], indices[indices >= 0]
         is_answered = bool(len(history)) or (self.answers_without_history and spec.features)
         if spec.history is not None and not is_answered:
@@ -211,14 +215,14 @@ class EventPredictor:
             if unchecked_features is None:
                 return None
             features = check_features(spec.features, unchecked_features)
-        return Prepared(table, history, features, -1, interacted_items, 0)
+        return PreparedInput(table, history, features, -1, interacted_items, 0)
 
     def _base(self, event_input: EventInput) -> UserInput:
         """The input without the events."""
-        if event_input.position >= 0 and event_input.sent is None:
-            return self.seen.input_of(event_input.position)
-        live_input = event_input.sent or LiveInput()
-        items = self.items.ordinals_of(latest_of_each(live_input.history or ()))
+        if event_input.position >= 0 and event_input.caller_input is None:
+            return self.seen_items.input_of(event_input.position)
+        live_input = event_input.caller_input or LiveInput()
+        items = self.items.ordinals_of(keep_last_occurrences(live_input.history or ()))
         known_items = items[items >= 0]
         return UserInput(
             known_items, np.full(len(known_items), _LONG_AGO_US), dict(live_input.features or {})
@@ -245,13 +249,13 @@ def tables_changed(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvents:
-    """Events as a generation has them: all up to `until` (a position's number); tables whose answers others change.
+    """Events as a generation has them: all up to position number `until_number`; tables whose answers others change.
 
     Of each table it tells the features that its model takes: attributes that a user's events set change no other's.
     `predictor` is None without a working model. Lists of those who brought their vectors along are not computed.
     """
 
-    until: int
+    until_number: int
     tables: Mapping[str, Sequence[InputSpec]]
     predictor: EventPredictor | None = None
     item_tower: NewItemTower | None = None
@@ -293,7 +297,7 @@ class GenerationEvents:
         return replace(self, predictor=exact, item_tower=tower)
 
     @property
-    def takes(self) -> NewItemInputs | None:
+    def new_item_inputs(self) -> NewItemInputs | None:
         """Input that makes an unknown item answerable; None without working models."""
         return None if self.item_tower is None else self.item_tower.inputs
 
@@ -302,7 +306,7 @@ class GenerationEvents:
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
         is_list_of_known = table.kind == "topk" and position >= 0
-        return not (is_list_of_known and self.predictor.seen.brought_vector(position))
+        return not (is_list_of_known and self.predictor.seen_items.brought_vector(position))
 
     def has_input(self, table: Table, of_user: EventInput) -> bool:
         """True if the night's input of a user and the newer events suffice for the table's model."""

@@ -15,16 +15,16 @@ class TimedItems(NamedTuple):
     times: NDArray[np.int64]
 
 
-class Merged(NamedTuple):
+class MergedHistory(NamedTuple):
     """History int64, oldest first, as models are given it, and all items int64 that the user ever had."""
 
-    newest: NDArray[np.int64]
-    had: NDArray[np.int64]
+    model_history: NDArray[np.int64]
+    seen_items: NDArray[np.int64]
 
 
 def merge(
     published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
-) -> list[Merged]:
+) -> list[MergedHistory]:
     """History of each user as a night groups rows, from what one published of them and the events behind its position.
 
     Of each user `published_histories` has the items oldest first, each once, with when it happened last; `events` are
@@ -63,6 +63,6 @@ def merge(
         users[latest_rows].searchsorted(np.arange(len(lengths) + 1)).tolist(),
     )
     return [
-        Merged(items[max(start, end - limit) : end], items[start:end])
+        MergedHistory(items[max(start, end - limit) : end], items[start:end])
         for start, end in pairwise(ends)
     ]

@@ -57,12 +57,12 @@ class FixedItems(UnfitNewItem):
 class NewItemInputs:
     """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither.
 
-    `most` is the largest number that its vector may have.
+    `vector_abs_max` is the largest number that its vector may have.
     """
 
     features: tuple[InputSpec, ...] = ()
     dims: int = 0
-    most: float = OUTPUT_MAX
+    vector_abs_max: float = OUTPUT_MAX
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -96,9 +96,10 @@ class NewItemInputs:
                     f"items of the live generation have vectors of {self.dims} numbers, not {len(event.vector)}",
                     field="vector",
                 )
-            if not (largest := max(map(abs, event.vector))) <= self.most:
+            if not (largest := max(map(abs, event.vector))) <= self.vector_abs_max:
                 raise UnfitNewItem(
-                    f"its vector has a number of {largest:g}, {self.most:,.0f} at most is allowed: lists in which it "
+                    f"its vector has a number of {largest:g}, {self.vector_abs_max:,.0f} at most is allowed: lists in "
+                    "which it "
                     "stood would keep no precision for other scores",
                     field="vector",
                 )
@@ -146,7 +147,7 @@ class NewItemTower:
         inputs = NewItemInputs.of(manifest)
         largest = float(np.abs(items.vectors[:_LOOKED_AT]).max(initial=0))
         if largest > OUTPUT_MAX:
-            inputs = replace(inputs, most=np.inf if inputs.features else largest)
+            inputs = replace(inputs, vector_abs_max=np.inf if inputs.features else largest)
         if not inputs.features:
             return cls(inputs)
         model = manifest.models[ITEM_TOWER]
@@ -230,7 +231,10 @@ class NewItemTower:
         )
 
     def _fits(self, vector: NDArray[np.float32]) -> bool:
-        return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.most)
+        return bool(
+            np.isfinite(vector).all()
+            and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max
+        )
 
     def _input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
         """(what names the input, the input itself), the first empty where the models cannot take it."""

@@ -48,16 +48,16 @@ class NewItemEvents:
         """Number of changes: who knows it as it was at this one knows all."""
         self.evicted = 0
         """Number of items that had to go for newer ones."""
-        self._most = items_max
+        self._items_max = items_max
         self._evicted_until = 0
         # In the order of the newest positions, newest last.
-        self._held: dict[bytes, NewItem] = {}
+        self._item_by_raw: dict[bytes, NewItem] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._item_by_raw)
 
     def __contains__(self, raw: bytes) -> bool:
-        return raw in self._held
+        return raw in self._item_by_raw
 
     def add(self, position: Position, event: Event) -> bool:
         """Takes the next event in; False for one that was there, True also where it brings no item."""
@@ -77,21 +77,21 @@ class NewItemEvents:
         self.version += 1
         return True
 
-    def newer(self, number: int) -> list[NewItem]:
+    def list_items_after(self, number: int) -> list[NewItem]:
         """Items behind this position's number, in the order of their positions."""
-        return [item for item in self._held.values() if item.number > number]
+        return [item for item in self._item_by_raw.values() if item.number > number]
 
     def drop_until(self, number: int) -> int:
         """Forgets items up to this position's number; how many they were."""
-        dropped_ids = [raw for raw, item in self._held.items() if item.number <= number]
+        dropped_ids = [raw for raw, item in self._item_by_raw.items() if item.number <= number]
         for raw in dropped_ids:
             self.forget(raw)
         return len(dropped_ids)
 
     def become(self, replacement: "NewItemEvents") -> None:
         """Holds from now on what another one holds, which is given up with that."""
-        self._held, self.size_bytes, self.last = (
-            replacement._held,
+        self._item_by_raw, self.size_bytes, self.last = (
+            replacement._item_by_raw,
             replacement.size_bytes,
             replacement.last,
         )
@@ -100,18 +100,18 @@ class NewItemEvents:
 
     def put_before(self, earlier_events: "NewItemEvents") -> None:
         """Adds what another one holds of earlier positions."""
-        newer_by_id = self._held
+        newer_by_id = self._item_by_raw
         earlier = {
-            raw: item for raw, item in earlier_events._held.items() if raw not in newer_by_id
+            raw: item for raw, item in earlier_events._item_by_raw.items() if raw not in newer_by_id
         }
         if not earlier:
             return
-        self._held = {}
+        self._item_by_raw = {}
         for item in sorted(
             [*earlier.values(), *newer_by_id.values()], key=lambda item: item.number
         ):
-            self._held[item.raw] = item
-        self.size_bytes = sum(map(_size_bytes, self._held.values()))
+            self._item_by_raw[item.raw] = item
+        self.size_bytes = sum(map(_size_bytes, self._item_by_raw.values()))
         self._evict()
         self.version += 1
 
@@ -121,19 +121,19 @@ class NewItemEvents:
             self.version += 1
 
     def _put(self, item: NewItem) -> None:
-        self._held[item.raw] = item
+        self._item_by_raw[item.raw] = item
         self.size_bytes += _size_bytes(item)
 
     def _forgotten(self, raw: bytes) -> NewItem | None:
-        item = self._held.pop(raw, None)
+        item = self._item_by_raw.pop(raw, None)
         if item is not None:
             self.size_bytes -= _size_bytes(item)
         return item
 
     def _evict(self) -> None:
-        while len(self._held) > self._most:
-            number = next(iter(self._held.values())).number
-            self._forgotten(next(iter(self._held)))
+        while len(self._item_by_raw) > self._items_max:
+            number = next(iter(self._item_by_raw.values())).number
+            self._forgotten(next(iter(self._item_by_raw)))
             if number > self._evicted_until:  # not once more where the stream is read again
                 self._evicted_until = number
                 self.evicted += 1
@@ -176,7 +176,7 @@ class NewItems:
         return len(self.items)
 
     @property
-    def newest(self) -> int:
+    def newest_number(self) -> int:
         """Number of the newest one's position; 0 without any."""
         return self.items[-1].number if self.items else 0
 
@@ -257,24 +257,24 @@ NO_NEW_ITEMS: Final = NewItems()
 """New items of a generation without any."""
 
 
-class NewItemsOf(NamedTuple):
+class EligibleNewItems(NamedTuple):
     """New items that one answer may name, and numbers of items that it leaves out.
 
     `own_print` is the fingerprint of the record that the same input has without them.
     """
 
     items: NewItems = NO_NEW_ITEMS
-    gone: frozenset[int] = frozenset()
+    excluded_numbers: frozenset[int] = frozenset()
     own_print: int = 0
 
 
-NO_NEW: Final = NewItemsOf()
+NO_NEW: Final = EligibleNewItems()
 
 
 def merged_lists(
     ranked: Ranked,
     vectors: NDArray[np.float32],
-    new: Sequence[NewItemsOf],
+    new: Sequence[EligibleNewItems],
     metric: Metric,
     layout: Layout,
 ) -> Ranked:

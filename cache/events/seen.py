@@ -31,7 +31,7 @@ class _Part:
     times: NDArray[np.int64] | None
     feature_ends: NDArray[np.uint64] | None
     features: NDArray[np.uint8] | None
-    brought: NDArray[np.uint8] | None
+    has_own_vector: NDArray[np.uint8] | None
 
     @classmethod
     def open(cls, root: Path, part: SeenPart) -> "_Part":
@@ -71,19 +71,19 @@ class SeenItems:
 
     def of(self, position: int) -> NDArray[np.int64]:
         """Ordinals of the user at a position of the directory, int64."""
-        shard, shard_row = self._directory.place(position)
+        shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
         return part.items[_span(part.ends, shard_row)].astype(np.int64)
 
     def brought_vector(self, position: int) -> bool:
         """True if the user at a position of the directory brought a vector along."""
-        shard, shard_row = self._directory.place(position)
-        vector_flags = self._parts[shard].brought
+        shard, shard_row = self._directory.locate(position)
+        vector_flags = self._parts[shard].has_own_vector
         return vector_flags is not None and bool(vector_flags[shard_row])
 
     def input_of(self, position: int) -> UserInput:
         """Input of the user at a position of the directory; the manifest must say which events it has."""
-        shard, shard_row = self._directory.place(position)
+        shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
         span = _span(part.ends, shard_row)
         items = part.items[span].astype(np.int64)

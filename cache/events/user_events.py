@@ -37,7 +37,7 @@ class UserEvents:
         self.size_bytes = 0
         self.last = 0
         """Number of the newest position that was taken in."""
-        self.since = 0
+        self.complete_after_number = 0
         """Number of the position behind which every event is here, up to the last."""
         self.packed: dict[bytes, bytes] = {}
         """Events by user, for probes: with each event a user gets another object, and only then."""
@@ -82,17 +82,17 @@ class UserEvents:
         """True if one of the user's events behind this position's number is of an item."""
         return any(event.item for event in self._backwards(user, number))
 
-    def newer(self, user: bytes, number: int) -> list[UserEvent]:
+    def list_events_after(self, user: bytes, number: int) -> list[UserEvent]:
         """Events of the user behind this position's number, in the order of their positions."""
         return list(self._backwards(user, number))[::-1]
 
     def drop_until(self, number: int, users: Iterable[bytes] | None = None) -> int:
         """Forgets events up to this position's number, of all or of some users; how many users have none left."""
-        forgotten_count, self.since = 0, max(self.since, number)
+        forgotten_count, self.complete_after_number = 0, max(self.complete_after_number, number)
         for user in list(self.packed) if users is None else users:
             if (previous_packed := self.packed.get(user)) is None:
                 continue
-            remaining_events = self.newer(user, number)
+            remaining_events = self.list_events_after(user, number)
             if not remaining_events:
                 self.forget(user)
                 forgotten_count += 1
@@ -123,10 +123,10 @@ class UserEvents:
                 packed_by_user[user] = packed
             if not count % AT_ONCE:
                 yield
-        self.size_bytes, self.last, self.since = (
+        self.size_bytes, self.last, self.complete_after_number = (
             replacement.size_bytes,
             replacement.last,
-            replacement.since,
+            replacement.complete_after_number,
         )
 
     def put_before(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:

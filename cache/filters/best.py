@@ -13,7 +13,7 @@ _DIRECT: Final = 512
 """Items that are ranked without a look at which may matter."""
 
 
-class BestOf:
+class SubsetSearch:
     """Best items of a catalogue of vectors float32 [items, dims], of those that the caller names; for any thread."""
 
     def __init__(self, vectors: NDArray[np.float32]) -> None:
@@ -25,7 +25,7 @@ class BestOf:
         lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
         return lengths
 
-    def of(
+    def search(
         self,
         vector: NDArray[np.float32],
         ordinals: NDArray[np.int64],

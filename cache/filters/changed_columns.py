@@ -48,7 +48,7 @@ class ChangedColumns:
     """
 
     attributes: ItemAttributes
-    changed: frozenset[str]
+    changed_attributes: frozenset[str]
     unfit: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Ordinals by attribute and reason."""
     unknown: int
@@ -67,7 +67,7 @@ def with_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> Chan
     columns = dict(attributes.columns)
     unfit: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, value_by_ordinal in of_column.items():
-        parsed_by_ordinal, ordinals_by_reason = _kept(columns[name].kind, value_by_ordinal)
+        parsed_by_ordinal, ordinals_by_reason = _parse_values(columns[name].kind, value_by_ordinal)
         columns[name] = _SET[columns[name].kind](columns[name], parsed_by_ordinal)
         if ordinals_by_reason:
             unfit[name] = {
@@ -100,7 +100,7 @@ def _blank(kind: AttributeKind, count: int) -> AttributeColumn:
     return AttributeColumn(kind, np.empty(0, np.uint32), np.zeros(count + 1, np.uint64), names)
 
 
-def _kept(
+def _parse_values(
     kind: AttributeKind, value_by_ordinal: Mapping[int, Any]
 ) -> tuple[dict[int, Any], dict[str, list[int]]]:
     """(what an attribute of this kind holds of the values, ascending by ordinal; ordinals by why theirs is unfit)."""
@@ -171,7 +171,7 @@ _ABSENT: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG
 
 
 def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
-    texts = _Texts.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
+    texts = _TextCodes.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     new_codes = np.array(
         [NO_CODE if text is None else texts.codes[text] for text in parsed_by_ordinal.values()],
@@ -187,7 +187,7 @@ def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> 
 def _set_texts(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> AttributeColumn:
     assert column.offsets is not None  # noqa: S101 - a column of several texts has them
     lists = [item_texts or [] for item_texts in parsed_by_ordinal.values()]
-    texts = _Texts.of(column, [text for several in lists for text in several])
+    texts = _TextCodes.of(column, [text for several in lists for text in several])
     coded = [[texts.codes[text] for text in several] for several in lists]
     offsets = column.offsets.astype(np.int64)
     if all(
@@ -214,17 +214,17 @@ _SET: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping[int, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Texts:
+class _TextCodes:
     """Codes of texts to be set: those of the names there are, and behind these the new ones, ascending."""
 
     names: Names
     codes: Mapping[bytes, int]
     new: Sequence[bytes]
-    places: NDArray[np.int64]
+    insert_positions: NDArray[np.int64]
     """Number of the names before each new text."""
 
     @classmethod
-    def of(cls, column: AttributeColumn, texts: Sequence[bytes]) -> "_Texts":
+    def of(cls, column: AttributeColumn, texts: Sequence[bytes]) -> "_TextCodes":
         """Finds the texts among the names of a column."""
         names = column.names
         assert names is not None  # noqa: S101 - a column of texts has them
@@ -251,10 +251,10 @@ class _Texts:
         if more == 0 and is_used.all():
             return replace(column, values=values)
         kept_ranks = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_used)])
-        between = np.cumsum(np.bincount(self.places, minlength=count + 1))
+        between = np.cumsum(np.bincount(self.insert_positions, minlength=count + 1))
         codes = np.empty(count + more + 1, np.uint32)
         codes[:count] = kept_ranks[:-1] + between[:count]
-        codes[count:-1] = kept_ranks[self.places] + np.arange(more)
+        codes[count:-1] = kept_ranks[self.insert_positions] + np.arange(more)
         codes[-1] = NO_CODE
         values = codes[np.minimum(values, count + more)]
         return replace(column, values=values, names=self._names(is_used))
@@ -264,7 +264,8 @@ class _Texts:
         data, offsets, count = self.names.data, self.names.offsets.astype(np.int64), len(is_used)
         # A name that left ends a piece as a new one does, and has no text in its place.
         cuts = [
-            (index, 1, text) for index, text in zip(self.places.tolist(), self.new, strict=True)
+            (index, 1, text)
+            for index, text in zip(self.insert_positions.tolist(), self.new, strict=True)
         ]
         cuts += [(index, 2, b"") for index in np.flatnonzero(~is_used).tolist()]
         pieces, lengths, start = [], [], 0

@@ -33,24 +33,24 @@ class InvalidFilter(InvalidInput):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparing:
-    """Comparison of an attribute with `values` (one, but for `in`; none for `exists`); `place` is for messages."""
+class ComparisonNode:
+    """Comparison of an attribute with `values` (one, but for `in`; none for `exists`); `field_path` is for messages."""
 
     operator: Comparison
     attribute: str
     values: tuple[Scalar, ...]
-    place: str
+    field_path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Combining:
+class CombinationNode:
     """Combination of expressions that all must hold, of which one must, or of one that must not."""
 
     operator: Literal["and", "or", "not"]
     parts: tuple["Expression", ...]
 
 
-Expression = Comparing | Combining
+Expression = ComparisonNode | CombinationNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Filter:
 
 
 def _names_in(expression: Expression) -> Iterator[str]:
-    if isinstance(expression, Comparing):
+    if isinstance(expression, ComparisonNode):
         yield expression.attribute
         return
     for part in expression.parts:
@@ -106,7 +106,7 @@ class _FilterReader:
         ((operator, operand),) = value.items()
         below = f"{path}.{operator}" if path else operator
         if operator in _COMBINATIONS:
-            return Combining(operator, self._parts(operator, operand, below, depth))
+            return CombinationNode(operator, self._parts(operator, operand, below, depth))
         if operator in _COMPARISONS:
             return self._comparing(operator, operand, below)
         operator_names = ", ".join((*_COMBINATIONS, *_COMPARISONS))
@@ -123,9 +123,9 @@ class _FilterReader:
             self.read(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(operand)
         )
 
-    def _comparing(self, operator: Comparison, operand: object, path: str) -> Comparing:
+    def _comparing(self, operator: Comparison, operand: object, path: str) -> ComparisonNode:
         if operator == "exists":
-            return Comparing(operator, _name(operand, path), (), path)
+            return ComparisonNode(operator, _name(operand, path), (), path)
         if not isinstance(operand, list) or len(operand) != 2:
             raise _refused(
                 f'{operator} takes a list of an attribute and a value, such as ["price", 20]', path
@@ -133,14 +133,14 @@ class _FilterReader:
         name, comparand = _name(operand[0], f"{path}[0]"), operand[1]
         if operator != "in":
             self._count(1, path)
-            return Comparing(operator, name, (_scalar(comparand, f"{path}[1]"),), path)
+            return ComparisonNode(operator, name, (_scalar(comparand, f"{path}[1]"),), path)
         if not isinstance(comparand, list) or not comparand:
             raise _refused("in takes an attribute and a list of one or more values", f"{path}[1]")
         self._count(len(comparand), f"{path}[1]")
         values = (
             _scalar(raw_value, f"{path}[1][{number}]") for number, raw_value in enumerate(comparand)
         )
-        return Comparing(operator, name, tuple(values), path)
+        return ComparisonNode(operator, name, tuple(values), path)
 
     def _count(self, values: int, path: str) -> None:
         self.values += values

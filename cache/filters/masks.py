@@ -17,7 +17,14 @@ from cache.filters.attributes import (
     ItemAttributes,
     moment_us,
 )
-from cache.filters.expression import Combining, Comparing, Expression, Filter, InvalidFilter, Scalar
+from cache.filters.expression import (
+    CombinationNode,
+    ComparisonNode,
+    Expression,
+    Filter,
+    InvalidFilter,
+    Scalar,
+)
 from cache.format.manifest_files import AttributeKind
 
 Mask = NDArray[np.bool_]
@@ -54,7 +61,7 @@ def unknown_attribute(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passing:
+class FilterMask:
     """Items that pass, one bit each (little-endian within a byte), and how many they are."""
 
     bits: NDArray[np.uint8]
@@ -73,13 +80,13 @@ class Passing:
         )
         return mask
 
-    def followed_by(self, appended_mask: "Passing", items: int) -> "Passing":
+    def followed_by(self, appended_mask: "FilterMask", items: int) -> "FilterMask":
         """These of `items` items, and behind them what passes of others, whose numbers go on from there."""
         full_byte_count = items >> 3
         last = np.unpackbits(self.bits[full_byte_count:], count=items & 7, bitorder="little")
         more = np.unpackbits(appended_mask.bits, bitorder="little")
         tail = np.packbits(np.concatenate([last, more]), bitorder="little")
-        return Passing(
+        return FilterMask(
             np.concatenate([self.bits[:full_byte_count], tail]), self.count + appended_mask.count
         )
 
@@ -93,34 +100,34 @@ class Masks:
 
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
-        self._kept: LRUCache[bytes, tuple[Passing, frozenset[str]]] = LRUCache(
+        self._cached_masks: LRUCache[bytes, tuple[FilterMask, frozenset[str]]] = LRUCache(
             bytes_max, getsizeof=lambda cached_mask: cached_mask[0].bits.nbytes + _OVERHEAD
         )
         self._lock = threading.Lock()
 
-    def kept(self, filter_: Filter) -> Passing | None:
+    def get_cached(self, filter_: Filter) -> FilterMask | None:
         """Items that pass, where that is known already."""
         with self._lock:
-            cached_mask = self._kept.get(filter_.key)
+            cached_mask = self._cached_masks.get(filter_.key)
         return None if cached_mask is None else cached_mask[0]
 
-    def changed(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
+    def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "Masks":
         """Masks over other columns, which keep what is known of filters that compare none of the changed ones."""
-        masks = Masks(attributes, int(self._kept.maxsize))
+        masks = Masks(attributes, int(self._cached_masks.maxsize))
         with self._lock:
-            for key, cached_mask in self._kept.items():
+            for key, cached_mask in self._cached_masks.items():
                 if not cached_mask[1] & changed_attributes:
-                    masks._kept[key] = cached_mask
+                    masks._cached_masks[key] = cached_mask
         return masks
 
-    def of(self, filter_: Filter) -> Passing:
+    def of(self, filter_: Filter) -> FilterMask:
         """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
-        filter_mask = self.kept(filter_)
+        filter_mask = self.get_cached(filter_)
         if filter_mask is None:
-            filter_mask = Passing.of(mask_of(filter_.root, self.attributes))
-            if filter_mask.bits.nbytes + _OVERHEAD <= self._kept.maxsize:
+            filter_mask = FilterMask.of(mask_of(filter_.root, self.attributes))
+            if filter_mask.bits.nbytes + _OVERHEAD <= self._cached_masks.maxsize:
                 with self._lock:
-                    self._kept[filter_.key] = filter_mask, filter_.attributes
+                    self._cached_masks[filter_.key] = filter_mask, filter_.attributes
         return filter_mask
 
 
@@ -134,7 +141,7 @@ _TEXTS_COST: Final = 20
 
 def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
     """Estimate of the work of `mask_of`, in comparisons of one number: 2,000 take about a microsecond."""
-    if isinstance(expression, Comparing):
+    if isinstance(expression, ComparisonNode):
         column = attributes.columns.get(expression.attribute)
         if column is None:  # refused at once
             return 0
@@ -146,12 +153,12 @@ def cost_of(expression: Expression, attributes: ItemAttributes) -> int:
 
 def mask_of(expression: Expression, attributes: ItemAttributes) -> Mask:
     """Mask bool [items] of what passes; an item without the attribute passes no comparison."""
-    if isinstance(expression, Comparing):
+    if isinstance(expression, ComparisonNode):
         return _comparing(expression, attributes)
     return _combining(expression, [mask_of(part, attributes) for part in expression.parts])
 
 
-def _combining(expression: Combining, masks: list[Mask]) -> Mask:
+def _combining(expression: CombinationNode, masks: list[Mask]) -> Mask:
     if expression.operator == "not":
         return ~masks[0]
     combined = masks[0]
@@ -160,19 +167,19 @@ def _combining(expression: Combining, masks: list[Mask]) -> Mask:
     return combined
 
 
-def _comparing(comparison: Comparing, attributes: ItemAttributes) -> Mask:
+def _comparing(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
     column = attributes.columns.get(comparison.attribute)
     if column is None:
-        raise unknown_attribute(comparison.attribute, attributes.kinds, comparison.place)
+        raise unknown_attribute(comparison.attribute, attributes.kinds, comparison.field_path)
     if comparison.operator not in OPERATORS[column.kind]:
         raise InvalidFilter(
             f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS[column.kind])}",
-            field=comparison.place,
+            field=comparison.field_path,
         )
     return _HOW[column.kind](comparison, column)
 
 
-def _text(comparison: Comparing, column: AttributeColumn) -> Mask:
+def _text(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
         return _mask(column.values != NO_CODE)
     codes = [_code(column, value, comparison) for value in comparison.values]
@@ -184,7 +191,7 @@ def _text(comparison: Comparing, column: AttributeColumn) -> Mask:
     )
 
 
-def _texts(comparison: Comparing, column: AttributeColumn) -> Mask:
+def _texts(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     assert column.offsets is not None  # noqa: S101 - a column of several texts has them
     if comparison.operator == "exists":
         return column.offsets[1:] > column.offsets[:-1]
@@ -195,7 +202,7 @@ def _texts(comparison: Comparing, column: AttributeColumn) -> Mask:
     return mask
 
 
-def _flag(comparison: Comparing, column: AttributeColumn) -> Mask:
+def _flag(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
         return _mask(column.values != NO_FLAG)
     for value in comparison.values:
@@ -204,7 +211,7 @@ def _flag(comparison: Comparing, column: AttributeColumn) -> Mask:
     return np.isin(column.values, np.array(comparison.values, np.uint8))
 
 
-def _number(comparison: Comparing, column: AttributeColumn) -> Mask:
+def _number(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     if comparison.operator == "exists":
         return _mask(~np.isnan(column.values))
     for value in comparison.values:
@@ -213,7 +220,7 @@ def _number(comparison: Comparing, column: AttributeColumn) -> Mask:
     return _ordered(comparison.operator, column.values, np.array(comparison.values, np.float64))
 
 
-def _time(comparison: Comparing, column: AttributeColumn) -> Mask:
+def _time(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     has_time: Mask = column.values != NO_TIME
     if comparison.operator == "exists":
         return has_time
@@ -237,26 +244,26 @@ def _mask(mask_like: Any) -> Mask:
     return np.asarray(mask_like, np.bool_)
 
 
-_HOW: Final[Mapping[AttributeKind, Callable[[Comparing, AttributeColumn], Mask]]] = {
+_HOW: Final[Mapping[AttributeKind, Callable[[ComparisonNode, AttributeColumn], Mask]]] = {
     "text": _text, "texts": _texts, "number": _number, "flag": _flag, "time": _time,
 }  # fmt: skip
 
 
-def _code(column: AttributeColumn, value: Scalar, comparison: Comparing) -> int:
+def _code(column: AttributeColumn, value: Scalar, comparison: ComparisonNode) -> int:
     if not isinstance(value, str):
         raise _unfit(comparison, "a text")
     assert column.names is not None  # noqa: S101 - a column of texts has them
     return column.names.code_of(value)
 
 
-def _moment(value: Scalar, comparison: Comparing) -> int:
+def _moment(value: Scalar, comparison: ComparisonNode) -> int:
     time_us = moment_us(value)
     if time_us is None:
         raise _unfit(comparison, "a time (ISO 8601, or seconds since 1970)")
     return time_us
 
 
-def _unfit(comparison: Comparing, expected_kind: str) -> InvalidFilter:
+def _unfit(comparison: ComparisonNode, expected_kind: str) -> InvalidFilter:
     return InvalidFilter(
-        f"{comparison.attribute} is compared with {expected_kind}", field=comparison.place
+        f"{comparison.attribute} is compared with {expected_kind}", field=comparison.field_path
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache.errors import InvalidInput
 from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
-from cache.filters.masks import Passing, unknown_attribute
+from cache.filters.masks import FilterMask, unknown_attribute
 
 BOOSTS_MAX: Final = 8
 """Boosts of one request: each has a filter."""
@@ -39,14 +39,14 @@ class Boost:
 
 @dataclass(frozen=True, slots=True)
 class Diversify:
-    """Bounds on what an answer's items have in common: `most` of one value of an attribute, `mmr` on their vectors.
+    """Bounds on how alike an answer's items are: `per_value_max` of one value of an attribute, `mmr` on their vectors.
 
     `mmr` is the weight of an item's score against its likeness to what is chosen already (Carbonell and Goldstein,
     "The use of MMR, diversity-based reranking", SIGIR 1998).
     """
 
     attribute: str | None = None
-    most: int | None = None
+    per_value_max: int | None = None
     mmr: float | None = None
 
 
@@ -166,7 +166,7 @@ class Reranker:
     def __init__(
         self,
         reranking: Reranking,
-        boosted: tuple[Passing, ...],
+        boosted: tuple[FilterMask, ...],
         attributes: ItemAttributes | None,
         vectors: NDArray[np.float32],
     ) -> None:
@@ -178,7 +178,7 @@ class Reranker:
         self._column = _column(self._diversify, attributes)
         self._vectors = vectors
 
-    def places(
+    def rerank(
         self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int
     ) -> NDArray[np.int64]:
         """Places int64 of at most k of the candidates, in their new order; these come best first."""
@@ -189,9 +189,9 @@ class Reranker:
         order = np.argsort(-boosted, kind="stable")
         if self._column is None and self._diversify.mmr is None:
             return order[:k]
-        room = _Room(self._column, self._diversify.most or 0, ordinals[order])
+        room = _ValueQuota(self._column, self._diversify.per_value_max or 0, ordinals[order])
         if self._diversify.mmr is None:
-            chosen_positions = list(islice(filter(room.takes, range(len(order))), k))
+            chosen_positions = list(islice(filter(room.try_add, range(len(order))), k))
         else:
             units = _units(self._vectors[ordinals[order]])
             chosen_positions = _least_alike(
@@ -204,7 +204,7 @@ def _least_alike(
     relevance: NDArray[np.float64],
     units: NDArray[np.float32],
     weight: float,
-    room: "_Room",
+    room: "_ValueQuota",
     k: int,
 ) -> list[int]:
     """Places of at most k, each the best by its relevance less its likeness to one before it."""
@@ -213,7 +213,7 @@ def _least_alike(
     for _ in range(len(units)):
         position = int(np.argmax(worth - (1 - weight) * likeness))
         worth[position] = -np.inf
-        if room.takes(position):
+        if room.try_add(position):
             chosen_positions.append(position)
             if len(chosen_positions) == k:
                 break
@@ -221,23 +221,23 @@ def _least_alike(
     return chosen_positions
 
 
-class _Room:
+class _ValueQuota:
     """Count of chosen items by value; an item without the attribute counts for none."""
 
     def __init__(
         self, column: AttributeColumn | None, items_per_value_max: int, ordinals: NDArray[np.uint32]
     ) -> None:
         self._column = column
-        self._most = items_per_value_max
+        self._per_value_max = items_per_value_max
         self._ordinals = ordinals.tolist()
         self._counts: Counter[Any] = Counter()
 
-    def takes(self, position: int) -> bool:
+    def try_add(self, position: int) -> bool:
         """True, and counted, if none of the item's values is full."""
         if self._column is None:
             return True
         values = _values(self._column, self._ordinals[position])
-        if any(self._counts[attribute_value] >= self._most for attribute_value in values):
+        if any(self._counts[attribute_value] >= self._per_value_max for attribute_value in values):
             return False
         self._counts.update(values)
         return True

@@ -68,7 +68,7 @@ class Directory:
             raise TypeError(f"hashes are uint64, not {hashes.dtype}")
         return np.frombuffer(self._hashes.find(np.ascontiguousarray(hashes)), np.int64)
 
-    def place(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """(part, position within the part) of a global position."""
         part = bisect_right(self._starts, position) - 1
         return part, position - self._starts[part]
@@ -77,7 +77,7 @@ class Directory:
         self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], per_page: int, size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Places of records of `size` bytes, `per_page` of them in a page: int64[n] pages, int64[n] offsets in them."""
-        pages, offsets = self._hashes.places(positions, first_pages, per_page, size)
+        pages, offsets = self._hashes.locate(positions, first_pages, per_page, size)
         return np.frombuffer(pages, np.int64), np.frombuffer(offsets, np.int64)
 
     def hashes(self) -> NDArray[np.uint64]:

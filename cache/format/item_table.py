@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_id, hash_ids
-from cache.format.item_json import Texts
+from cache.format.item_json import ItemJsonTexts
 from cache.format.manifest import Manifest
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
@@ -52,7 +52,7 @@ class ItemTable:
         # was frozen, so every flip would leave a catalogue behind.
         ids_of = partial(_ids_of, self._ids, offsets)
         longest = _longest(offsets)
-        self.texts = Texts(self.count, ids_of, longest=longest)
+        self.texts = ItemJsonTexts(self.count, ids_of, longest=longest)
         """Ids as JSON strings."""
         self.lent = Lent(ids, offsets)
         """Raw id bytes and offsets, for the compiled code."""

@@ -235,7 +235,7 @@ class Manifest:
         return files
 
     @property
-    def stored(self) -> dict[str, Table]:
+    def stored_tables(self) -> dict[str, Table]:
         """All tables that have pages, by their own names: those that are asked, and those made under filters."""
         filtered_tables = [
             table
@@ -246,7 +246,7 @@ class Manifest:
 
     def pages(self) -> list[Artefact]:
         """Every file of pages and their checksums."""
-        parts = [part for table in self.stored.values() for part in table.parts]
+        parts = [part for table in self.stored_tables.values() for part in table.parts]
         return [artefact for part in parts for artefact in (part.file, part.sums)]
 
 

@@ -48,7 +48,7 @@ class Keyspace:
         """The same under another version of the keys."""
         return f"larder:{version}:{{{self.namespace}}}:replicas"
 
-    def hot(self, hour: int) -> str:
+    def hot_names(self, hour: int) -> str:
         """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour}"
 
@@ -61,7 +61,7 @@ class Keyspace:
         """Hash: worker -> what it counted in all, and how it stands; for the dashboard."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:workers"
 
-    def cold(self, day: int) -> str:
+    def cold_names(self, day: int) -> str:
         """Sorted set of table and id, by requests in one day, of ids that the live generation did not know."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:cold:{day}"
 

@@ -20,14 +20,14 @@ class UsersByReason:
     spared_s: float
 
     @property
-    def share(self) -> float | None:
+    def copied_share(self) -> float | None:
         """Share of the users whose records were copied; None where there is no user."""
         total = sum(self.users.values())
         return self.users["copied"] / total if total else None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form."""
-        return {"users": dict(self.users), "share": self.share, "spared_s": self.spared_s}
+        return {"users": dict(self.users), "share": self.copied_share, "spared_s": self.spared_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Reuse:
 
     night: UsersByReason
     base: str | None
-    why: str
+    not_copied_because: str
     """Reason why lists could not be copied; empty where they could."""
     read_because: str
     """Reason why all source files were read; empty where only new ones were."""
@@ -47,9 +47,15 @@ class Reuse:
         """Copies as a manifest's facts have them; None where they have none, or another version's."""
         try:
             fact = facts[FACT]
-            nights = tuple(map(_counted, fact["nights"]))[-NIGHTS:]
+            nights = tuple(map(_read_users_by_reason, fact["nights"]))[-NIGHTS:]
             base = None if fact["base"] is None else str(fact["base"])
-            return cls(_counted(fact), base, str(fact["why"]), str(fact["read_because"]), nights)
+            return cls(
+                _read_users_by_reason(fact),
+                base,
+                str(fact["why"]),
+                str(fact["read_because"]),
+                nights,
+            )
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
@@ -64,12 +70,13 @@ class Reuse:
     def to_json(self) -> dict[str, Any]:
         """JSON-able form: the night, and `lately` with the number of its nights."""
         return {
-            **self.night.to_json(), "base": self.base, "why": self.why, "read_because": self.read_because,
+            **self.night.to_json(), "base": self.base, "why": self.not_copied_because,
+            "read_because": self.read_because,
             "lately": {"nights": len(self.nights), **self.lately.to_json()},
         }  # fmt: skip
 
 
-def _counted(night_fact: Mapping[str, Any]) -> UsersByReason:
+def _read_users_by_reason(night_fact: Mapping[str, Any]) -> UsersByReason:
     return UsersByReason(_added([night_fact["users"]]), float(night_fact["spared_s"]))
 
 

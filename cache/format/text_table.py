@@ -31,7 +31,7 @@ class TextTable:
         self._slots = np.zeros(count, np.int32)
         """Slot of each ordinal in `_texts`; 0: not there."""
         self._texts = np.zeros(self._room + 1, f"V{width}")
-        self._kept = 0
+        self._filled_count = 0
 
     def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
         """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
@@ -48,12 +48,12 @@ class TextTable:
 
     def _read(self, ordinals: NDArray[np.uint32]) -> None:
         new = ordinals[self._slots[ordinals] == 0]
-        if self._kept + len(new) > self._room:
-            self._slots[:], self._kept = 0, 0
+        if self._filled_count + len(new) > self._room:
+            self._slots[:], self._filled_count = 0, 0
             new = ordinals
         for ordinal, id_ in zip(new.tolist(), self._ids_of(new[: self._room]), strict=False):
             text = self._write(id_)
             if len(text) <= self.width:
-                self._kept += 1
-                self._texts[self._kept] = np.void(text.ljust(self.width, self._pad))
-                self._slots[ordinal] = self._kept
+                self._filled_count += 1
+                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad))
+                self._slots[ordinal] = self._filled_count

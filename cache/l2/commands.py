@@ -11,7 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import refused
-from cache.l2.lease_commands import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
+from cache.l2.lease_commands import (
+    Lease,
+    LeaseMark,
+    LeaseSwap,
+    LeaseTake,
+    pack_lease,
+    pack_lease_mark,
+)
 from cache.l2.replies import Frames
 from cache.native import loader
 
@@ -73,7 +80,7 @@ class OverlayRead(NamedTuple):
 class OverlayWrite(NamedTuple):
     """An overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
 
-    `mark` is the lease under which it was computed, if any.
+    `lease_mark` is the lease under which it was computed, if any.
     """
 
     generation: str
@@ -81,7 +88,7 @@ class OverlayWrite(NamedTuple):
     hash_hex: str
     payload: bytes
     ttl_s: float
-    mark: Mark | None = None
+    lease_mark: LeaseMark | None = None
 
 
 class Overlay(NamedTuple):
@@ -94,7 +101,7 @@ class Overlay(NamedTuple):
 Read = PageRead | OverlayRead
 
 
-class Asking(NamedTuple):
+class AskingCommand(NamedTuple):
     """A command to a node that is about to take over the key's slot; each of its parts is preceded by `ASKING`."""
 
     command: "Command"
@@ -102,9 +109,9 @@ class Asking(NamedTuple):
 
 OVERLAY_COMMANDS: Final = 2
 """Commands sent, and replies expected, for one `OverlayRead`: its life and its value."""
-Command = PageRead | OverlayRead | OverlayWrite | Lease | Mark | Asking
+Command = PageRead | OverlayRead | OverlayWrite | Lease | LeaseMark | AskingCommand
 _LEASES = (LeaseTake, LeaseSwap)
-Answer = bytes | Overlay | TierUnavailable | None
+L2Result = bytes | Overlay | TierUnavailable | None
 
 
 class Packer:
@@ -131,18 +138,18 @@ class Packer:
                 count += 1
             elif type(command) is OverlayWrite:
                 self._write(pieces, command)
-                count += 1 if command.mark is None else 2
+                count += 1 if command.lease_mark is None else 2
             elif type(command) is OverlayRead:
                 pieces += self._overlay_read(command)
                 count += OVERLAY_COMMANDS
             elif type(command) is LeaseTake or type(command) is LeaseSwap:
                 pieces.append(pack_lease(command))
                 count += 1
-            elif type(command) is Mark:
-                pieces.append(pack_mark(command))
+            elif type(command) is LeaseMark:
+                pieces.append(pack_lease_mark(command))
                 count += 1
-            elif type(command) is Asking:
-                count += self._ask(pieces, command.command)
+            elif type(command) is AskingCommand:
+                count += self._pack_asking(pieces, command.command)
         return b"".join(pieces), count
 
     def pages(self, reads: PageReads) -> bytes:
@@ -156,7 +163,7 @@ class Packer:
         # Life first: if the value is replaced in between, the life read is the shorter one.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
 
-    def _ask(self, pieces: list[bytes], command: Command) -> int:
+    def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
         """Adds a command whose parts are each preceded by `ASKING`; returns the number of replies to expect."""
         parts = (
             self._overlay_read(command)
@@ -174,8 +181,8 @@ class Packer:
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
         pieces += bytes_before_hash, named, after, payload, tail
-        if write.mark is not None:
-            pieces.append(pack_mark(write.mark))
+        if write.lease_mark is not None:
+            pieces.append(pack_lease_mark(write.lease_mark))
 
     def _begin_writes(
         self, generation: str, table: str, digits: int, size_bytes: int
@@ -206,11 +213,11 @@ class Packer:
         return tail
 
 
-def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
+def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
     """Answers, one per command, from the replies to what `Packer.pack` made of the commands."""
     if type(replies) is Frames:  # every one of them is a record
         return replies
-    answers: list[Answer] = []
+    answers: list[L2Result] = []
     remaining_replies = iter(replies)
     for command in commands:
         reply = next(remaining_replies)
@@ -223,14 +230,14 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
         elif type(command) is PageRead and type(reply) is bytes and len(reply) == command.length:
             answers.append(reply)
             continue
-        elif type(command) is OverlayWrite and command.mark is not None:
+        elif type(command) is OverlayWrite and command.lease_mark is not None:
             next(remaining_replies)  # the mark's: without it the lease ends by itself
         elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
             # None would mean that it was taken.
             is_sound = reply is None or type(reply) is bytes
             answers.append(reply if is_sound else refused(f"{type(reply)} for a lease"))
             continue
-        elif type(command) is Asking:
+        elif type(command) is AskingCommand:
             parts = OVERLAY_COMMANDS if isinstance(command.command, OverlayRead) else 1
             command_replies = [
                 next(remaining_replies),

@@ -52,13 +52,13 @@ class PipelineConnection(asyncio.Protocol):
             raise TierUnavailable("the connection is not open", reason="connection")
         # Held for its life: redis-py closes the socket when the connection object goes.
         self.redis_connection = opened
-        self._lost = on_lost
+        self._on_lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._scanner = scanner_of(RECORD_REPLIES)
         self._replies: list[Any] = []
-        self._held = b""
+        self._buffer = b""
         self._pipelines: deque[Pipeline] = deque()
-        self._why: TierUnavailable | None = None
+        self._close_error: TierUnavailable | None = None
         self._transport = cast(asyncio.Transport, writer.transport)
         self._transport.set_protocol(self)
 
@@ -85,14 +85,14 @@ class PipelineConnection(asyncio.Protocol):
 
     def abort(self, error: TierUnavailable) -> None:
         """Closes at once; every pipeline under way lands with `error`."""
-        self._why = self._why or error
+        self._close_error = self._close_error or error
         self._transport.abort()
         self._fail_all()
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser and lands every pipeline whose last reply has come."""
         gets = self._reader.gets
-        if self._held or (self._pipelines and self._pipelines[0].length):
+        if self._buffer or (self._pipelines and self._pipelines[0].length):
             data = self._take_frames(data)
             if not data:
                 return
@@ -120,7 +120,7 @@ class PipelineConnection(asyncio.Protocol):
 
     def _take_frames(self, data: bytes) -> bytes:
         """Lands pipelines whose replies are all of the length that was foretold; what is left is for the parser."""
-        data, self._held = self._held + data, b""
+        data, self._buffer = self._buffer + data, b""
         while data and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
             if not pipeline.length or not loader.kernels.could_be(
@@ -129,7 +129,7 @@ class PipelineConnection(asyncio.Protocol):
                 return data
             size = pipeline.count * stride(pipeline.length)
             if len(data) < size:
-                self._held = data
+                self._buffer = data
                 return b""
             self._pipelines.popleft().land(Frames(data, pipeline.count, pipeline.length))
             data = data[size:]
@@ -137,14 +137,14 @@ class PipelineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends every pipeline under way and reports the connection as lost: the socket is gone, whoever closed it."""
-        self._why = self._why or TierUnavailable(
+        self._close_error = self._close_error or TierUnavailable(
             f"connection lost: {exc or 'closed by the server'}", reason="connection"
         )
         self._fail_all()
-        self._lost(self)
+        self._on_lost(self)
 
     def _fail_all(self) -> None:
-        error = self._why or TierUnavailable("connection closed", reason="connection")
-        self._replies, self._held = [], b""
+        error = self._close_error or TierUnavailable("connection closed", reason="connection")
+        self._replies, self._buffer = [], b""
         while self._pipelines:
             self._pipelines.popleft().land(error)

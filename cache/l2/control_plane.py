@@ -8,13 +8,13 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import NoPermissionError, ReadOnlyError
 
 from cache.control.hot_keys import (
-    COLD,
-    HOT,
+    COLD_WINDOW,
+    HOT_WINDOW,
     MEMBERS_MAX,
     READ_AT_ONCE,
     REPORT,
+    HotKeyReport,
     Name,
-    Report,
     Window,
     hottest,
 )
@@ -23,7 +23,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.errors import as_unavailable
 from cache.resp.reply_shapes import SCORED_MEMBERS, TEXT, check_replies, checked, refuse, refusing
 
-Words = str | bytes | float
+CommandArgument = str | bytes | float
 
 # Allowed at full memory: a replica that cannot say that it lives looks dead, and what it holds would be retired. The
 # new payload before the old one goes: at no moment may what is held look as if it were not.
@@ -42,15 +42,15 @@ class ControlPlane(Protocol):
 
     keyspace: Keyspace
 
-    async def ask(self, *command: Words) -> Any:
+    async def execute(self, *command: CommandArgument) -> Any:
         """The reply to a command on a control key."""
         ...
 
-    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+    async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Replies to all commands on control keys, in one round trip; the first refusal is raised."""
         ...
 
-    async def ask_servers(self, *command: Words) -> list[Any]:
+    async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
         """The reply of every server to a command without a key; TierUnavailable, not raised, of one without a reply."""
         ...
 
@@ -60,7 +60,7 @@ class ControlPlane(Protocol):
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
-        values = await self.ask("MGET", self.keyspace.live, self.keyspace.next)
+        values = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
         if len(values) != 2:
             with as_unavailable():
                 refuse("MGET", values, "two values")
@@ -69,7 +69,7 @@ class ControlPlane(Protocol):
 
     async def time(self) -> float:
         """Redis' own clock, Unix seconds: replicas and publishers may run on hosts whose clocks differ."""
-        seconds, microseconds = await self.ask("TIME")
+        seconds, microseconds = await self.execute("TIME")
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(
@@ -84,25 +84,25 @@ class ControlPlane(Protocol):
             () if previous_payload is None else (previous_payload,),
         )
         try:
-            await self.ask("EVAL", _BEAT, 1, replicas, at, payload, *old)
+            await self.execute("EVAL", _BEAT, 1, replicas, at, payload, *old)
         except TierUnavailable as error:
             if not isinstance(error.__cause__, NoPermissionError):
                 raise
             # The user's rights are those of an earlier version: then as before, which needs free memory.
-            await self.ask("ZADD", replicas, at, payload)
+            await self.execute("ZADD", replicas, at, payload)
             if previous_payload is not None and previous_payload != payload:
-                await self.ask("ZREM", replicas, previous_payload)
+                await self.execute("ZREM", replicas, previous_payload)
 
     async def sign_off(self, payload: bytes) -> None:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
-        await self.ask("ZREM", self.keyspace.replicas, payload)
+        await self.execute("ZREM", self.keyspace.replicas, payload)
 
-    async def report_hot(self, report: Report) -> None:
+    async def report_hot(self, report: HotKeyReport) -> None:
         """Adds to the sketch of recent requests what this replica was asked for."""
         keys = _sketch_keys(self.keyspace, report.hour, report.window)
-        await self.ask("EVAL", REPORT, len(keys), *keys, *report.arguments())
+        await self.execute("EVAL", REPORT, len(keys), *keys, *report.arguments())
 
-    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
+    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
         """Names that all replicas were asked for most in this window and the last, hottest first.
 
         Of COLD windows those that no generation knew; `hour` is the window's number.
@@ -113,7 +113,7 @@ class ControlPlane(Protocol):
 
     async def infos(self) -> list[dict[str, Any]]:
         """`INFO` of every server."""
-        replies = await self.ask_servers("INFO")
+        replies = await self.execute_on_servers("INFO")
         for reply in replies:
             if isinstance(reply, TierUnavailable):
                 raise reply
@@ -121,7 +121,7 @@ class ControlPlane(Protocol):
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any."""
-        replies = await self.ask_servers("INFO", "memory")
+        replies = await self.execute_on_servers("INFO", "memory")
         policies = [
             str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict
         ]
@@ -141,7 +141,7 @@ class ServerControl(ControlPlane):
         self._client: Redis = check_replies(Redis(connection_pool=pool))
         self._renew = renew
 
-    async def ask(self, *command: Words) -> Any:
+    async def execute(self, *command: CommandArgument) -> Any:
         """The reply to any command."""
         with as_unavailable():
             async with self._left_where_read_only():
@@ -156,7 +156,7 @@ class ServerControl(ControlPlane):
             self._renew()
             raise
 
-    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+    async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised."""
         with as_unavailable():
             async with (
@@ -167,10 +167,10 @@ class ServerControl(ControlPlane):
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    async def ask_servers(self, *command: Words) -> list[Any]:
+    async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
         """The reply of this one server, or the TierUnavailable that it is without."""
         try:
-            return [await self.ask(*command)]
+            return [await self.execute(*command)]
         except TierUnavailable as error:
             return [error]
 
@@ -190,7 +190,7 @@ class ServerControl(ControlPlane):
 
 def _sketch_keys(keyspace: Keyspace, number: int, window: Window) -> tuple[str, str]:
     """Keys of a window's sketch and of the one before."""
-    name = keyspace.cold if window is COLD else keyspace.hot
+    name = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
     return name(number), name(number - 1)
 
 
@@ -198,7 +198,7 @@ async def _members(control: ControlPlane, key: str) -> list[bytes]:
     scored_members: list[bytes] = []
     for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
         last = start + READ_AT_ONCE - 1
-        reply = await control.ask("ZREVRANGE", key, start, last, "WITHSCORES")
+        reply = await control.execute("ZREVRANGE", key, start, last, "WITHSCORES")
         with as_unavailable():
             scored_members += (piece := checked("ZREVRANGE", reply, SCORED_MEMBERS))
         if len(piece) < 2 * READ_AT_ONCE:

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from cache.errors import TierUnavailable
 from cache.l2.circuit_breaker import State
-from cache.l2.commands import Answer, Command, OverlayWrite, PageRead
+from cache.l2.commands import Command, L2Result, OverlayWrite, PageRead
 from cache.l2.control_plane import ControlPlane
 from cache.l2.lease_commands import Lease
 
@@ -53,7 +53,7 @@ class DataPlane(Protocol):
         ...
 
     def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of the answers to at least one command, one answer per command.
 

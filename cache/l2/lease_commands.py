@@ -1,12 +1,12 @@
 """Leases: which process computes a cold answer, told in Redis by one key per entity and input. Pure.
 
 A lease is taken with `SET NX GET PX`, renewed and given back by compare-and-set, and marked done in the same pipeline
-that stores the answer. Values are the leader's token, `DONE` and its token, or empty (given back).
+that stores the answer. Values are the leader's token, `DONE_PREFIX` and its token, or empty (given back).
 """
 
 from typing import NamedTuple
 
-DONE = b"done:"
+DONE_PREFIX = b"done:"
 """Prefix of the value of a lease whose answer is stored."""
 
 GIVEN_BACK = b""
@@ -31,15 +31,15 @@ class LeaseTake(NamedTuple):
 
 
 class LeaseSwap(NamedTuple):
-    """Replace what was `seen`; answered with the new value, None when something else stands there."""
+    """Replace what was `expected_value`; answered with the new value, None when something else stands there."""
 
     key: str
-    seen: bytes
+    expected_value: bytes
     value: bytes
     life_ms: int
 
 
-class Mark(NamedTuple):
+class LeaseMark(NamedTuple):
     """The lease to mark as done with the answer's own write."""
 
     key: str
@@ -62,15 +62,15 @@ def pack_lease(command: Lease) -> bytes:
         return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
             _TAKING, len(key), key, len(token), token, _UNLESS, len(life), life,
         )  # fmt: skip
-    expected_value, value = command.seen, command.value
+    expected_value, value = command.expected_value, command.value
     return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
         _SWAPPING, len(key), key, len(expected_value), expected_value, len(value), value, len(life), life,
     )  # fmt: skip
 
 
-def pack_mark(lease_mark: Mark) -> bytes:
+def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
     """RESP that marks a lease as done, whoever leads by now: the answer is there."""
-    key, value = lease_mark.key.encode(), DONE + lease_mark.token
+    key, value = lease_mark.key.encode(), DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _DONE_LIFE,
     )  # fmt: skip

@@ -95,7 +95,7 @@ class PipelinePool:
         self._fail_waiting(closed_error)
         for connection in tuple(self._connections):
             connection.abort(closed_error)
-            self._lost(connection)
+            self._drop_connection(connection)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _open(self) -> None:
@@ -106,7 +106,7 @@ class PipelinePool:
         opened: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         try:
             await opened.connect()  # type: ignore[no-untyped-call]
-            connection = PipelineConnection(opened, self._lost)
+            connection = PipelineConnection(opened, self._drop_connection)
         except (
             Exception
         ) as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
@@ -146,7 +146,7 @@ class PipelinePool:
             del self._waiting[pipeline]
             pipeline.land(late)
 
-    def _lost(self, connection: PipelineConnection) -> None:
+    def _drop_connection(self, connection: PipelineConnection) -> None:
         if connection in self._connections:
             self._connections.remove(connection)
             task = asyncio.get_running_loop().create_task(

@@ -150,7 +150,7 @@ def by_server(
     return group_by_node.values()
 
 
-def shares(client: "redis.Redis") -> dict[str, float]:
+def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
     """Share of the keyspace, of 1, that is each server's own, by the names of `masters`."""
     if not isinstance(client, Cluster):
         return {"primary": 1.0}

@@ -16,8 +16,8 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import (
-    Answer,
     Command,
+    L2Result,
     OverlayWrite,
     Packer,
     PageRead,
@@ -62,7 +62,7 @@ class RemoteConfig:
 
 
 T = TypeVar("T")
-Keep = Callable[[Sequence[Answer]], Any]
+Keep = Callable[[Sequence[L2Result]], Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class PipelinePart:
     length: int = 0
     """Bytes of every reply's payload, if all is found; 0 where replies differ."""
 
-    def land(self, answers: Sequence[Answer]) -> None:
+    def land(self, answers: Sequence[L2Result]) -> None:
         """Ends the part: its future gets what `keep` makes of the answers, or its error, unless the caller left."""
         # A caller that left has cancelled its future; its replies end here.
         if self.answers.done():
@@ -115,10 +115,10 @@ class RemoteTier:
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool, self.pool.renew)
-        self._turn: list[PipelinePart] = []
+        self._queued_parts: list[PipelinePart] = []
         self._in_flight = 0
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
-        self._counted: TierUnavailable | None = None
+        self._counted_failure: TierUnavailable | None = None
         self._packer = Packer(keyspace)
 
     @property
@@ -129,7 +129,7 @@ class RemoteTier:
         )
 
     def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of the answers to at least one command, the moment they land."""
         loop = asyncio.get_running_loop()
@@ -145,10 +145,10 @@ class RemoteTier:
         else:
             packed, count = self._packer.pack(commands)
         self._in_flight += count
-        if not self._turn:
+        if not self._queued_parts:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
-        self._turn.append(PipelinePart(commands, packed, count, answers, keep, length))
+        self._queued_parts.append(PipelinePart(commands, packed, count, answers, keep, length))
         return answers
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
@@ -161,7 +161,7 @@ class RemoteTier:
         return [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
 
     def _flush(self) -> None:
-        queued_parts, self._turn = self._turn, []
+        queued_parts, self._queued_parts = self._queued_parts, []
         parts: list[PipelinePart] = []
         count = 0
         # What is answered at one length lies together: such replies need no parser.
@@ -204,8 +204,8 @@ class RemoteTier:
         self._landings.append((landed_at, landed_at - sent_at))
         if isinstance(outcome, TierUnavailable):
             # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
-            if outcome is not self._counted:
-                self._counted = outcome
+            if outcome is not self._counted_failure:
+                self._counted_failure = outcome
                 self.breaker.failure()
             self._answer_all(parts, outcome)
             return
@@ -252,7 +252,7 @@ class RemoteTier:
         """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for."""
         key = self.control.keyspace.page(read.generation, read.table, read.page)
         last = read.offset + read.length - 1
-        page_part = cast(bytes, await self.control.ask("GETRANGE", key, read.offset, last))
+        page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last))
         return page_part if len(page_part) == read.length else None
 
     async def connect_ahead(self) -> None:
@@ -265,7 +265,7 @@ class RemoteTier:
         await self.control.aclose()
 
 
-def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
+def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
     try:
         return unpack(commands, replies)
     except (

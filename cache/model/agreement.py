@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Errors(NamedTuple):
+class ErrorSummary(NamedTuple):
     """Differences of numbers without their signs: the largest and the mean."""
 
     largest: float
@@ -53,17 +53,17 @@ def row_cosines(
     return cosines
 
 
-def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
+def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
     """Errors of one or more numbers in their own unit."""
     sizes = np.abs(approximate - exact)
-    return Errors(float(sizes.max()), float(sizes.mean()))
+    return ErrorSummary(float(sizes.max()), float(sizes.mean()))
 
 
-def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> Errors:
+def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
     """Errors as shares of the largest of the exact numbers; in their own unit where all of these are 0."""
     largest = float(np.abs(exact).max()) or 1.0
     errors = absolute_errors(approximate, exact)
-    return Errors(errors.largest / largest, errors.mean / largest)
+    return ErrorSummary(errors.largest / largest, errors.mean / largest)
 
 
 def worst_errors(

@@ -28,15 +28,15 @@ class LiveInput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """Input ready for its tower; `excluded` (distinct) never appears in the answer, `dropped` ids the model lacks."""
+class PreparedInput:
+    """Input for its tower; `excluded` never appears in the answer, the model lacks `unknown_id_count` ids."""
 
     table: str
     history: NDArray[np.int64]
     features: Mapping[str, FeatureValue]
     item_index: int
     excluded: NDArray[np.int64]
-    dropped: int
+    unknown_id_count: int
 
 
 def prepare_all(
@@ -45,7 +45,7 @@ def prepare_all(
     items: ItemTable,
     sources: Sequence[LiveInput],
     history_limit: int = sys.maxsize,
-) -> list[Prepared | InvalidInput | None]:
+) -> list[PreparedInput | InvalidInput | None]:
     """Prepares each input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
 
     Of a history the tower is given the newest `history_limit` items, as by night; all of it is excluded. One look-up
@@ -55,12 +55,12 @@ def prepare_all(
     ends = [0]
     for source in sources:
         if source.history:
-            ids += latest_of_each(source.history)
+            ids += keep_last_occurrences(source.history)
         ends.append(len(ids))
     ordinals = items.ordinals_of(ids)
     indices = items.to_model(ordinals)
-    known_indices, known_ends = _kept(indices, ends)
-    excluded, excluded_ends = _kept(ordinals, ends)
+    known_indices, known_ends = _drop_unknown(indices, ends)
+    excluded, excluded_ends = _drop_unknown(ordinals, ends)
     item_ordinals = np.array(
         [-1 if source.item is None else source.item for source in sources], np.int64
     )
@@ -70,7 +70,7 @@ def prepare_all(
         else None
     )
     binds = {input_spec.bind for input_spec in spec.inputs}
-    prepared_inputs: list[Prepared | InvalidInput | None] = []
+    prepared_inputs: list[PreparedInput | InvalidInput | None] = []
     for row, source in enumerate(sources):
         history = known_indices[known_ends[row] : known_ends[row + 1]]
         dropped_count = ends[row + 1] - ends[row] - len(history)
@@ -96,19 +96,21 @@ def prepare_all(
             or (binds == {"history"} and not len(history))
         )
         prepared_inputs.append(
-            Prepared(table, history, features, item_index, excluded_ordinals, dropped_count)
+            PreparedInput(table, history, features, item_index, excluded_ordinals, dropped_count)
             if is_usable
             else None
         )
     return prepared_inputs
 
 
-def latest_of_each(history: Sequence[bytes]) -> list[bytes]:
+def keep_last_occurrences(history: Sequence[bytes]) -> list[bytes]:
     """History with each item once, where it stood last, as the night groups its histories."""
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 
-def _kept(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
+def _drop_unknown(
+    numbers: NDArray[np.int64], ends: Sequence[int]
+) -> tuple[NDArray[np.int64], list[int]]:
     """The numbers that are not -1, and where each row of them ends."""
     is_known = numbers >= 0
     known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
 from cache.model.candidate_search import Searcher
-from cache.model.input_preparation import Prepared
+from cache.model.input_preparation import PreparedInput
 from cache.model.ranking import rank, score
 
 Vectors = NDArray[np.float32]
@@ -27,7 +27,7 @@ class ListSearch:
     items: ItemTable
     width: int
 
-    def excluded(self, batch: Sequence[Prepared], blocked: Ordinals) -> list[Ordinals]:
+    def excluded(self, batch: Sequence[PreparedInput], blocked: Ordinals) -> list[Ordinals]:
         """Ordinals that the re-score leaves out of each list: many blocked ones the index has left out itself."""
         if not len(blocked) or self.searcher.filters(blocked):
             return [prepared.excluded for prepared in batch]
@@ -50,7 +50,7 @@ class ListSearch:
                 candidate_lists[row] = row_candidates
         return candidate_lists
 
-    def best(
+    def rank_candidates(
         self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
     ) -> Ranked:
         """The best of each input's candidates, without what it leaves out."""
@@ -69,11 +69,11 @@ class ListSearch:
             )
         return ordinals, scores
 
-    def lists(self, batch: Sequence[Prepared], vectors: Vectors, blocked: Ordinals) -> Ranked:
+    def lists(self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals) -> Ranked:
         """The list of each input, by both steps."""
         excluded = self.excluded(batch, blocked)
         candidates = self.candidates(vectors, self.counts(excluded), blocked)
-        return self.best(vectors, candidates, excluded)
+        return self.rank_candidates(vectors, candidates, excluded)
 
     def scores(self, vectors: Vectors, ordinals: Ordinals) -> Vectors:
         """float32 [n] score of one item for each vector."""

@@ -16,18 +16,18 @@ from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
-from cache.model.input_preparation import HISTORY_LIMIT, LiveInput, Prepared, prepare_all
+from cache.model.input_preparation import HISTORY_LIMIT, LiveInput, PreparedInput, prepare_all
 from cache.model.list_search import ListSearch, Ranked
 from cache.model.ranking import Metric, score
 from cache.model.runtime import Accelerator
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 
-__all__ = ["LiveInput", "ModelPrecision", "Predictor", "Prepared"]
+__all__ = ["LiveInput", "ModelPrecision", "Predictor", "PreparedInput"]
 
 ModelPrecision = Literal["int8", "fp32"]
 
-_NOTHING = np.empty(0, np.int64)
+_NO_ORDINALS = np.empty(0, np.int64)
 
 
 class Predictor:
@@ -136,7 +136,7 @@ class Predictor:
             return False
         return manifest_table.kind != "topk" or manifest_table.producer.index in self._searchers
 
-    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
+    def prepare(self, table: str, source: LiveInput) -> PreparedInput | None:
         """Input for the table's tower, or None if nothing usable was sent (unknown items are dropped).
 
         Raises InvalidInput for features that the model does not take as sent.
@@ -148,7 +148,7 @@ class Predictor:
 
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
-    ) -> list[Prepared | InvalidInput | None]:
+    ) -> list[PreparedInput | InvalidInput | None]:
         """Prepares many inputs at once; an InvalidInput stands in place of an input that the model does not take."""
         return prepare_all(
             table, self._tower(table).spec, self._items, sources, self._history_limit
@@ -157,11 +157,11 @@ class Predictor:
     def predict(
         self,
         table: str,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         fingerprints: Sequence[int],
         scored_at: int,
         *,
-        blocked: NDArray[np.int64] = _NOTHING,
+        blocked: NDArray[np.int64] = _NO_ORDINALS,
     ) -> list[bytes]:
         """Predicts one record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
         outputs = self.vectors(batch)
@@ -170,7 +170,7 @@ class Predictor:
         ranked = self.search(table).lists(batch, outputs, blocked)
         return self.lists(table, ranked, fingerprints, scored_at)
 
-    def vectors(self, batch: Sequence[Prepared]) -> NDArray[np.float32]:
+    def vectors(self, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
         """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
         tower = self._tower(batch[0].table)
         inputs = {input_spec.name: _column(input_spec, batch) for input_spec in tower.spec.inputs}
@@ -213,7 +213,7 @@ class Predictor:
             input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs
         )
 
-    def sent_vectors(self, table: str, batch: Sequence[Prepared]) -> NDArray[np.float32]:
+    def sent_vectors(self, table: str, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
         """Numbers float32 [n, dims] that were sent to a model that takes numbers alone, side by side."""
         columns = [
             stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])
@@ -249,10 +249,12 @@ class Predictor:
             tower = self._tower(name)
             for length in tower.buckets or (1,):
                 blank = tower.spec.blank_features()
-                prepared = Prepared(name, np.zeros(length, np.int64), blank, 0, _NOTHING, 0)
+                prepared = PreparedInput(
+                    name, np.zeros(length, np.int64), blank, 0, _NO_ORDINALS, 0
+                )
                 output = self.vectors([prepared])
                 if table.kind == "topk":
-                    self.search(name).lists([prepared], output, _NOTHING)
+                    self.search(name).lists([prepared], output, _NO_ORDINALS)
 
     def _tower(self, table: str) -> Tower:
         if not self.supports(table):
@@ -271,7 +273,7 @@ def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]
     return "fp32", model.fp32.path
 
 
-def _column(input_spec: InputSpec, batch: Sequence[Prepared]) -> Histories | NDArray[Any]:
+def _column(input_spec: InputSpec, batch: Sequence[PreparedInput]) -> Histories | NDArray[Any]:
     match input_spec.bind:
         case "history":
             return Histories.of([prepared.history for prepared in batch])

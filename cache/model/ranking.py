@@ -38,7 +38,7 @@ def rank(
     keys[candidates < 0] = _WORST
     if excluded is not None:
         keys[_among(candidates, excluded, len(item_vectors))] = _WORST
-    return unpack(best(keys, k), k)
+    return unpack(top_keys(keys, k), k)
 
 
 def score(
@@ -73,7 +73,7 @@ def pack(scores: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np
     return ordered.astype(np.uint64) << np.uint64(32) | low
 
 
-def best(keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
+def top_keys(keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
     """The largest k keys of each row in descending order [n, min(k, c)]."""
     if keys.shape[1] > 2 * k:
         keys = np.partition(keys, keys.shape[1] - k, axis=1)[:, -k:]
@@ -81,7 +81,7 @@ def best(keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
 
 
 def unpack(keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """(ordinals, scores), each [n, k], from `best`'s keys; key 0 and missing columns are unused slots."""
+    """(ordinals, scores), each [n, k], from `top_keys`'s keys; key 0 and missing columns are unused slots."""
     ordinals = np.full((len(keys), k), NO_ITEM, np.uint32)
     scores = np.zeros((len(keys), k), np.float32)
     used = keys != _WORST

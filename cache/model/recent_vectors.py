@@ -16,7 +16,7 @@ _QUERIES_PER_CALL = 16
 class Nearest(NamedTuple, Generic[Entry]):
     """The nearest of the recent vectors: its place, what belongs to it, and the distance in lengths of the query."""
 
-    place: int
+    slot: int
     entry: Entry
     distance: float
 
@@ -58,7 +58,7 @@ class RecentVectors(Generic[Entry]):
                 )
         return nearest_entries
 
-    def touch(self, slot: int) -> None:
+    def mark_used(self, slot: int) -> None:
         """Counts the entry as used: what was not used for longest is replaced first."""
         self._tick += 1
         self._used[slot] = self._tick
@@ -76,7 +76,7 @@ class RecentVectors(Generic[Entry]):
             slot = int(self._used.argmin())
             self._rows[slot] = vector
             self._entries[slot] = entry
-        self.touch(slot)
+        self.mark_used(slot)
 
     def clear(self) -> None:
         """Forgets all of them."""

@@ -65,7 +65,7 @@ class Histories:
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
-    def take(self, rows: NDArray[np.int64]) -> Self:
+    def select_rows(self, rows: NDArray[np.int64]) -> Self:
         """Some of the rows, in the order given."""
         starts, ends = self.indptr[rows], self.indptr[rows + 1]
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
@@ -260,7 +260,9 @@ def rows_of(inputs: Inputs) -> int:
 def rows_taken(inputs: Inputs, rows: NDArray[np.int64]) -> Inputs:
     """Some rows of a set of inputs, in the order given."""
     return {
-        name: input_values.take(rows) if isinstance(input_values, Histories) else input_values[rows]
+        name: input_values.select_rows(rows)
+        if isinstance(input_values, Histories)
+        else input_values[rows]
         for name, input_values in inputs.items()
     }
 

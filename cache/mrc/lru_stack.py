@@ -12,8 +12,8 @@ class RecencyStack:
     """An LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
 
     A touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: so the bytes above a key cost
-    two short sums, near the top of the stack almost nothing. When no slots are `left`, `close_up` moves the keys
-    together; it takes 0.2 us per key.
+    two short sums, near the top of the stack almost nothing. When no slots are `remaining_slots`, `close_up` moves the
+    keys together; it takes 0.2 us per key.
     """
 
     def __init__(self, keys_max: int) -> None:
@@ -30,11 +30,11 @@ class RecencyStack:
         return iter(self._slots)
 
     @property
-    def left(self) -> int:
+    def remaining_slots(self) -> int:
         """Touches until the next `close_up`."""
         return len(self._sizes) - self._next
 
-    def touch(self, key: int, size: int) -> int | None:
+    def move_to_top(self, key: int, size: int) -> int | None:
         """Put the key on top; return the bytes that were above it, its own left out, or None if it was not there."""
         slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
         slot, above = slots.pop(key, None), None

@@ -8,7 +8,7 @@ from itertools import accumulate
 from cache.mrc.lru_stack import RecencyStack
 
 SPACE = 1 << 64
-Touch = tuple[int, int]
+Access = tuple[int, int]
 """A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
 
 _STEP = 1 << 32
@@ -35,7 +35,7 @@ class Shards:
         self.rate = 1.0
         """Share of all keys that is sampled."""
         self._hits = [0.0] * (len(capacities) + 1)
-        self._weight = self._found = 0.0
+        self._weight = self._answerable_reads = 0.0
         self.reads = 0.0
         """Number of reads that were counted, aged."""
 
@@ -46,18 +46,18 @@ class Shards:
 
     def count(self, hit_count: int, reads: int) -> None:
         """Count so many reads, of sampled keys and of others; `hit_count`: those that some capacity would answer."""
-        self._found += hit_count
+        self._answerable_reads += hit_count
         self.reads += reads
 
-    def take(self, touches: Sequence[Touch], slot_bytes: int = 0) -> None:
+    def record_accesses(self, touches: Sequence[Access], slot_bytes: int = 0) -> None:
         """Take touches in their order, at most `keys_max`; `slot_bytes` is added to each size.
 
         Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
         """
         stack = self._stack
-        if len(touches) > stack.left:
+        if len(touches) > stack.remaining_slots:
             self._close_up()
-        hits, capacities, touch_key = self._hits, self._capacities, stack.touch
+        hits, capacities, touch_key = self._hits, self._capacities, stack.move_to_top
         last, weight, weights, sampled = self.last, 1 / self.rate, 0.0, 0
         for spot, size in touches:
             if spot > last:
@@ -82,7 +82,7 @@ class Shards:
         """Let all reads so far count for less; `factor` in [0, 1]."""
         self._hits = [count * factor for count in self._hits]
         self._weight *= factor
-        self._found *= factor
+        self._answerable_reads *= factor
         self.reads *= factor
 
     def lower(self, rate: float) -> None:
@@ -100,7 +100,7 @@ class Shards:
         """Hit ratio of all reads for each capacity; 0 before the first read."""
         if not self.reads:
             return [0.0] * len(self._capacities)
-        hits = accumulate(self._hits[:-1], initial=self._found - self._weight)
+        hits = accumulate(self._hits[:-1], initial=self._answerable_reads - self._weight)
         next(hits)
         return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in hits]
 

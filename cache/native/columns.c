@@ -10,7 +10,7 @@
 
 static PyMethodDef parts_methods[] = {
     {"find", (PyCFunction)parts_find, METH_O, "int64 positions of uint64 hashes, -1 where one is absent."},
-    {"places", (PyCFunction)parts_places, METH_VARARGS, "(int64 pages, int64 offsets) of int64 positions."},
+    {"locate", (PyCFunction)parts_locate, METH_VARARGS, "(int64 pages, int64 offsets) of int64 positions."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -47,7 +47,7 @@ static PyMethodDef methods[] = {
     {"getranges", getranges, METH_VARARGS, "One GETRANGE per page and offset, as bytes."},
     {"cut_texts", cut_texts, METH_VARARGS, "The texts between int32 cuts; None unless all is sound and ASCII."},
     {"dots", dots, METH_VARARGS, "float32 products of a vector with rows of a matrix, by int64 ordinals."},
-    {"plain", plain, METH_VARARGS, "A byte per record: whether it is a plain answer."},
+    {"plain_record_mask", plain_record_mask, METH_VARARGS, "A byte per record: whether it is a plain answer."},
     {"numbers", numbers, METH_VARARGS, "The first k numbers of each record, float32."},
     {"names", names, METH_VARARGS, "(ids of the first k items of each record, int32 cuts)."},
     {"answers", answers, METH_VARARGS, "JSON of each record; a tuple of missing numerals; None."},
@@ -66,7 +66,7 @@ static int add_all(PyObject *module) {
         FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
     if (add(module, "LAYOUT", layout) || add(module, "HashParts", PyType_FromSpec(&parts_spec))) return -1;
     if (add(module, "ReplyScanner", PyType_FromSpec(&scanner_spec))) return -1;
-    return PyModule_AddIntConstant(module, "VERSION", 5);
+    return PyModule_AddIntConstant(module, "VERSION", 6);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_all}, {0, NULL}};

@@ -12,7 +12,7 @@ from cache.format.records.layout import OFFSETS
 from cache.native import pure
 from cache.native.number_text import DROPPED_BITS, NUMERAL_BYTES
 
-VERSION = 5
+VERSION = 6
 """Version of the functions and their arguments: what was built from other sources is left alone."""
 
 _log = logging.getLogger(__name__)

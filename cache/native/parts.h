@@ -114,7 +114,7 @@ static PyObject *parts_find(parts_object *self, PyObject *hashes) {
 }
 
 /* (int64 pages, int64 offsets) of int64 positions: the first page of each part, records of a page, bytes of a record. */
-static PyObject *parts_places(parts_object *self, PyObject *args) {
+static PyObject *parts_locate(parts_object *self, PyObject *args) {
     PyObject *sent, *sent_pages, *pages = NULL, *offsets = NULL, *both = NULL;
     long long per_page, size;
     taken given = {0}, firsts = {0};

@@ -47,20 +47,20 @@ class HashParts:
         """int64 positions of uint64 hashes, -1 where one is absent."""
         hashes = np.frombuffer(hashes, np.uint64)
         if len(self._parts) == 1:
-            return _found(self._parts[0], hashes)
+            return _search_part(self._parts[0], hashes)
         order = hashes.argsort()
         sorted_hashes = hashes[order]
         ends = [*sorted_hashes.searchsorted(self._firsts[1:]).tolist(), len(sorted_hashes)]
         positions = np.full(len(hashes), -1, np.int64)
         start = 0
         for part, part_start, end in zip(self._parts, self._starts.tolist(), ends, strict=False):
-            part_positions = _found(part, sorted_hashes[start:end])
+            part_positions = _search_part(part, sorted_hashes[start:end])
             part_positions[part_positions >= 0] += part_start
             positions[order[start:end]] = part_positions
             start = end
         return positions
 
-    def places(
+    def locate(
         self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
     ) -> tuple[Buffer, Buffer]:
         """(int64 pages, int64 offsets) of int64 positions.
@@ -127,7 +127,7 @@ class ReplyScanner:
         return self._announced <= self._elements
 
 
-def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _search_part(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     if not len(part):
         return np.full(len(hashes), -1, np.int64)
     positions = part.searchsorted(hashes)
@@ -278,7 +278,7 @@ def stream(
     return None
 
 
-def plain(
+def plain_record_mask(
     rows: Buffer,
     width: int,
     is_list: bool,

@@ -63,7 +63,7 @@ static int are_listable(const char *record, unsigned used, uint32_t items) {
 
 /* A byte per record, 1: of the night (`flags` in the bits of `mask`), whole, at least `least` numbers, all of them
    finite, `safe` exponent at most, no ordinal beyond `items`. */
-static PyObject *plain(PyObject *module, PyObject *args) {
+static PyObject *plain_record_mask(PyObject *module, PyObject *args) {
     PyObject *sent, *found = NULL;
     Py_ssize_t width;
     int is_list, is_half, mask, flags, safe;

@@ -37,7 +37,7 @@ class BackgroundLoop:
     failures: int = 0
     error: str = ""
     """Last error of the body, for a log line."""
-    turns: int = 0
+    iterations: int = 0
     """Turns begun."""
     task: asyncio.Task[None] = field(init=False)
 
@@ -53,7 +53,7 @@ class BackgroundLoops:
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
         """Failures by the name of the loop, of those that have ended too."""
-        self.changed: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Called whenever `failing` may be another."""
         self._running: set[BackgroundLoop] = set()
 
@@ -87,7 +87,7 @@ class BackgroundLoops:
             self._run(loop, wait, is_due, is_endless=is_endless), name=f"larder loop {name}"
         )
         self._running.add(loop)
-        loop.task.add_done_callback(lambda _task: self._ended(loop))
+        loop.task.add_done_callback(lambda _task: self._discard_loop(loop))
         return loop.task
 
     async def _run(
@@ -100,7 +100,7 @@ class BackgroundLoops:
     ) -> None:
         event_loop, steady = asyncio.get_running_loop(), None
         while is_due is None or is_due():
-            loop.turns += 1
+            loop.iterations += 1
             if is_endless and loop.failures:
                 steady = event_loop.call_later(STEADY_S, self._did_well, loop)
             try:
@@ -135,18 +135,18 @@ class BackgroundLoops:
                 exc_info=None if isinstance(error, LarderError) else error,
             )  # fmt: skip
         if loop.failures == FAILING_AFTER:
-            self.changed()
+            self.on_change()
 
     def _did_well(self, loop: BackgroundLoop) -> None:
         was_failing, loop.failures = loop.is_failing, 0
         if was_failing:
             log.warning("background loop %s does well again", loop.name)
-            self.changed()
+            self.on_change()
 
-    def _ended(self, loop: BackgroundLoop) -> None:
+    def _discard_loop(self, loop: BackgroundLoop) -> None:
         self._running.discard(loop)
         if loop.is_failing:
-            self.changed()
+            self.on_change()
 
 
 async def stop(tasks: Iterable[asyncio.Task[None] | None]) -> None:

@@ -154,7 +154,7 @@ def _unread_bytes(descriptor: int) -> int:
     return unread[0]
 
 
-class Guarded:
+class GuardedCommand:
     """A command in a session of its own, ended with all of it when this process ends.
 
     Ctrl-C in the terminal does not reach it: whoever owns it says when it stops. With a named pipe it goes on until

@@ -55,10 +55,10 @@ def _machine_bytes(proc: Path) -> int:
 def _group_bytes(proc: Path, groups: Path) -> Iterator[int]:
     """Available bytes in each cgroup with a limit that this process is in; version 2, then version 1."""
     for folder in _folders(proc, groups, ""):
-        yield from _left(folder, "memory.max", "memory.current", "file", "shmem")
+        yield from _read_cgroup_headroom(folder, "memory.max", "memory.current", "file", "shmem")
     memory = groups / "memory"
     for folder in _folders(proc, memory, "memory"):
-        yield from _left(
+        yield from _read_cgroup_headroom(
             folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"
         )
 
@@ -78,7 +78,9 @@ def _folders(proc: Path, root: Path, controller: str) -> list[Path]:
     return [folder, *(ancestor for ancestor in folder.parents if ancestor.is_relative_to(root))]
 
 
-def _left(folder: Path, limit: str, usage: str, cache: str, shared: str) -> Iterator[int]:
+def _read_cgroup_headroom(
+    folder: Path, limit: str, usage: str, cache: str, shared: str
+) -> Iterator[int]:
     """Available bytes of one cgroup, none without a limit. File cache can be dropped; shared memory in it cannot."""
     try:
         allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import ConfigError
-from cache.process.child_process import Guarded, NamedPipe, WritingEnd
+from cache.process.child_process import GuardedCommand, NamedPipe, WritingEnd
 from cache.process.extras import install_command
 from cache.resp.parsers import BOUNDED
 from cache.resp.reply_shapes import check_replies, info_number
@@ -117,9 +117,9 @@ class _Membership:
     """The part of one command in a server that others may use as well."""
 
     server: RedisServer
-    end: WritingEnd | Guarded | None
+    end: WritingEnd | GuardedCommand | None
     """What keeps the server alive; None if it has no pipe to hold: it ends with who started it."""
-    process: Guarded | None = None
+    process: GuardedCommand | None = None
     """The server, where this command started it."""
     owner: int = field(default_factory=os.getpid)
 
@@ -143,7 +143,7 @@ class _Membership:
                 _wait_until_gone(self.server.pid)
 
     def _close(self) -> None:
-        if isinstance(self.end, Guarded):
+        if isinstance(self.end, GuardedCommand):
             self.end.cut()
         elif self.end is not None:
             self.end.close()
@@ -228,7 +228,7 @@ def _process_id(url: str) -> int | None:
             return None
 
 
-def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServer]:
+def _start(binary: Path, state: Path, password: str) -> tuple[GuardedCommand, RedisServer]:
     """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
     for _ in range(5):
         port = _free_port()
@@ -236,7 +236,7 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServ
         # Not among the arguments, which everybody on this machine may read.
         settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
         pipe = _pipe(state)
-        process = Guarded(
+        process = GuardedCommand(
             _command(binary, settings, port),
             log=state / "redis.log",
             pipe=pipe if pipe.create() else None,
@@ -272,7 +272,7 @@ def _command(binary: Path, settings: Path, port: int) -> list[str]:
     return command
 
 
-def _wait_for(process: Guarded, url: str) -> int | None:
+def _wait_for(process: GuardedCommand, url: str) -> int | None:
     """Return the server's process id once it answers, None when it ended or never did."""
     give_up = time.monotonic() + _START_MAX_S
     while process.running and time.monotonic() < give_up:

@@ -15,10 +15,10 @@ from cache.store.host_copies import HostCopies
 from cache.store.local_files import disk_errors as disk_errors
 from cache.store.local_files import last_change as last_change
 from cache.store.local_files import links_needed, put_in_place
+from cache.store.local_files import open_draft as open_draft
 from cache.store.local_files import sync_folder as sync_folder
 from cache.store.local_files import take_file as take_file
 from cache.store.local_files import write_atomically as write_atomically
-from cache.store.local_files import written_beside as written_beside
 from cache.store.object_store import PROBE, ObjectStore
 
 COPY_IDLE_S = 3_600.0
@@ -70,7 +70,7 @@ class ArtefactStore:
     ) -> None:
         is_local = "://" not in url or url.startswith("file://")
         self._objects = None if is_local else ObjectStore(url.rstrip("/"))
-        self.url = url.rstrip("/") if self._objects is None else self._objects.shown
+        self.url = url.rstrip("/") if self._objects is None else self._objects.display_url
         self.folder: Path | None = (
             Path(url.removeprefix("file://")).absolute() if is_local else None
         )
@@ -119,7 +119,7 @@ class ArtefactStore:
         if self._objects is not None:
             return self._objects.create(path, data)
         try:
-            with written_beside(self._root / path, os.link) as draft_path:
+            with open_draft(self._root / path, os.link) as draft_path:
                 draft_path.write_bytes(data)
         except FileExistsError:
             return False

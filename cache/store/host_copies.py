@@ -17,7 +17,7 @@ import orjson
 
 from cache.errors import StoreError
 from cache.format.manifest import GENERATION
-from cache.store.local_files import last_change, put_in_place, written_beside
+from cache.store.local_files import last_change, open_draft, put_in_place
 from cache.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class HostCopies:
         path = self._root / _HOST
         if not path.exists():
             name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
-            with written_beside(path, put_in_place) as draft_path:
+            with open_draft(path, put_in_place) as draft_path:
                 draft_path.write_text(f"{name}-{secrets.token_hex(4)}")
         return path.read_text()
 

@@ -36,12 +36,12 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    with disk_errors(path), written_beside(path) as draft_path:
+    with disk_errors(path), open_draft(path) as draft_path:
         draft_path.write_bytes(data)
 
 
 @contextlib.contextmanager
-def written_beside(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
+def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
     """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -60,7 +60,7 @@ def take_file(source: Path, path: Path) -> None:
 
     `source` must never be written to again: where the file system can, both names are one file.
     """
-    with disk_errors(path), written_beside(path) as draft_path:
+    with disk_errors(path), open_draft(path) as draft_path:
         try:
             draft_path.hardlink_to(source)
         except OSError:

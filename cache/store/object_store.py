@@ -37,7 +37,7 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.shown = without_secrets(url)
+        self.display_url = without_secrets(url)
         self._opened: Any = None
 
     def _driver(self, path: str) -> tuple[Any, str]:
@@ -45,14 +45,14 @@ class ObjectStore:
             try:
                 self._opened = fsspec.url_to_fs(self.url)[0]
             except Exception as error:
-                raise self._translated(f"cannot open the artefact store {self.shown}", error) from (
-                    self._cause(error)
-                )
+                raise self._translated(
+                    f"cannot open the artefact store {self.display_url}", error
+                ) from (self._cause(error))
         self._opened.invalidate_cache()
         return self._opened, f"{self.url}/{path}".rstrip("/")
 
     @contextlib.contextmanager
-    def _told(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
+    def _translate_errors(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
         """Turns drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError, into StoreError."""
         try:
             yield
@@ -85,7 +85,7 @@ class ObjectStore:
 
     def read(self, path: str) -> bytes:
         """A small object's bytes."""
-        with self._told(f"read {path} in {self.shown}", may_miss=True):
+        with self._translate_errors(f"read {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             data: bytes = fs.cat_file(url)
         return data
@@ -94,7 +94,9 @@ class ObjectStore:
         """Bytes of the objects that exist, by path; a driver that can asks for many at once."""
         if not paths:
             return {}
-        with self._told(f"read {paths[0]} and {len(paths) - 1} others in {self.shown}"):
+        with self._translate_errors(
+            f"read {paths[0]} and {len(paths) - 1} others in {self.display_url}"
+        ):
             fs, _ = self._driver("")
             urls = [f"{self.url}/{path}" for path in paths]
             answers: dict[str, Any] = fs.cat(urls, on_error="return")
@@ -114,7 +116,7 @@ class ObjectStore:
 
     def write(self, path: str, data: bytes) -> None:
         """Create or replace an object."""
-        with self._told(f"write {path} in {self.shown}"):
+        with self._translate_errors(f"write {path} in {self.display_url}"):
             fs, url = self._driver(path)
             fs.pipe_file(url, data)
 
@@ -124,9 +126,9 @@ class ObjectStore:
         return self._create(path, data)
 
     def _create(self, path: str, data: bytes) -> bool:
-        location = f"{path} in {self.shown}"
+        location = f"{path} in {self.display_url}"
         try:
-            with self._told(f"write {location}"):
+            with self._translate_errors(f"write {location}"):
                 fs, url = self._driver(path)
                 try:
                     fs.pipe_file(url, data, mode="create")
@@ -156,25 +158,25 @@ class ObjectStore:
 
     def names(self, path: str) -> list[str]:
         """Names of the objects and folders in a folder."""
-        with self._told(f"list {path} in {self.shown}", may_miss=True):
+        with self._translate_errors(f"list {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
 
     def delete(self, path: str) -> None:
         """Remove an object, or all in a folder."""
-        with self._told(f"delete {path} in {self.shown}", may_miss=True):
+        with self._translate_errors(f"delete {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             fs.rm(url, recursive=True)
 
     def get(self, path: str, to: Path) -> None:
         """Download an object."""
-        with self._told(f"fetch {path} from {self.shown}", may_miss=True):
+        with self._translate_errors(f"fetch {path} from {self.display_url}", may_miss=True):
             fs, url = self._driver(path)
             fs.get_file(url, str(to))
 
     def put(self, source: Path, path: str) -> None:
         """Upload an object."""
-        with self._told(f"write {path} to {self.shown}"):
+        with self._translate_errors(f"write {path} to {self.display_url}"):
             fs, url = self._driver(path)
             fs.put_file(str(source), url)
 
@@ -187,7 +189,7 @@ def demand_exclusive(url: str) -> None:
     """
     store = ObjectStore(url)
     if store._create(PROBE, _token()) and store._create(PROBE, _token()):
-        raise store._not_exclusive(f"{PROBE} in {store.shown} could be created twice")
+        raise store._not_exclusive(f"{PROBE} in {store.display_url} could be created twice")
 
 
 def _token() -> bytes:

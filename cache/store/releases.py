@@ -56,7 +56,7 @@ class Release:
     at: float
     reason: str = ""
     manifest_sha256: str = ""
-    done: bool = False
+    is_done: bool = False
     expires_at: float | None = None
     percent: float | None = None
     rule: str = ""
@@ -66,14 +66,16 @@ class Release:
     number: int = 0
 
     @property
-    def place(self) -> int:
+    def stored_number(self) -> int:
         """Number under which the record is stored."""
         return self.number or self.epoch
 
     def to_bytes(self) -> bytes:
-        """JSON without `done`, which is the existence of a second file."""
+        """JSON without `is_done`, which is the existence of a second file."""
         document = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "done"
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "is_done"
         }
         document |= stamp(RELEASE_RECORD)
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
@@ -82,7 +84,7 @@ class Release:
     def from_bytes(cls, raw: bytes, *, is_done: bool) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            record = cls(**_fields(RELEASE_RECORD, raw), done=is_done)
+            record = cls(**_fields(RELEASE_RECORD, raw), is_done=is_done)
             numbers = (record.epoch, record.number)
             if not all(isinstance(number, int) for number in numbers) or not isinstance(
                 record.generation, str
@@ -209,7 +211,7 @@ def all_releases(
     release_by_number = {} if release_by_number is None else release_by_number
     missing = 0
     for _ in range(LIST_TRIES):
-        records = _listed(store, release_by_number, packs=packs)
+        records = _list_releases(store, release_by_number, packs=packs)
         if not (missing := _missing(records)):
             return records
         # A folder that grows while it is listed may show the newer of two files only.
@@ -220,7 +222,7 @@ def all_releases(
     )
 
 
-def _listed(
+def _list_releases(
     store: ArtefactStore, release_by_number: MutableMapping[int, Release], *, packs: bool
 ) -> list[Release]:
     names = set(store.names("releases"))
@@ -239,7 +241,7 @@ def _listed(
             epoch = records[-1].epoch if records else 0
             record = _read(store, number, raw, is_done=is_done, after=epoch)
         release_by_number[number] = (
-            record if record.done == is_done else replace(record, done=is_done)
+            record if record.is_done == is_done else replace(record, is_done=is_done)
         )
         records.append(release_by_number[number])
     if packs:
@@ -253,15 +255,15 @@ def _missing(records: Sequence[Release]) -> int:
     for record in records:
         if record.number and record.number != previous_number + 1:
             return record.number - 1
-        previous_number = record.place
+        previous_number = record.stored_number
     return 0
 
 
 def _read(store: ArtefactStore, number: int, raw: bytes, *, is_done: bool, after: int) -> Release:
     try:
         record = Release.from_bytes(raw, is_done=is_done)
-        if record.place != number:
-            raise CorruptArtefact(f"the record {record.place} under another's name")
+        if record.stored_number != number:
+            raise CorruptArtefact(f"the record {record.stored_number} under another's name")
         if record.epoch <= after:
             raise CorruptArtefact(f"its epoch {record.epoch} is not above {after}, the one before")
     except UnknownFormat as error:
@@ -284,7 +286,7 @@ def newest_release(store: ArtefactStore) -> Release | None:
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
     return next(
-        (release for release in reversed(releases) if release.action in MOVES and release.done),
+        (release for release in reversed(releases) if release.action in MOVES and release.is_done),
         None,
     )
 
@@ -297,7 +299,7 @@ def released_manifest(releases: Sequence[Release], generation: str) -> str:
             for release in reversed(releases)
             if release.generation == generation
             and release.manifest_sha256
-            and (release.action == "verify" or (release.action == "publish" and release.done))
+            and (release.action == "verify" or (release.action == "publish" and release.is_done))
         ),
         "",
     )

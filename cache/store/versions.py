@@ -36,7 +36,7 @@ class Versions(Generic[Value]):
     first: Value
     read: Callable[[bytes], Value]
 
-    def newest(self, store: ArtefactStore) -> int:
+    def read_newest_number(self, store: ArtefactStore) -> int:
         """Number of the version in force, 0 while there never was one; one listing, so cheap to poll."""
         names = store.names(self.folder)
         return max(
@@ -46,7 +46,7 @@ class Versions(Generic[Value]):
 
     def latest(self, store: ArtefactStore) -> Value:
         """The version in force."""
-        version = self.newest(store)
+        version = self.read_newest_number(store)
         raw = store.read(self._path(version)) if version else None
         return self.first if raw is None else self.read(raw)
 

@@ -8,16 +8,16 @@ from itertools import repeat
 import numpy as np
 import xxhash
 
-from cache.mrc.shards import SPACE, Touch
-from cache.tiers.batches import Wants
-from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, Ready, size_of
-from cache.tiers.results import Found, Outcome, Want
+from cache.mrc.shards import SPACE, Access
+from cache.tiers.batches import RecordKeys
+from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
+from cache.tiers.results import Hit, ReadResult, RecordKey
 
 TRACE_MAX = 16_384
 """Reads remembered until they are taken; more push out the oldest."""
 
 
-class Trace(deque[Touch]):
+class AccessTrace(deque[Access]):
     """A trace of sampled reads; any other read pays for one comparison with `last`, the greatest spot in the sample.
 
     Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
@@ -42,7 +42,7 @@ class Trace(deque[Touch]):
             if self.last >= 0:
                 self.sample(SPACE - 1)
 
-    def kept(self, generation: str, fingerprint: int, ready: Ready) -> Ready:
+    def attach_access(self, generation: str, fingerprint: int, ready: ReadyAnswer) -> ReadyAnswer:
         """An answer of the live generation, about to be kept, with what its readers are to write if it is sampled.
 
         What is not sampled now is not until the next generation, so readers need not look again.
@@ -52,16 +52,16 @@ class Trace(deque[Touch]):
             return ready
         spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
         self.append((spot, -size_of(ready)))
-        return ready._replace(touch=(spot, size_of(ready)))
+        return ready._replace(access=(spot, size_of(ready)))
 
-    def one(self, generation: str, record_key: Want, outcome: Outcome | None) -> None:
+    def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
         """Records a read with its outcome; a record that is not found is in no L1 of any size."""
-        if record_key.fingerprint <= self.last and type(outcome) is Found:
+        if record_key.fingerprint <= self.last and type(outcome) is Hit:
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
             self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size))
 
-    def rows(
-        self, generation: str, record_keys: Wants, result_by_index: Mapping[int, Outcome]
+    def note_reads(
+        self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]
     ) -> None:
         """Records a batch of reads; `result_by_index` are the outcomes that are no rows, by place."""
         if self.last < 0:
@@ -69,14 +69,14 @@ class Trace(deque[Touch]):
         indexes = (record_keys.fingerprints <= self._last).nonzero()[0]
         if result_by_index:
             for index in result_by_index:
-                self.one(generation, record_keys.one(index), result_by_index[index])
+                self.note_read(generation, record_keys.record_key_at(index), result_by_index[index])
             indexes = np.setdiff1d(indexes, list(result_by_index))
         if len(indexes):
             salt = np.uint64(_salt(generation, record_keys.table.name))
             spots = (record_keys.fingerprints[indexes] ^ salt).tolist()
             self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + OVERHEAD_BYTES)))
 
-    def put(self, generation: str, record_key: Want, size_bytes: int) -> None:
+    def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
         """Records that a live record was stored for later readers."""
         if record_key.fingerprint <= self.last:
             spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)

@@ -8,15 +8,15 @@ import numpy as np
 from cache.format.manifest import Table
 from cache.format.redis_keys import hash_hex
 from cache.l2.commands import OverlayRead, PageRead, PageReads, Read
-from cache.tiers.batches import Wants
-from cache.tiers.results import View, Want
+from cache.tiers.batches import RecordKeys
+from cache.tiers.results import RecordKey, View
 
 FlightKey = int | tuple[int, bytes]
 
 _KEPT_MAX = 4_096
 
 
-def reads_of(view: View, record_keys: Sequence[Want]) -> list[Read]:
+def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
     """Reads of L2, one per want; whatever wants of one table share is looked up once."""
     reads: list[Read] = []
     table: Table | None = None
@@ -26,7 +26,7 @@ def reads_of(view: View, record_keys: Sequence[Want]) -> list[Read]:
             table = record_key.table
             name, size_bytes = table.name, table.layout.size_bytes
             per_page, parts = table.records_per_page, table.parts
-            locate = view.directories[table.entity].place
+            locate = view.directories[table.entity].locate
         if record_key.position < 0:
             reads.append(OverlayRead(view.generation, name, hash_hex(record_key.key)))
             continue
@@ -37,7 +37,7 @@ def reads_of(view: View, record_keys: Sequence[Want]) -> list[Read]:
     return reads
 
 
-def page_reads(view: View, record_keys: Wants) -> PageReads:
+def page_reads(view: View, record_keys: RecordKeys) -> PageReads:
     """Reads of the records by page and offset, one per want."""
     table = record_keys.table
     size_bytes = table.layout.size_bytes
@@ -68,7 +68,7 @@ class FlightKeys:
             start = self._starts[generation, table] = next(self._numbers) << 64
         return start
 
-    def of(self, generation: str, record_key: Want) -> FlightKey:
+    def of(self, generation: str, record_key: RecordKey) -> FlightKey:
         """The key of one record."""
         start, key = self.start(generation, record_key[0].name), record_key.key
         return start + key if isinstance(key, int) else (start, key)

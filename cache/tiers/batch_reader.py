@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
 from cache.format.records.layout import RECORD_FORMAT, are_answers_of, peek_fingerprint
-from cache.l2.commands import Answer
+from cache.l2.commands import L2Result
 from cache.l2.data_plane import DataPlane
 from cache.l2.replies import Frames
 from cache.native import loader
 from cache.tiers.addressing import FlightKey, FlightKeys, page_reads
-from cache.tiers.batches import Rows, Wants
+from cache.tiers.batches import RecordKeys, Rows
 from cache.tiers.l1 import Entry, LocalTier
 from cache.tiers.results import (
-    MISSED,
+    MISS_BY_REASON,
     Counters,
-    Missed,
+    Miss,
     MissReason,
-    Outcome,
+    ReadResult,
     View,
     unavailable,
     unsound,
@@ -31,33 +31,33 @@ from cache.tiers.singleflight import SingleFlight
 T = TypeVar("T")
 
 
-class Landed(Sequence[Entry | Missed]):
+class FlightRecords(Sequence[Entry | Miss]):
     """Records that a flight of many keys brought: as rows for who asked for them, one by one for who joined.
 
     `rows[i]` means nothing where `missed` has `i`.
     """
 
-    def __init__(self, rows: NDArray[Any], missed: dict[int, Missed]) -> None:
+    def __init__(self, rows: NDArray[Any], missed: dict[int, Miss]) -> None:
         self.rows = rows
         self.missed = missed
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Entry | Missed:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Entry | Miss:  # type: ignore[override]
         if (missed := self.missed.get(index)) is not None:
             return missed
         record = self.rows[index].tobytes()
         return Entry(record, peek_fingerprint(record))
 
 
-class RowReads:
-    """Reads `Wants` through both tiers; its flights are those of single reads too."""
+class RowReader:
+    """Reads `RecordKeys` through both tiers; its flights are those of single reads too."""
 
     def __init__(
         self,
         local: LocalTier,
-        flights: SingleFlight[FlightKey, Entry | Missed],
+        flights: SingleFlight[FlightKey, Entry | Miss],
         flight_keys: FlightKeys,
         remote: DataPlane,
         counters: Counters,
@@ -68,7 +68,7 @@ class RowReads:
         self._remote = remote
         self._counters = counters
 
-    async def read(self, view: View, record_keys: Wants, left_s: float | None) -> Rows:
+    async def read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
         """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
         entries = (
             self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
@@ -81,7 +81,7 @@ class RowReads:
                 record_keys, _rows_of(record_keys, [entry.record for entry in entries if entry])
             )
         hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
-        read = await self._read(view, record_keys.of(absent), left_s)
+        read = await self._read(view, record_keys.select(absent), left_s)
         records = np.empty(len(record_keys), record_keys.table.layout.dtype)
         _put(
             records,
@@ -91,15 +91,15 @@ class RowReads:
         _put(records, absent, read.records)
         rows = _checked(record_keys, records)
         rows.is_l2[absent] = True
-        for index, read_result in read.others.items():
-            rows.others[absent[index]] = read_result
+        for index, read_result in read.result_by_index.items():
+            rows.result_by_index[absent[index]] = read_result
         return rows
 
-    async def _read(self, view: View, record_keys: Wants, left_s: float | None) -> Rows:
+    async def _read(self, view: View, record_keys: RecordKeys, left_s: float | None) -> Rows:
         """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
 
-        def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Missed]]:
-            return self._fetch(view, record_keys.of(new))
+        def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
+            return self._fetch(view, record_keys.select(new))
 
         is_l2 = np.ones(len(record_keys), bool)
         start = self._flight_keys.start(view.generation, record_keys.table.name)
@@ -108,24 +108,24 @@ class RowReads:
                 list(map(start.__add__, record_keys.keys)), work, left_s
             )
         except TimeoutError:
-            late = dict.fromkeys(range(len(record_keys)), MISSED[MissReason.L2_TIMEOUT])
+            late = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
             return Rows(np.zeros(len(record_keys), record_keys.table.layout.dtype), is_l2, {**late})
-        if type(landed) is not Landed:
+        if type(landed) is not FlightRecords:
             entry_by_index.update(zip(new, landed, strict=True))
         elif len(new) == len(record_keys):
             return Rows(landed.rows, is_l2, {**landed.missed})
-        missed: dict[int, Outcome] = {}
+        missed: dict[int, ReadResult] = {}
         joined: dict[int, bytes] = {}
         prints = record_keys.fingerprints
-        own_landed: Landed | None = None
-        if type(landed) is Landed:
+        own_landed: FlightRecords | None = None
+        if type(landed) is FlightRecords:
             own_landed = landed
             missed = {new[index]: miss for index, miss in landed.missed.items()}
         for batch_index, entry in entry_by_index.items():
-            if isinstance(entry, Missed):
+            if isinstance(entry, Miss):
                 missed[batch_index] = entry
             elif entry.fingerprint != prints.item(batch_index):
-                missed[batch_index] = MISSED[MissReason.CORRUPT]
+                missed[batch_index] = MISS_BY_REASON[MissReason.CORRUPT]
             else:
                 joined[batch_index] = entry.record
         return Rows(_spread(record_keys, own_landed, new, joined), is_l2, missed)
@@ -133,9 +133,9 @@ class RowReads:
     async def _wait(
         self,
         keys: Sequence[FlightKey],
-        work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Missed]]],
+        work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Miss]]],
         left_s: float | None,
-    ) -> tuple[Sequence[int], Sequence[Entry | Missed], dict[int, Entry | Missed]]:
+    ) -> tuple[Sequence[int], Sequence[Entry | Miss], dict[int, Entry | Miss]]:
         if left_s is None:
             return await self._flights.do_batch(keys, work)
         if left_s <= 0:
@@ -143,10 +143,10 @@ class RowReads:
         async with asyncio.timeout(left_s):
             return await self._flights.do_batch(keys, work)
 
-    def _fetch(self, view: View, record_keys: Wants) -> asyncio.Future[Sequence[Entry | Missed]]:
+    def _fetch(self, view: View, record_keys: RecordKeys) -> asyncio.Future[Sequence[Entry | Miss]]:
         self._counters.l2_reads += len(record_keys)
 
-        def keep(answers: Sequence[Answer]) -> Sequence[Entry | Missed]:
+        def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
             landed = _landed(record_keys, answers)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             self._fill(view, record_keys, landed, answers)
@@ -155,10 +155,14 @@ class RowReads:
         return self._remote.submit(page_reads(view, record_keys), keep)
 
     def _fill(
-        self, view: View, record_keys: Wants, landed: Landed, answers: Sequence[Answer]
+        self,
+        view: View,
+        record_keys: RecordKeys,
+        landed: FlightRecords,
+        answers: Sequence[L2Result],
     ) -> None:
         missed = landed.missed
-        if not self._local.takes(record_keys.table.layout.size_bytes):
+        if not self._local.can_fit(record_keys.table.layout.size_bytes):
             self._local.too_large += len(record_keys) - len(missed)
             return
         prints, keys = record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation)
@@ -173,7 +177,7 @@ class RowReads:
         self._local.fill(keys, records, prints)
 
 
-def _rows_of(record_keys: Wants, records: Sequence[bytes]) -> NDArray[Any]:
+def _rows_of(record_keys: RecordKeys, records: Sequence[bytes]) -> NDArray[Any]:
     return np.frombuffer(b"".join(records), record_keys.table.layout.dtype)
 
 
@@ -184,7 +188,10 @@ def _put(records: NDArray[Any], indexes: Sequence[int], rows: NDArray[Any]) -> N
 
 
 def _spread(
-    record_keys: Wants, landed: Landed | None, new: Sequence[int], joined: dict[int, bytes]
+    record_keys: RecordKeys,
+    landed: FlightRecords | None,
+    new: Sequence[int],
+    joined: dict[int, bytes],
 ) -> NDArray[Any]:
     """Records of this flight at the places `new`, of others at theirs; else zeros."""
     dtype = record_keys.table.layout.dtype
@@ -193,25 +200,25 @@ def _spread(
     return np.frombuffer(record_buffer, dtype)
 
 
-def _checked(record_keys: Wants, records: NDArray[Any]) -> Rows:
+def _checked(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
     """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
-    result_by_index: dict[int, Outcome] = {}
+    result_by_index: dict[int, ReadResult] = {}
     is_own = records["fingerprint"] == record_keys.fingerprints
     if np.count_nonzero(is_own) < len(is_own):
         result_by_index = dict.fromkeys(
-            np.flatnonzero(~is_own).tolist(), MISSED[MissReason.CORRUPT]
+            np.flatnonzero(~is_own).tolist(), MISS_BY_REASON[MissReason.CORRUPT]
         )
     return Rows(records, np.zeros(len(record_keys), bool), result_by_index)
 
 
-def _landed(record_keys: Wants, answers: Sequence[Answer]) -> Landed:
+def _landed(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
     """Answers as rows, each of them checked to be its entity's."""
     layout = record_keys.table.layout
-    missed: dict[int, Missed] = {}
+    missed: dict[int, Miss] = {}
     if type(answers) is Frames:
         sound_rows = answers.sound(layout.dtype, record_keys.fingerprints, RECORD_FORMAT)
         if sound_rows is not None:
-            return Landed(sound_rows, missed)
+            return FlightRecords(sound_rows, missed)
         rows = answers.rows(layout.dtype)
     else:
         blank = bytes(layout.size_bytes)
@@ -222,10 +229,10 @@ def _landed(record_keys: Wants, answers: Sequence[Answer]) -> Landed:
             if isinstance(answer, TierUnavailable):
                 missed[index] = unavailable(answer)
             elif not isinstance(answer, bytes):
-                missed[index] = MISSED[MissReason.PAGE_MISSING]
+                missed[index] = MISS_BY_REASON[MissReason.PAGE_MISSING]
     sound = are_answers_of(rows, record_keys.fingerprints)
     if np.count_nonzero(sound) < len(sound):
         for index in np.flatnonzero(~sound).tolist():
             record, fingerprint = rows[index].tobytes(), record_keys.fingerprints.item(index)
-            missed.setdefault(index, MISSED[unsound(record, fingerprint)])
-    return Landed(rows, missed)
+            missed.setdefault(index, MISS_BY_REASON[unsound(record, fingerprint)])
+    return FlightRecords(rows, missed)

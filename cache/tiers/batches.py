@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from cache.format.manifest import Table
 from cache.tiers.l1 import LocalKey
-from cache.tiers.results import Outcome, Want
+from cache.tiers.results import ReadResult, RecordKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wants:
-    """Entities that the night knows, and who sent nothing to compute from; the columns of as many `Want`s.
+class RecordKeys:
+    """Entities that the night knows, and who sent nothing to compute from; the columns of as many `RecordKey`s.
 
     `positions` are int64[n], none of them negative; `fingerprints` uint64[n].
     """
@@ -34,29 +34,29 @@ class Wants:
         named = zip(repeat(generation), repeat(self.table.name), self.keys)
         return cast(list[LocalKey], list(named))
 
-    def of(self, indexes: Sequence[int]) -> "Wants":
+    def select(self, indexes: Sequence[int]) -> "RecordKeys":
         """The wants at `indexes`, as columns."""
         if len(indexes) == len(self.keys):
             return self
         keys = [self.keys[index] for index in indexes]
         at = np.array(indexes, np.intp)
-        return Wants(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
+        return RecordKeys(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
 
-    def one(self, index: int) -> Want:
+    def record_key_at(self, index: int) -> RecordKey:
         """The want at `index`."""
         print_, position = int(self.fingerprints[index]), int(self.positions[index])
         digest = self.digest if position >= 0 else None
-        return Want(self.table, self.keys[index], print_, position, digest)
+        return RecordKey(self.table, self.keys[index], print_, position, digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows that a read of `Wants` found, in their order.
+    """Rows that a read of `RecordKeys` found, in their order.
 
-    `records` are of the table's dtype, with the wanted fingerprint; those at the places of `others` mean nothing.
-    `is_l2`: bool[n], False where L1 had it.
+    `records` are of the table's dtype, with the wanted fingerprint; those at the places of `result_by_index` mean
+    nothing. `is_l2`: bool[n], False where L1 had it.
     """
 
     records: NDArray[Any]
     is_l2: NDArray[np.bool_]
-    others: dict[int, Outcome]
+    result_by_index: dict[int, ReadResult]

@@ -4,40 +4,40 @@ from cache.format.records.codec import unpack_overlay
 from cache.format.records.layout import RECORD_FORMAT, is_live, peek_fingerprint, peek_format
 from cache.l2.commands import Overlay
 from cache.tiers.l1 import Entry, LocalKey
-from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Tier, Want
+from cache.tiers.results import MISS_BY_REASON, Hit, Miss, MissReason, ReadResult, RecordKey, Tier
 
 
-def judge(entry: Entry, record_key: Want, tier: Tier) -> Outcome:
+def judge(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
     """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
     if entry.fingerprint != record_key.fingerprint:
-        return MISSED[MissReason.CORRUPT]
+        return MISS_BY_REASON[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
     if (
         entry.digest is not None
         and record_key.digest is not None
         and entry.digest != record_key.digest
     ):
-        return MISSED[MissReason.INPUT_CHANGED]
-    return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
+        return MISS_BY_REASON[MissReason.INPUT_CHANGED]
+    return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
 
 
-def overlay_entry(record_key: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
+def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
     """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
     unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
     if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
-        return MISSED[MissReason.CORRUPT]
+        return MISS_BY_REASON[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
-        return MISSED[MissReason.EXPIRED]
+        return MISS_BY_REASON[MissReason.EXPIRED]
     record, digest = unpacked
     if peek_fingerprint(record) != record_key.fingerprint:
-        return MISSED[MissReason.CORRUPT]
+        return MISS_BY_REASON[MissReason.CORRUPT]
     return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
 
 
-def is_answer(record_key: Want, overlay: Overlay, asked_at: float) -> bool:
+def is_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
     """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
     entry = overlay_entry(record_key, overlay, asked_at)
-    return isinstance(entry, Entry) and isinstance(judge(entry, record_key, "l2"), Found)
+    return isinstance(entry, Entry) and isinstance(judge(entry, record_key, "l2"), Hit)
 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
@@ -46,7 +46,7 @@ def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     return key._replace(key=raw + digest)
 
 
-def check_live(record_key: Want, record: bytes) -> None:
+def check_live(record_key: RecordKey, record: bytes) -> None:
     """Raises ValueError for anything but a whole live record of the wanted entity."""
     size_bytes = record_key.table.layout.size_bytes
     if len(record) != size_bytes:

@@ -19,11 +19,11 @@ EXPIRED_SLOTS = 1 << 13
 FLIPPED_S = 300.0
 """Seconds after a flip in which a record that the generation before had in L1 counts as `flipped`."""
 
-_MANY = 16
+_VECTORISE_KEYS_MIN = 16
 """Number of keys from which on numpy's fixed cost pays."""
 
 
-class LetGo:
+class LossyKeySet:
     """Hashes of keys, one per slot: a later one takes the place of an earlier, so some are forgotten, none made up."""
 
     def __init__(self, slots: int = SLOTS) -> None:
@@ -40,7 +40,7 @@ class LetGo:
 
     def note_all(self, keys: Sequence[Hashable]) -> None:
         """Records that none of these keys is held any more, in this order."""
-        if len(keys) < _MANY:
+        if len(keys) < _VECTORISE_KEYS_MIN:
             for key in keys:
                 self.note(key)
             return
@@ -54,13 +54,13 @@ class LetGo:
 
     def count(self, keys: Sequence[Hashable]) -> int:
         """Number of these keys that are remembered as let go."""
-        if len(keys) < _MANY:
+        if len(keys) < _VECTORISE_KEYS_MIN:
             return sum(map(self.__contains__, keys))
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
         return int(np.count_nonzero(self._view[hashes & self._mask] == hashes))
 
 
-class Absences:
+class EvictionHistory:
     """Judges keys that L1 did not hold; `holds` says what it holds.
 
     An end of life outweighs an eviction, both a flip.
@@ -72,19 +72,19 @@ class Absences:
         timer: Callable[[], float] = time.monotonic,
         slots: int = SLOTS,
     ) -> None:
-        self.evicted = LetGo(slots)
-        self.expired = LetGo(min(slots, EXPIRED_SLOTS))
-        self._holds = is_cached
+        self.evicted = LossyKeySet(slots)
+        self.expired = LossyKeySet(min(slots, EXPIRED_SLOTS))
+        self._is_in_l1 = is_cached
         self._timer = timer
-        self._before: tuple[str, float] | None = None
+        self._last_flip: tuple[str, float] | None = None
 
     def flipped(self, previous_generation: str) -> None:
         """Records a flip: another generation is live from now on; `previous_generation` is the one that was."""
-        self._before = previous_generation, self._timer() + FLIPPED_S
+        self._last_flip = previous_generation, self._timer() + FLIPPED_S
 
-    def why(self, generation: str, table: str, key: int | bytes) -> Absence:
+    def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
         """The one reason why L1 lacked a key."""
-        if self.expired.is_empty and self.evicted.is_empty and self._before is None:
+        if self.expired.is_empty and self.evicted.is_empty and self._last_flip is None:
             return "cold_start"
         local_key = generation, table, key
         if local_key in self.expired:
@@ -93,7 +93,7 @@ class Absences:
             return "evicted"
         if (previous_generation := self._earlier(generation)) is not None:
             earlier = previous_generation, table, key
-            if self._holds(earlier) or earlier in self.evicted:
+            if self._is_in_l1(earlier) or earlier in self.evicted:
                 return "flipped"
         return "cold_start"
 
@@ -106,7 +106,7 @@ class Absences:
             return {"evicted": evicted, "cold_start": len(keys) - evicted}
         count_by_absence: dict[Absence, int] = {}
         for key in keys:
-            absence = self.why(generation, table, key)
+            absence = self.find_reason(generation, table, key)
             count_by_absence[absence] = count_by_absence.get(absence, 0) + 1
         return count_by_absence
 
@@ -115,10 +115,10 @@ class Absences:
         return not self.expired.is_empty and (generation, table, key) in self.expired
 
     def _earlier(self, generation: str) -> str | None:
-        previous_flip = self._before
+        previous_flip = self._last_flip
         if previous_flip is None:
             return None
         if self._timer() >= previous_flip[1]:
-            self._before = None
+            self._last_flip = None
             return None
         return None if previous_flip[0] == generation else previous_flip[0]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cachetools import TTLCache
 
-from cache.tiers.eviction_history import Absences
+from cache.tiers.eviction_history import EvictionHistory
 
 OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
@@ -43,30 +43,31 @@ class Entry(NamedTuple):
     expires_at: float | None = None
 
 
-class Ready(NamedTuple):
+class ReadyAnswer(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`: its
-    spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there. `events`: those in memory of
-    the user with this id, the very object: with another one it counts for nothing; `is_newer` if it counts any.
+    `stamp` is that of what it was made from: under any other it counts for nothing. `table_and_id`: table and id.
+    `access`: its spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there. `events`: those
+    in memory of the user with this id, the very object: with another one it counts for nothing; `is_newer` if it counts
+    any.
     """
 
     stamp: int
     head: bytes
     tail: bytes
     data_until: int
-    asked: tuple[str, bytes]
+    table_and_id: tuple[str, bytes]
     request: bytes
-    touch: tuple[int, int] | None = None
+    access: tuple[int, int] | None = None
     events: bytes | None = None
     is_newer: bool = False
 
 
-def size_of(entry: Entry | Ready) -> int:
+def size_of(entry: Entry | ReadyAnswer) -> int:
     """Bytes of one entry without its place in the table."""
-    if isinstance(entry, Ready):
+    if isinstance(entry, ReadyAnswer):
         sent_bytes = len(entry.head) + len(entry.tail) + len(entry.request)
-        return sent_bytes + len(entry.asked[1]) + len(entry.events or b"") + READY_BYTES
+        return sent_bytes + len(entry.table_and_id[1]) + len(entry.events or b"") + READY_BYTES
     live = 0 if entry.digest is None else LIVE_BYTES
     return len(entry.record) + OVERHEAD_BYTES + live
 
@@ -83,10 +84,10 @@ class LocalTier:
         """Tables of which an answer was ever kept."""
         self._timer = timer
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
-        self._find, self._touch = self._entries.get, self._entries.move_to_end
+        self._entries: OrderedDict[LocalKey | bytes, Entry | ReadyAnswer] = OrderedDict()
+        self._find, self._move_to_end = self._entries.get, self._entries.move_to_end
         self._bytes = 0
-        self.absences = Absences(self._entries.__contains__, timer)
+        self.eviction_history = EvictionHistory(self._entries.__contains__, timer)
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
@@ -94,13 +95,13 @@ class LocalTier:
         if entry is None:
             return None
         if entry[3] is None or entry[3] > self._timer():
-            self._touch(key)
+            self._move_to_end(key)
             return entry
         self._drop(key)
-        self.absences.expired.note(key)
+        self.eviction_history.expired.note(key)
         return None
 
-    def look(self, key: LocalKey) -> Entry | None:
+    def inspect(self, key: LocalKey) -> Entry | None:
         """The entry as `get` would find it, for somebody who only looks: what is held and what goes first stay."""
         entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
         is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
@@ -111,26 +112,26 @@ class LocalTier:
         entries: list[Any] = list(map(self._find, keys))
         return [self.get(key) for key in keys] if any(entries) else entries
 
-    def takes(self, size_bytes: int) -> bool:
+    def can_fit(self, size_bytes: int) -> bool:
         """True if a record of this size fits at all; one that does not is counted when it comes."""
         return size_bytes + OVERHEAD_BYTES <= self.max_bytes
 
-    def ready(self, request: bytes) -> Ready | None:
+    def ready(self, request: bytes) -> ReadyAnswer | None:
         """The answer kept for exactly this request; whether it still counts is for its stamp to say."""
         ready = self._find(request)
         if ready is not None:
-            self._touch(request)
+            self._move_to_end(request)
         return ready  # type: ignore[return-value]  # bytes name a ready answer
 
-    def keep(self, ready: Ready) -> None:
+    def keep(self, ready: ReadyAnswer) -> None:
         """Keeps an answer beside its record, within the same bound."""
-        self.ready_tables.add(ready.asked[0])
+        self.ready_tables.add(ready.table_and_id[0])
         self.put(ready.request, ready)
 
-    def unsampled(self, ready: Ready) -> None:
+    def unsampled(self, ready: ReadyAnswer) -> None:
         """Marks a ready answer that the sample has left out: from now on its readers write nothing."""
         if self._find(ready.request) is ready:
-            self._entries[ready.request] = ready._replace(touch=None)
+            self._entries[ready.request] = ready._replace(access=None)
 
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
@@ -146,17 +147,17 @@ class LocalTier:
             ):
                 if (previous_entry := entries.get(key)) is not None:
                     self._bytes -= size_of(previous_entry)
-                    self._touch(key)
+                    self._move_to_end(key)
                 entries[key] = entry
                 self._bytes += size_bytes
             self._make_room()
 
-    def put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
+    def put(self, key: LocalKey | bytes, entry: Entry | ReadyAnswer) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""
         entries, size_bytes = self._entries, size_of(entry)
         if (previous_entry := entries.get(key)) is not None:
             self._bytes -= size_of(previous_entry)
-            self._touch(key)
+            self._move_to_end(key)
         entries[key] = entry
         self._bytes += size_bytes
         if size_bytes > self.max_bytes:
@@ -175,7 +176,7 @@ class LocalTier:
             if type(key) is not bytes:  # of a ready answer the record may still be here
                 evicted_keys.append(key)
         if evicted_keys:
-            self.absences.evicted.note_all(evicted_keys)
+            self.eviction_history.evicted.note_all(evicted_keys)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 
@@ -186,7 +187,7 @@ class LocalTier:
     def discard(self, key: LocalKey) -> None:
         """Forgets the key if it is there."""
         self._drop(key)
-        self.absences.evicted.note(key)
+        self.eviction_history.evicted.note(key)
 
     def __len__(self) -> int:
         return len(self._entries)

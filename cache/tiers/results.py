@@ -17,7 +17,7 @@ Tier = Literal["l1", "l2"]
 """Tiers: this process and Redis."""
 
 
-class Word(StrEnum):
+class DescribedEnum(StrEnum):
     """Word of an answer's field, with its `meaning` in a sentence for whoever reads it."""
 
     meaning: str
@@ -30,7 +30,7 @@ class Word(StrEnum):
         return member
 
 
-class MissReason(Word):
+class MissReason(DescribedEnum):
     """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one."""
 
     NOT_IN_GENERATION = (
@@ -93,22 +93,24 @@ STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
 NOWHERE = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
 """Reasons of a miss: nothing is stored for an id that the night did not know."""
 
-TOLD_AS: Mapping[str, MissReason] = {
+PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
     MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
     MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
 }
 """Reason that answers, metrics and explanations tell in place of another: none says how an absence was found out."""
 
-TOLD_WITH_STORED = frozenset({MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE})
+REASONS_WITH_STORED_ANSWER = frozenset(
+    {MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE}
+)
 """Reasons that go with a stored answer where a fresh one was asked for: no miss."""
 
 
-class Want(NamedTuple):
+class RecordKey(NamedTuple):
     """A request for one entity's record in one table.
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none; `here_only` leaves the overlay unread,
-    wherever L1 lacks it.
+    know it; `digest` is that of the input the caller sent, None if it sent none; `skips_overlay` leaves the overlay
+    unread, wherever L1 lacks it.
     """
 
     table: Table
@@ -116,10 +118,10 @@ class Want(NamedTuple):
     fingerprint: int
     position: int
     digest: bytes | None = None
-    here_only: bool = False
+    skips_overlay: bool = False
 
 
-class Found(NamedTuple):
+class Hit(NamedTuple):
     """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
 
     `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
@@ -132,23 +134,23 @@ class Found(NamedTuple):
     reason: MissReason | None = None
 
 
-class Missed(NamedTuple):
+class Miss(NamedTuple):
     """A miss: no stored answer, and why."""
 
     reason: MissReason
 
 
-Outcome = Found | Missed
+ReadResult = Hit | Miss
 
-MISSED = {reason: Missed(reason) for reason in MissReason}
+MISS_BY_REASON = {reason: Miss(reason) for reason in MissReason}
 _UNAVAILABLE = {
-    "timeout": MISSED[MissReason.L2_TIMEOUT],
-    "connection": MISSED[MissReason.L2_DOWN],
-    "breaker_open": MISSED[MissReason.BREAKER_OPEN],
+    "timeout": MISS_BY_REASON[MissReason.L2_TIMEOUT],
+    "connection": MISS_BY_REASON[MissReason.L2_DOWN],
+    "breaker_open": MISS_BY_REASON[MissReason.BREAKER_OPEN],
 }
 
 
-def unavailable(error: TierUnavailable) -> Missed:
+def unavailable(error: TierUnavailable) -> Miss:
     """The miss of a read that L2 could not answer."""
     return _UNAVAILABLE[str(error.details["reason"])]
 
@@ -182,17 +184,19 @@ class Counters:
     l2_reads: int = 0
     flush: Callable[[], None] = lambda: None
 
-    def count(self, outcomes: Sequence[Outcome]) -> None:
+    def count(self, outcomes: Sequence[ReadResult]) -> None:
         """Adds one request's outcomes."""
         for outcome in outcomes:
-            if type(outcome) is Missed:
+            if type(outcome) is Miss:
                 self.missed[outcome.reason] += 1
             elif outcome.tier == "l1":  # type: ignore[union-attr]
                 self.records += 1
             else:
                 self.l2 += 1
 
-    def count_rows(self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, Outcome]) -> None:
+    def count_rows(
+        self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
+    ) -> None:
         """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
         l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
         self.l2 += l2

@@ -15,7 +15,7 @@ _LATE: Sequence[Any] = []
 """Marker, known by identity, that a waiter gets whose time is over."""
 
 
-class Abandoned(RuntimeError):
+class FlightAbandoned(RuntimeError):
     """The work was cancelled from outside while callers were waiting; they themselves were not cancelled."""
 
 
@@ -28,26 +28,26 @@ class _Flight(Generic[K, V]):
     work: asyncio.Future[Any] = field(init=False)
     is_under_way: bool = True
     waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
-    _places: dict[K, int] | None = None
+    _index_by_key: dict[K, int] | None = None
 
-    def place(self, key: K) -> int:
+    def index_of(self, key: K) -> int:
         """Place of a key in what the work yields, numbered when first asked: most flights of many are never asked."""
-        if self._places is None:
-            self._places = dict(zip(self.keys, range(len(self.keys)), strict=True))
-        return self._places[key]
+        if self._index_by_key is None:
+            self._index_by_key = dict(zip(self.keys, range(len(self.keys)), strict=True))
+        return self._index_by_key[key]
 
 
-class Boarded(NamedTuple, Generic[K, V]):
+class FlightSeat(NamedTuple, Generic[K, V]):
     """A place in a flight, to be given back by `leave`."""
 
     flight: _Flight[K, V]
-    place: int
+    value_index: int
     waiter: asyncio.Future[Sequence[V]]
     """Future that is done when the flight has landed."""
 
     def value(self) -> V:
         """The value at this place, once the waiter is done; raises as the work did."""
-        return self.waiter.result()[self.place]
+        return self.waiter.result()[self.value_index]
 
 
 class SingleFlight(Generic[K, V]):
@@ -81,23 +81,23 @@ class SingleFlight(Generic[K, V]):
         late = None if within_s is None else loop.call_later(within_s, _end_late, boarded.waiter)
         try:
             if (values := await boarded.waiter) is not _LATE:
-                return values[boarded.place]
+                return values[boarded.value_index]
         finally:
             if late is not None:
                 late.cancel()
             self.leave(boarded)
         raise TimeoutError
 
-    def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
+    def board(self, key: K, work: Callable[[], Awaitable[V]]) -> FlightSeat[K, V]:
         """A place for a caller that waits for many keys at once, without a coroutine for each."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._take_off(key, work())
         else:
             self.shared += 1
-        return Boarded(flight, flight.place(key), self._join(flight))
+        return FlightSeat(flight, flight.index_of(key), self._join(flight))
 
-    def leave(self, boarded: Boarded[K, V]) -> None:
+    def leave(self, boarded: FlightSeat[K, V]) -> None:
         """Ends what `board` began, whether the flight has landed or not."""
         self._leave(boarded.flight, boarded.waiter)
 
@@ -135,7 +135,8 @@ class SingleFlight(Generic[K, V]):
             [*joined.values(), *([] if own_flight is None else [own_flight])]
         )
         joined_values = {
-            index: landed[id(flight)][flight.place(keys[index])] for index, flight in joined.items()
+            index: landed[id(flight)][flight.index_of(keys[index])]
+            for index, flight in joined.items()
         }
         return first, () if own_flight is None else landed[id(own_flight)], joined_values
 
@@ -199,7 +200,7 @@ class SingleFlight(Generic[K, V]):
         self._forget(flight)
         error: BaseException | None
         if flight.work.cancelled():
-            error = Abandoned(f"the work for {next(iter(flight.keys))!r} was cancelled")
+            error = FlightAbandoned(f"the work for {next(iter(flight.keys))!r} was cancelled")
         else:
             error = flight.work.exception()
         values: Sequence[V] = ()

@@ -29,9 +29,9 @@ class WriteBehind:
         timer: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
-        self.stored = 0
-        self.failed = 0
-        self.dropped = 0
+        self.stored_count = 0
+        self.failed_count = 0
+        self.dropped_count = 0
         self._write = write
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -46,7 +46,7 @@ class WriteBehind:
     def put(self, write: OverlayWrite) -> None:
         """Queues the write, or drops it when `max_bytes` of payload are already waiting."""
         if self._bytes + len(write.payload) > self._max_bytes:
-            self.dropped += 1
+            self.dropped_count += 1
             return
         self._bytes += len(write.payload)
         self._queue.append((write, self._timer() + write.ttl_s))
@@ -61,7 +61,7 @@ class WriteBehind:
         if task is not None:
             await asyncio.wait({task}, timeout=timeout_s)
             await stop([task])
-        self.dropped += len(self._queue)
+        self.dropped_count += len(self._queue)
         self._queue.clear()
         self._bytes = 0
 
@@ -74,8 +74,8 @@ class WriteBehind:
         try:
             stored_count = (await self._write(writes)).count(None)
         finally:
-            self.stored += stored_count
-            self.failed += len(writes) - stored_count
+            self.stored_count += stored_count
+            self.failed_count += len(writes) - stored_count
 
     def _next(self) -> list[OverlayWrite]:
         """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
@@ -86,7 +86,7 @@ class WriteBehind:
             self._bytes -= len(write.payload)
             left_s = ends_at - now_s
             if left_s <= 0:
-                self.dropped += 1
+                self.dropped_count += 1
             elif left_s >= write.ttl_s - _AT_ONCE_S:
                 writes.append(write)
             else:

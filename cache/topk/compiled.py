@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.ranking import score
 from cache.model.tower import Histories
-from cache.topk.flat import Compared, Top, lengths
-from cache.topk.packing import Packed
+from cache.topk.flat import ComparableItems, Top, lengths
+from cache.topk.packing import PackedItems
 
 K_MAX = 1000
 
 _DIMS_MAX = 16_384  # sums of code products stay within 32 bits
 _ITEMS_MAX = 1 << 31
-_PLAIN, _AVX2, _AMX = 0, 1, 3
-_CODES = {_PLAIN: 127, _AVX2: 63}  # a pair of products fits 16 bits; VNNI needs no such care
+_PORTABLE, _AVX2, _AMX = 0, 1, 3
+_CODES = {_PORTABLE: 127, _AVX2: 63}  # a pair of products fits 16 bits; VNNI needs no such care
 # Between these nothing overflows, and what underflows is far below the rounding of the rest.
 _PRODUCT = (1e-25, 1e37)
 _LENGTH = (1e-15, 1e18)
@@ -51,7 +51,7 @@ class Kernel:
     library: ctypes.CDLL
     level: int
 
-    def pack(self, compared: Compared) -> Packed | None:
+    def pack(self, compared: ComparableItems) -> PackedItems | None:
         """The items laid out, or None where they are beyond what the kernel is certain about."""
         items, dims = compared.vectors.shape
         cosine = compared.metric == "cosine"
@@ -63,13 +63,13 @@ class Kernel:
             return None
         largest = _CODES.get(self.level, 127)
         multiple = 64 if self.level == _AMX else 4
-        return Packed.of(
+        return PackedItems.of(
             compared.vectors, compared.filtering, compared.sizes, score_lengths, largest, multiple
         )
 
     def top(
         self,
-        packed: Packed,
+        packed: PackedItems,
         users: NDArray[np.float32],
         k: int,
         excluded: Histories,
@@ -78,7 +78,7 @@ class Kernel:
         top_arrays: Top,
     ) -> None:
         """Fills `rows` of `top_arrays`; shapes as `Scorer.top` checked them, all contiguous."""
-        arrays = ("vectors", "lengths", "codes", "ordinals", "places", "scale", "residual",
+        arrays = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
                   "longest", "reach")  # fmt: skip
         items = _Items(
             *(_at(getattr(packed, name)) for name in arrays),
@@ -124,7 +124,7 @@ class Kernel:
 def kernel() -> Kernel | None:
     """The kernel for this processor; None where it was not built, is switched off or has no use."""
     loaded_kernel = load(os.environ)
-    if loaded_kernel is not None and loaded_kernel.level > _PLAIN:
+    if loaded_kernel is not None and loaded_kernel.level > _PORTABLE:
         return loaded_kernel
     _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
     return None
@@ -160,12 +160,12 @@ def _library(folder: Path) -> ctypes.CDLL | None:
     return None
 
 
-def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
+def fits(compared: ComparableItems, users: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Mask of users float32 [n, dims] whose scores neither overflow nor vanish; the others are very long or short."""
     return long_enough(compared, lengths(users))
 
 
-def long_enough(compared: Compared, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+def long_enough(compared: ComparableItems, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Mask of users of such lengths [n] whose scores neither overflow nor vanish."""
     if compared.metric == "cosine":
         return _within(sizes, _LENGTH)

@@ -13,7 +13,7 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import Metric, best, pack, rank, score, unit, unpack
+from cache.model.ranking import Metric, pack, rank, score, top_keys, unit, unpack
 from cache.model.tower import Histories
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
@@ -30,7 +30,7 @@ _ROUNDING = 2.0**-23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compared:
+class ComparableItems:
     """Items as they are scored and as they are compared (unit vectors for cosine), with their lengths."""
 
     vectors: NDArray[np.float32]
@@ -78,7 +78,12 @@ class FlatChunk:
     """Users with like numbers of exclusions against all items."""
 
     def __init__(
-        self, scorer: Compared, users: NDArray[np.float32], excluded: Histories, k: int, fetch: int
+        self,
+        scorer: ComparableItems,
+        users: NDArray[np.float32],
+        excluded: Histories,
+        k: int,
+        fetch: int,
     ) -> None:
         self._scorer = scorer
         self._users = users
@@ -118,7 +123,7 @@ class FlatChunk:
         """Drop what is excluded, keep K and a few, re-score, certify; scan the rows that fail."""
         scorer, k = self._scorer, self._k
         users, candidates = self._users[rows], candidates[rows]
-        exclusions = self._excluded.take(np.arange(len(self._users))[rows])
+        exclusions = self._excluded.select_rows(np.arange(len(self._users))[rows])
         filtered = np.where(
             self._among(candidates, exclusions) | (candidates < 0), -np.inf, products[rows]
         )
@@ -157,7 +162,9 @@ class FlatChunk:
         return hit
 
 
-def _scan(scorer: Compared, user: NDArray[np.float32], banned: NDArray[np.int64], k: int) -> Top:
+def _scan(
+    scorer: ComparableItems, user: NDArray[np.float32], banned: NDArray[np.int64], k: int
+) -> Top:
     """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
     items = len(scorer.vectors)
     keys = np.empty(0, np.uint64)
@@ -166,7 +173,7 @@ def _scan(scorer: Compared, user: NDArray[np.float32], banned: NDArray[np.int64]
     for start in range(0, items, _SCAN_ITEMS):
         ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
         scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
-        keys = best(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
+        keys = top_keys(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
         if not user.any() and len(keys) == k:
             break  # every score is zero: the first k ordinals are the answer
     top_lists = unpack(keys[None], k)

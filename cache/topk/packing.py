@@ -13,19 +13,19 @@ TILE = LANES * TILE_GROUPS
 _PADDED_GROUPS = 4
 _STEP_TILES = 2
 _SLACK = 1e-5
-_LEAST = 1e-12
+_LENGTH_FLOOR = 1e-12
 """Relative to the longest item; shorter ones are all error, no code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedItems:
     """Items as `native/state.h` lays them out; places are positions by falling length, -1 and 0 pad the last group."""
 
     vectors: NDArray[np.float32]
     lengths: NDArray[np.float32] | None
     codes: NDArray[np.uint8]
     ordinals: NDArray[np.uint32]
-    places: NDArray[np.uint32]
+    rank_by_ordinal: NDArray[np.uint32]
     scale: NDArray[np.float32]
     residual: NDArray[np.float32]
     longest: NDArray[np.float32]
@@ -67,7 +67,7 @@ class Packed:
             np.divide(compared[part], unit, out=flat[: len(part), :dims], dtype=np.float64)
             grouped_vectors = flat.reshape(-1, LANES, width)
             peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
-            scale[step] = np.maximum(peaks, _LEAST) / largest_code
+            scale[step] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
             steps = scale[step].astype(np.float64)[:, None, None]
             longest[step] = _above(_lengths(grouped_vectors))
             rounded = np.rint(grouped_vectors / steps)
@@ -91,8 +91,8 @@ class Packed:
     def allowed(self, allowed: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
         """Bit mask of the places, set for an item that is allowed by its ordinal; uint16 [groups]."""
         bits = np.zeros(len(self.ordinals), np.bool_)
-        bits[: len(self.places)] = (
-            True if allowed is None else allowed[self.ordinals[: len(self.places)]]
+        bits[: len(self.rank_by_ordinal)] = (
+            True if allowed is None else allowed[self.ordinals[: len(self.rank_by_ordinal)]]
         )
         return np.packbits(bits, bitorder="little").view("<u2").astype(np.uint16)
 
@@ -114,4 +114,4 @@ def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _above(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values * (1 + _SLACK) + _LEAST
+    return values * (1 + _SLACK) + _LENGTH_FLOOR

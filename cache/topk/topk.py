@@ -17,8 +17,8 @@ from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
 from cache.topk.compiled import K_MAX, Kernel, fits, kernel
-from cache.topk.flat import Compared, FlatChunk, Top, chunks
-from cache.topk.packing import Packed
+from cache.topk.flat import ComparableItems, FlatChunk, Top, chunks
+from cache.topk.packing import PackedItems
 
 _SLAB_USERS = 1024
 _LEAST_USERS = 256
@@ -46,8 +46,8 @@ class AnyScorer(Protocol):
 class Scorer:
     """Items ready to be searched exactly: made once, used for every shard."""
 
-    compared: Compared
-    compiled: tuple[Kernel, Packed] | None
+    compared: ComparableItems
+    compiled: tuple[Kernel, PackedItems] | None
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Scorer:
         item_vectors = np.asarray(vectors)  # a memory map's own class is slow to index
         _check_shape("items", item_vectors, None)
         _check_values("items", item_vectors)
-        compared = Compared.of(np.ascontiguousarray(item_vectors), metric)
+        compared = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
         usable_kernel = kernel() if engine is True else engine
         packed = usable_kernel.pack(compared) if usable_kernel else None
         return cls(compared, (usable_kernel, packed) if usable_kernel and packed else None)
@@ -97,7 +97,9 @@ class Scorer:
         ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
         for method, user_mask in ((self._by_kernel, fit), (self._flat, ~fit)):
             rows = np.flatnonzero(user_mask)
-            part = method(users[rows], k, exclusions.take(rows), allowed, count, report_progress)
+            part = method(
+                users[rows], k, exclusions.select_rows(rows), allowed, count, report_progress
+            )
             ordinals[rows], scores[rows] = part
         return ordinals, scores
 
@@ -119,7 +121,7 @@ class Scorer:
             engine.top(packed, users, k, exclusions, bits, rows, top_lists)
             return int(rows.stop - rows.start)
 
-        _each(run, slabs_of(len(users), threads), threads, report_progress)
+        _run_all(run, slabs_of(len(users), threads), threads, report_progress)
         return top_lists
 
     def _flat(
@@ -142,12 +144,12 @@ class Scorer:
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = FlatChunk(self.compared, users[rows], exclusions.take(rows), k, fetch)
+            chunk = FlatChunk(self.compared, users[rows], exclusions.select_rows(rows), k, fetch)
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
         parts = chunks(np.diff(exclusions.indptr), k, threads, self.compared.vectors.shape)
-        _each(run, parts, threads, report_progress)
+        _run_all(run, parts, threads, report_progress)
         return ordinals, scores
 
     def _flat_among(
@@ -175,7 +177,7 @@ class Scorer:
 
 
 def checked(
-    compared: Compared,
+    compared: ComparableItems,
     users: NDArray[np.float32],
     k: int,
     excluded: Histories | None,
@@ -213,7 +215,7 @@ def slabs_of(users: int, threads: int) -> Iterator[slice]:
         start += step
 
 
-def _each(
+def _run_all(
     run: Callable[[Part], int],
     parts: Iterable[Part],
     threads: int,

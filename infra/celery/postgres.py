@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cache.errors import ConfigError
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 
 DEBIAN = Path("/usr/lib/postgresql")
 OWNER = "postgres"
@@ -72,14 +72,14 @@ def postgres(state: Path) -> Iterator[str]:
         data = folder / "data"
         initdb = [*as_owner, programs / "initdb", "-D", data, "-U", "airflow", "--auth=trust"]
         initdb += ["--encoding=UTF8", "--no-locale", "--no-sync"]
-        with Guarded(initdb, log=log, cwd=folder) as making:
+        with GuardedCommand(initdb, log=log, cwd=folder) as making:
             _wait(making, lambda: not making.running)
             if making.returncode != 0:
                 raise ConfigError(f"initdb failed: {making.tail(5)}")
         server = [*as_owner, programs / "postgres", "-D", data, "-k", folder]
         for setting in _SETTINGS:
             server += ["-c", setting]
-        with Guarded(server, log=log, cwd=folder) as running:
+        with GuardedCommand(server, log=log, cwd=folder) as running:
             _wait(running, lambda: "ready to accept connections" in running.tail())
             yield f"postgresql+psycopg2://airflow@/postgres?host={folder}"
     finally:
@@ -104,7 +104,7 @@ def _sweep(link: Path) -> None:
     link.unlink()
 
 
-def _wait(process: Guarded, condition: Callable[[], bool]) -> None:
+def _wait(process: GuardedCommand, condition: Callable[[], bool]) -> None:
     give_up = time.monotonic() + _START_S
     while not condition():
         if not process.running or time.monotonic() > give_up:

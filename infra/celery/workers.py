@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Self
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from infra.local.airflow import LocalAirflow
 from infra.local.airflow_client import AirflowFailed
 
@@ -18,7 +18,7 @@ class CeleryWorkers:
         """`queues`: how many tasks of each run at a time."""
         self._airflow = airflow
         self._queues = dict(queues)
-        self._running: dict[str, Guarded] = {}
+        self._running: dict[str, GuardedCommand] = {}
         self._started = 0
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ FOLDER = "larder"
 AIRFLOW_OLDEST: Final = (3, 3)
 """First release of Airflow that has all that the DAG files import."""
 AIRFLOW_NEXT_MAJOR: Final = (4,)
-_MARK = "# Written by `larder dags install`"
+_HEADER_PREFIX = "# Written by `larder dags install`"
 
 State = Literal["missing", "current", "older", "changed", "foreign"]
 """State of an installed file: `older` is of another release, `changed` by hand, `foreign` never ours."""
@@ -37,7 +37,7 @@ class DagFile:
     def text(self) -> str:
         """Text of the target: a first line that says whose it is, with a digest of the rest, then the source."""
         body = self.source.read_text()
-        return f"{_MARK} of Larder {RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
+        return f"{_HEADER_PREFIX} of Larder {RELEASE} ({_digest(body)}): changes are overwritten.\n{body}"
 
     def state(self) -> State:
         """State of the target now."""
@@ -48,7 +48,7 @@ class DagFile:
         except (OSError, UnicodeDecodeError):
             return "foreign"
         header_line, _, body = installed_text.partition("\n")
-        if not header_line.startswith(_MARK):
+        if not header_line.startswith(_HEADER_PREFIX):
             return "foreign"
         if installed_text == self.text():
             return "current"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
     args = argument_parser(prog).parse_args(argv)
-    from precompute.cli.console import bars_on, err
+    from precompute.cli.console import bars_on, err_console
 
-    with bars_on(err, is_quiet=args.json) as progress:
+    with bars_on(err_console, is_quiet=args.json) as progress:
         progress("import", 0, 0)
         try:
             report = _KINDS[args.kind](args)

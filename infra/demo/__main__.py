@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 def _run(args: argparse.Namespace, console: Console) -> int:
     # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
     from cache.errors import LarderError
-    from infra.demo.checks import Broken
+    from infra.demo.checks import InvariantViolation
     from infra.demo.dataset import Plan
     from infra.demo.run import Demo
     from infra.demo.steps import Steps
@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
     try:
         Demo(Plan(args.data, args.state, args.quick, args.serve), Steps(console)).run()
-    except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
+    except (AirflowFailed, InvariantViolation, ServiceFailed, LarderError) as error:
         console.print(Text.assemble(("demo failed: ", "red bold"), str(error)))
         return 1
     if args.serve:

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.answers.sources import STORED, Source
+from serving.answers.sources import STORED_SOURCES, Source
 from serving.client import Unanswered
 
-KEPT = 20
+VIOLATIONS_MAX = 20
 """Violations told in full; the others are only counted."""
 
 
-class Broken(RuntimeError):
+class InvariantViolation(RuntimeError):
     """An invariant does not hold; the message says which."""
 
 
 @contextmanager
-def holding(subject: str) -> Iterator[None]:
+def translate_errors(subject: str) -> Iterator[None]:
     """Has an answer that is not as it should be end the demo."""
     try:
         yield
     except (Unanswered, ValueError) as error:
-        raise Broken(f"{subject}: {error}") from error
+        raise InvariantViolation(f"{subject}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Question:
 
 @dataclass(slots=True)
 class Judge:
-    """Counts answers by source and notes what breaks a rule; `barred` generations must not answer any more."""
+    """Counts answers by source and notes what breaks a rule; `rolled_back_generations` must not answer any more."""
 
-    barred: set[str] = field(default_factory=set)
+    rolled_back_generations: set[str] = field(default_factory=set)
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
     generations: Counter[str] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class Judge:
     def complain(self, violation: str) -> None:
         """Note that one rule was broken."""
         self.broken += 1
-        if len(self.violations) < KEPT:
+        if len(self.violations) < VIOLATIONS_MAX:
             self.violations.append(violation)
 
     def published(self, generations: Collection[str]) -> None:
@@ -101,7 +101,7 @@ class Judge:
             self.complain(f"{where}answered from {generation} after it was rolled back")
         if answer.get("id") != question.id:
             self.complain(f"{where}got the answer of {answer.get('id')!r}")
-        if source not in STORED and not answer.get("reason"):
+        if source not in STORED_SOURCES and not answer.get("reason"):
             self.complain(f"{where}source {source} without a reason")
         if "items" in answer:
             self._items(where, question, answer, source, generation)
@@ -132,7 +132,7 @@ class Judge:
         if back := frozenset(history).intersection(items):
             self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
-        if not question.hidden and source in STORED:
+        if not question.hidden and source in STORED_SOURCES:
             key = (generation, question.table, question.id)
             first = self._lists.setdefault(key, items)
             shared = min(len(first), len(items))

@@ -69,13 +69,13 @@ class Dataset:
     name: str
     first_cut: datetime
     second_cut: datetime
-    known: Pairs
+    initial_pairs: Pairs
     arriving: Pairs
     histories: Mapping[str, tuple[str, ...]]
     held_out: Mapping[str, tuple[str, ...]]
     newcomers: Mapping[str, tuple[str, ...]]
     original: Path | None = None
-    """The file that `known` was read from, if the night can read it as it is."""
+    """The file that `initial_pairs` was read from, if the night can read it as it is."""
     item_features: Path | None = None
     profiles: Profiles | None = None
     """Features of users and items, where the demo made them up."""
@@ -87,7 +87,7 @@ class Dataset:
             link = folder / "interactions" / f"day-1{''.join(self.original.suffixes)}"
             link.symlink_to(self.original)
         else:
-            write_parquet(self.known, folder / "interactions" / "day-1.parquet")
+            write_parquet(self.initial_pairs, folder / "interactions" / "day-1.parquet")
         if self.item_features is not None:
             (folder / ITEM_FEATURES).symlink_to(self.item_features)
         elif self.profiles is not None:
@@ -124,7 +124,7 @@ def synthetic(world: World) -> Dataset:
         pa.array(items[clicks.item_rows], pa.string()),
         clicks.times,
     )
-    cut = world.until - timedelta(days=5)
+    cut = world.ends_at - timedelta(days=5)
     dataset = _split_by_time("synthetic", pairs, cut, cut + timedelta(days=1))
     return replace(dataset, profiles=profiles_of(clicks, world.seed))
 
@@ -177,8 +177,8 @@ class Plan:
         """The synthetic data set."""
         today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         if self.quick:
-            return World(users=3_000, items=1_000, until=today, drift=DRIFT)
-        return World(until=today, drift=DRIFT)
+            return World(users=3_000, items=1_000, ends_at=today, drift=DRIFT)
+        return World(ends_at=today, drift=DRIFT)
 
     def dataset(self) -> Dataset:
         """The user's, else the synthetic one."""
@@ -221,10 +221,10 @@ def _read(files: Sequence[Path]) -> Pairs:
     users = pa.chunked_array([batch.users.texts() for batch in batches]).combine_chunks()
     items = pa.chunked_array([batch.items.texts() for batch in batches]).combine_chunks()
     pairs = Pairs(users, items, np.concatenate([batch.times for batch in batches]))
-    return pairs.where(_first_of_each(pairs))
+    return pairs.where(_first_occurrence_mask(pairs))
 
 
-def _first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
+def _first_occurrence_mask(pairs: Pairs) -> NDArray[np.bool_]:
     coded_users, coded_items = (
         pc.dictionary_encode(id_column) for id_column in (pairs.users, pairs.items)
     )

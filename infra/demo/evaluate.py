@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.model.runtime import ort
 from infra.demo.features.profiles import Features, Profiles
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20
@@ -62,7 +62,7 @@ def quality(lists: Lists, held_out: Lists, top: int = TOP) -> RankingQuality:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedLists:
     """Lists as they came from stored records; `asked_again` had to be, since a deadline had passed."""
 
     lists: Mapping[str, Sequence[str]]
@@ -73,7 +73,7 @@ async def served_lists(
     url: str,
     users: Sequence[str],
     on_answers: Callable[[Sequence[Mapping[str, Any]]], None],
-) -> Served:
+) -> ServedLists:
     """Lists that the night computed for `users`, read in batches; `on_answers` sees every batch as it came.
 
     Only what is stored counts: an answer that came from elsewhere in time is asked for again.
@@ -88,22 +88,22 @@ async def served_lists(
             for start in range(0, len(open_ones), BATCH):
                 batch = open_ones[start : start + BATCH]
                 answers = await larder.lookup_many("user_topk", batch, options)
-                on_answers([told(answer) for answer in answers])
+                on_answers([answer_to_json(answer) for answer in answers])
                 lists |= {
                     str(answer.id): answer.items or ()
                     for answer in answers
-                    if answer.source in STORED
+                    if answer.source in STORED_SOURCES
                 }
             open_ones = [user for user in open_ones if user not in lists]
             if not open_ones:
-                return Served(lists, asked_again)
+                return ServedLists(lists, asked_again)
             asked_again += len(open_ones)
     raise RuntimeError(
         f"{len(open_ones)} users of the night are not answered from it, e.g. {open_ones[0]}"
     )
 
 
-def told(answer: Answer) -> dict[str, Any]:
+def answer_to_json(answer: Answer) -> dict[str, Any]:
     """The fields that were set, as the service sent them."""
     value_by_name = {
         answer_field.name: getattr(answer, answer_field.name) for answer_field in fields(answer)

@@ -22,7 +22,7 @@ from precompute.control.control_keys import connect
 SHARDS = 4
 SCORERS = 2
 """Scoring tasks at a time, the slots of the pool: together they fill the machine."""
-_OURS = (
+_SUBFOLDERS = (
     "data",
     "artifacts",
     "bundle",
@@ -104,13 +104,13 @@ class DemoFolder:
 
 
 @contextmanager
-def place(state: Path) -> Iterator[DemoFolder]:
+def prepare_demo_folder(state: Path) -> Iterator[DemoFolder]:
     """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
     lock_error = ConfigError(f"another demo runs in {home}; choose another --state")
     with alone(home / "demo.lock", lock_error):
-        for name in _OURS:
+        for name in _SUBFOLDERS:
             path = home / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import all_releases
-from infra.demo.checks import Broken, Judge, Question, holding
+from infra.demo.checks import InvariantViolation, Judge, Question, translate_errors
 from infra.demo.dataset import Dataset, Plan
 from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
-from infra.demo.features.cold_start import ask_cold, sent
+from infra.demo.features.cold_start import ask_cold, describe_features
 from infra.demo.features.towers import add_features
 from infra.demo.fresh.click import Click
-from infra.demo.place import SCORERS, DemoFolder, place
+from infra.demo.place import SCORERS, DemoFolder, prepare_demo_folder
 from infra.demo.scrape import ServiceCounts, scrape
 from infra.demo.steps import Step, Steps
 from infra.demo.summary import Findings, invite, summarize
@@ -43,12 +43,12 @@ class Demo:
         self.plan = plan
         self.steps = steps
         self.judge = Judge()
-        self.found = Findings()
+        self.findings = Findings()
 
     def run(self) -> None:
         """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
         with ExitStack() as stack:
-            demo_folder = stack.enter_context(place(self.plan.state))
+            demo_folder = stack.enter_context(prepare_demo_folder(self.plan.state))
             data = self._data(demo_folder)
             redis = self._redis(stack, demo_folder)
             environment = demo_folder.environment(redis)
@@ -62,8 +62,8 @@ class Demo:
                 service = stack.enter_context(
                     ServiceProcess(demo_folder.home / "service.log", environment)
                 )
-                self.found.first = self._live(service)
-                step.note(f"{service.url}, generation {self.found.first}")
+                self.findings.first = self._live(service)
+                step.note(f"{service.url}, generation {self.findings.first}")
             self._cold_start(service, data)
             stream = Stream(data)
             self._replay(service, stream)
@@ -71,7 +71,7 @@ class Demo:
             click = self._click(service, data)
             self._second_night(airflow, service, stream, demo_folder, data, click)
             counts = self._audit(service, demo_folder)
-            summarize(self.steps, self.found, data.name, counts, self.judge.requests)
+            summarize(self.steps, self.findings, data.name, counts, self.judge.requests)
             self.steps.console.print("[green bold]every invariant held[/green bold]")
             if self.plan.serve:
                 self._serve(service, airflow, demo_folder, data)
@@ -86,7 +86,7 @@ class Demo:
             gc.collect()
             gc.freeze()
             step.note(
-                f"{data.name}: {len(data.histories):,} users, {len(data.known):,} interactions"
+                f"{data.name}: {len(data.histories):,} users, {len(data.initial_pairs):,} interactions"
             )
             step.note(
                 f"{len(data.held_out):,} users with something held out, {len(data.newcomers)} newcomers"
@@ -127,17 +127,19 @@ class Demo:
         if data.profiles is None:
             return
         with self.steps.step("Cold start: features instead of a history") as step:
-            with holding("features alone"):
-                self.found.cold = ask_cold(service.url, data.profiles, data.histories, self.judge)
-            step.note(f"new user: {sent(data.profiles.new_user)}")
-            step.note(f"new item: {sent(data.profiles.new_item)}")
+            with translate_errors("features alone"):
+                self.findings.cold = ask_cold(
+                    service.url, data.profiles, data.histories, self.judge
+                )
+            step.note(f"new user: {describe_features(data.profiles.new_user)}")
+            step.note(f"new item: {describe_features(data.profiles.new_item)}")
             self._stop_if_broken()
 
     def _click(self, service: ServiceProcess, data: Dataset) -> Click:
         click = Click(service.url, data, self.judge)
-        with self.steps.step("A click, as an event") as step, holding("fresh events"):
+        with self.steps.step("A click, as an event") as step, translate_errors("fresh events"):
             click.send(step)
-        self.found.counted_ms = click.counted_ms
+        self.findings.counted_ms = click.counted_ms
         self._stop_if_broken()
         return click
 
@@ -162,7 +164,7 @@ class Demo:
             with Client(service.url) as larder:
                 return larder.generations().live.generation
         except Unanswered as error:
-            raise Broken(f"the service does not say what is live: {error}") from error
+            raise InvariantViolation(f"the service does not say what is live: {error}") from error
 
     def _follow(
         self,
@@ -179,7 +181,7 @@ class Demo:
             if live == expected_generation or (expected_generation is None and live != unlike):
                 return live
             time.sleep(0.05)
-        raise Broken(
+        raise InvariantViolation(
             f"the service still answers from {live} {FOLLOW_S:.0f} s after the pointer moved"
         )
 
@@ -196,7 +198,7 @@ class Demo:
                 rate=RATE,
                 progress=step.advance,
             )
-            self.found.quiet = asyncio.run(work)
+            self.findings.quiet = asyncio.run(work)
             rate = self.plan.requests / (time.perf_counter() - started_at)
             step.note(f"{rate:,.0f} requests/s, 8 connections, client and server on one machine")
             self._stop_if_broken()
@@ -214,8 +216,8 @@ class Demo:
             try:
                 stored_lists = asyncio.run(served_lists(service.url, users, judged))
             except Unanswered as error:
-                raise Broken(f"a batch of users has no answer: {error}") from error
-            served = self.found.served = quality(stored_lists.lists, data.held_out)
+                raise InvariantViolation(f"a batch of users has no answer: {error}") from error
+            served = self.findings.served = quality(stored_lists.lists, data.held_out)
             step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
             if stored_lists.asked_again:
                 step.note(f"{stored_lists.asked_again} asked again after a deadline")
@@ -224,10 +226,12 @@ class Demo:
             exact = offline_lists(
                 demo_folder.bundle, data.histories, users, step.advance, data.profiles
             )
-            offline = self.found.offline = quality(exact, data.held_out)
+            offline = self.findings.offline = quality(exact, data.held_out)
             step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
             if not served.agrees_with(offline):
-                raise Broken(f"served quality {served} is not the bundle's own {offline}")
+                raise InvariantViolation(
+                    f"served quality {served} is not the bundle's own {offline}"
+                )
             self._stop_if_broken()
 
     def _second_night(
@@ -239,7 +243,7 @@ class Demo:
         data: Dataset,
         click: Click,
     ) -> None:
-        findings = self.found
+        findings = self.findings
         data.write_second(demo_folder.home / "data")
         with Background(service.url, stream, self.judge, rate=150.0) as traffic:
             with self.steps.step(f"DAG {NIGHTLY}: a day later, under traffic") as step:
@@ -247,16 +251,16 @@ class Demo:
                 self._wait(airflow, NIGHTLY, run, step)
                 findings.second = self._follow(service, unlike=findings.first)
                 step.note(f"generation {findings.second}")
-                with holding("fresh events"):
+                with translate_errors("fresh events"):
                     click.taken_over(step)
             with self.steps.step("DAG roll_back, under traffic") as step:
                 run = airflow.trigger("roll_back", {"reason": "the demo takes it back"})
                 airflow.wait("roll_back", run, RUN_TIMEOUT_S)
                 self._follow(service, findings.first)
                 # Whoever asks from now on must not hear of it again.
-                self.judge.barred.add(findings.second)
+                self.judge.rolled_back_generations.add(findings.second)
                 step.note(f"{findings.first} is live again")
-                with holding("fresh events"):
+                with translate_errors("fresh events"):
                     click.counted_again(step)
             with self.steps.step("Traffic goes on, none of it from what was rolled back"):
                 time.sleep(3.0)
@@ -265,7 +269,7 @@ class Demo:
         findings.busy = traffic.latencies
         self._stop_if_broken()
         if not self.judge.generations[findings.second]:
-            raise Broken(f"{findings.second} was live and never answered")
+            raise InvariantViolation(f"{findings.second} was live and never answered")
 
     def _audit(self, service: ServiceProcess, demo_folder: DemoFolder) -> ServiceCounts:
         with self.steps.step("Audit: every answer against the service's own counters") as step:
@@ -277,7 +281,7 @@ class Demo:
                 for release in all_releases(
                     ArtefactStore(str(demo_folder.artifacts / demo_folder.namespace))
                 )
-                if release.done
+                if release.is_done
             ]
             self.judge.published({release.generation for release in moves})
             self._stop_if_broken()
@@ -289,7 +293,9 @@ class Demo:
     def _stop_if_broken(self) -> None:
         if self.judge.broken:
             violations_text = "\n  ".join(self.judge.violations[:5])
-            raise Broken(f"{self.judge.broken} violations, the first of them:\n  {violations_text}")
+            raise InvariantViolation(
+                f"{self.judge.broken} violations, the first of them:\n  {violations_text}"
+            )
 
     def _serve(
         self, service: ServiceProcess, airflow: LocalAirflow, demo_folder: DemoFolder, data: Dataset

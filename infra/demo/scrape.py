@@ -9,7 +9,7 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.demo.http import get
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ServiceCounts:
             contradictions.append(
                 f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}"
             )
-        stored_count = sum(self.sources.get(source, 0) for source in STORED)
+        stored_count = sum(self.sources.get(source, 0) for source in STORED_SOURCES)
         if sum(self.missed.values()) != self.entities - stored_count:
             contradictions.append(
                 f"{sum(self.missed.values())} misses have a reason, {self.entities - stored_count} should"

@@ -52,7 +52,7 @@ class Steps:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     @contextmanager

@@ -81,7 +81,7 @@ def summarize(
             (f"NDCG@{TOP}", findings.served.ndcg, findings.offline.ndcg),
         ):
             summary_rows.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
-    summary_rows.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
+    summary_rows.append(("seconds", f"{time.monotonic() - steps.started_at:.0f}"))
     steps.table("Summary", ("what", "result"), summary_rows, figures=False)
     steps.console.print(SCOPE, highlight=False)
 

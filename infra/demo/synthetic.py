@@ -19,12 +19,12 @@ CATEGORIES = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Size and time of the synthetic world: clicks end at `until`."""
+    """Size and time of the synthetic world: clicks end at `ends_at`."""
 
     users: int = 20_000
     items: int = 5_000
     seed: int = 0
-    until: datetime = datetime(2026, 1, 31, tzinfo=UTC)
+    ends_at: datetime = datetime(2026, 1, 31, tzinfo=UTC)
     newcomers: float = 0.03
     """Share of users whose first click falls into the last five days."""
     drift: float = 0.0
@@ -98,7 +98,7 @@ def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> N
     new = rng.random(world.users) < world.newcomers
     joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))
     days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
-    start_s = (world.until - timedelta(days=DAYS)).timestamp()
+    start_s = (world.ends_at - timedelta(days=DAYS)).timestamp()
     return ((start_s + days * 86_400) * 1_000_000).astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from infra.demo.http import HttpConnection
 from serving.answers.sources import Source
 
 TOPK = "user_topk"
-KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
+KINDS = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
          "tables": 0.02, "stranger": 0.05, "newcomer": 0.09}  # fmt: skip
 """Share of each kind of request."""
 
@@ -51,13 +51,14 @@ class Stream:
         weights = 1.0 / np.arange(1, len(self._users) + 1)
         self._cumulated = np.cumsum(weights / weights.sum())
         self._kinds = list(KINDS)
-        self._shares = np.cumsum(list(KINDS.values()))
-        self._shares /= self._shares[-1]
+        self._cumulative_kind_shares = np.cumsum(list(KINDS.values()))
+        self._cumulative_kind_shares /= self._cumulative_kind_shares[-1]
 
     def __iter__(self) -> Iterator[TrafficRequest]:
         while True:
             yield getattr(
-                self, f"_{self._kinds[int(np.searchsorted(self._shares, self._rng.random()))]}"
+                self,
+                f"_{self._kinds[int(np.searchsorted(self._cumulative_kind_shares, self._rng.random()))]}",
             )()
 
     def _user(self) -> str:
@@ -67,8 +68,8 @@ class Stream:
     def _some_items(self, count: int) -> list[str]:
         return [str(item) for item in self._items[self._rng.integers(len(self._items), size=count)]]
 
-    def _known(self) -> TrafficRequest:
-        return _get("known", Question(TOPK, self._user(), int(self._rng.choice((10, 20, 50)))))
+    def _known_user(self) -> TrafficRequest:
+        return _get("known_user", Question(TOPK, self._user(), int(self._rng.choice((10, 20, 50)))))
 
     def _batch(self) -> TrafficRequest:
         users = dict.fromkeys(self._user() for _ in range(20))
@@ -175,7 +176,7 @@ async def replay(
                     return
                 if rate is not None:
                     await asyncio.sleep(max(0.0, started_at + number / rate - time.perf_counter()))
-                await _ask(connection, next(source), judge, latencies)
+                await _send_and_judge(connection, next(source), judge, latencies)
                 progress(1)
 
     async with asyncio.TaskGroup() as group:
@@ -184,10 +185,10 @@ async def replay(
     return latencies
 
 
-async def _ask(
+async def _send_and_judge(
     connection: HttpConnection, request: TrafficRequest, judge: Judge, latencies: Latencies
 ) -> None:
-    rolled_back_generations = set(judge.barred)
+    rolled_back_generations = set(judge.rolled_back_generations)
     started_at = time.perf_counter()
     try:
         status, raw = await connection.request(request.method, request.path, request.body)

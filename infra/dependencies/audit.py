@@ -31,7 +31,7 @@ PATIENCE_S = 600
 """Seconds that a source has for one file of requirements."""
 
 
-class NotAsked(Exception):
+class SourceUnavailable(Exception):
     """No answer from a source: nothing is known about what was to be audited."""
 
 
@@ -78,7 +78,7 @@ def accepted(text: str) -> tuple[Acceptance, ...]:
 
 
 def answer(report: dict[str, Any]) -> SourceAnswer:
-    """Read a report; raises `NotAsked` where the source had nothing on a version known to be bad."""
+    """Read a report; raises `SourceUnavailable` where the source had nothing on a version known to be bad."""
     advisories, unknown = [], []
     for dependency in report["dependencies"]:
         if "skip_reason" in dependency:
@@ -88,7 +88,7 @@ def answer(report: dict[str, Any]) -> SourceAnswer:
             fixed = tuple(vulnerability["fix_versions"])
             advisories.append(Advisory(dependency["name"], dependency["version"], ids, fixed))
     if not any(advisory.package == KNOWN_BAD.name for advisory in advisories):
-        raise NotAsked(
+        raise SourceUnavailable(
             f"it has no advisory on {KNOWN_BAD.name} {KNOWN_BAD.version}, which has some"
             f" ({len(unknown)} of {len(report['dependencies'])} packages are unknown to it)"
         )
@@ -144,8 +144,8 @@ def requirements(pins_to_audit: Iterable[Pin]) -> list[str]:
     ]
 
 
-def ask(source: str, pins_to_audit: Iterable[Pin]) -> SourceAnswer:
-    """Ask one source about all of them; raises `NotAsked` where it does not answer."""
+def query_source(source: str, pins_to_audit: Iterable[Pin]) -> SourceAnswer:
+    """Ask one source about all of them; raises `SourceUnavailable` where it does not answer."""
     answers = [answer(_report(source, text)) for text in requirements(pins_to_audit)]
     advisories = {
         advisory: None for source_answer in answers for advisory in source_answer.advisories
@@ -167,13 +167,13 @@ def _report(source: str, text: str) -> dict[str, Any]:
                 command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
             )
         except subprocess.TimeoutExpired:
-            raise NotAsked(f"no answer within {PATIENCE_S} s") from None
+            raise SourceUnavailable(f"no answer within {PATIENCE_S} s") from None
     try:
         return dict(json.loads(completed_process.stdout))
     except json.JSONDecodeError:
         last = (completed_process.stderr.strip().splitlines() or ["no output"])[-1]
         if any(error_text in completed_process.stderr for error_text in NOT_REACHED):
-            raise NotAsked(last) from None
+            raise SourceUnavailable(last) from None
         raise RuntimeError(f"pip-audit ended with {completed_process.returncode}: {last}") from None
 
 
@@ -182,8 +182,8 @@ def main() -> int:
     pins_to_audit = {pin for name in NAMES for pin in lock(name)}
     for source in SOURCES:
         try:
-            source_answer = ask(source, pins_to_audit)
-        except NotAsked as problem:
+            source_answer = query_source(source, pins_to_audit)
+        except SourceUnavailable as problem:
             print(f"advisories of {source} could not be asked: {problem}", file=sys.stderr)
             continue
         complaint_lines = complaints(

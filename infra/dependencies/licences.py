@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference/licences.md"
 SHIPPED = "serving"
 LOCKS = ("serving", "airflow", "all")
 CLASSIFIER = re.compile(r"License :: (?:OSI Approved :: )?(?P<name>.+)")
-WORDS = re.compile(r"[()]|[^\s()]+")
+EXPRESSION_TOKENS = re.compile(r"[()]|[^\s()]+")
 HEAD = """# Licences
 
 What `infra/locks/serving.txt` brings along: what the image of the service ships beside Larder's own code (Apache-2.0),
@@ -86,7 +86,7 @@ def licence_of(metadata: Message, spelled: dict[str, str]) -> str:
 
 def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
     """True if one side of each OR, and both of each AND, are on the list (SPDX: AND binds first)."""
-    tokens = WORDS.findall(expression)
+    tokens = EXPRESSION_TOKENS.findall(expression)
 
     def either() -> bool:
         is_any_allowed = parse_conjunction()
@@ -115,7 +115,7 @@ def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
     return either() and not tokens
 
 
-def look(lock_pins: Iterable[tuple[str, Pin]], licence_rules: Rules) -> Licences:
+def judge_pins(lock_pins: Iterable[tuple[str, Pin]], licence_rules: Rules) -> Licences:
     """Judge all pins, each with the lock that it stands in, by what is installed here."""
     licences: dict[str, str] = {}
     complaints: dict[str, None] = {}
@@ -176,7 +176,7 @@ def pinned() -> list[tuple[str, Pin]]:
 
 def main(arguments: list[str]) -> int:
     """Look at all licences, say what could not be looked at, and complain."""
-    licence_report = look(pinned(), rules(ALLOWED.read_text()))
+    licence_report = judge_pins(pinned(), rules(ALLOWED.read_text()))
     if arguments == ["--write"]:
         PAGE.write_text(page(licence_report.licences))
     if arguments == ["--list"]:

@@ -15,14 +15,14 @@ from openlineage.client.facet_v2 import (
     symlinks_dataset,
 )
 
-from cache.control.night_steps import BEFORE, NIGHT
-from infra.lineage.step_datasets import Check, Ended, StepDataset, datasets_of
+from cache.control.night_steps import NIGHT, PRELIMINARY_STEPS
+from infra.lineage.step_datasets import Check, FinishedStep, StepDataset, datasets_of
 from precompute.builds.build import Build
 from precompute.config.settings import night_config
 
 NIGHTLY: Final = "nightly_precompute"
 _RENAMED: Final = {"score_shard": "score", "build_index": "index"}
-_RETURNING: Final = (*BEFORE, "begin")
+_RETURNING: Final = (*PRELIMINARY_STEPS, "begin")
 """Steps that say only in what they return which generation, or which events, they are about."""
 
 
@@ -55,7 +55,7 @@ class NightExtractor(BaseExtractor):
             return OperatorLineage()
         build = Build.of(night_config(), {"generation": "", **build_fields})
         shard = self.operator.op_kwargs.get("shard")
-        step_datasets = datasets_of(step, Ended(build, shard, build_fields))
+        step_datasets = datasets_of(step, FinishedStep(build, shard, build_fields))
         return OperatorLineage(
             inputs=[_input(dataset) for dataset in step_datasets.inputs],
             outputs=[_output(dataset) for dataset in step_datasets.outputs],
@@ -65,7 +65,7 @@ class NightExtractor(BaseExtractor):
     def _step(self) -> str | None:
         """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
         name = _RENAMED.get(self.operator.task_id, self.operator.task_id)
-        is_night_step = self.operator.dag_id == NIGHTLY and name in (*BEFORE, *NIGHT)
+        is_night_step = self.operator.dag_id == NIGHTLY and name in (*PRELIMINARY_STEPS, *NIGHT)
         return name if is_night_step else None
 
 

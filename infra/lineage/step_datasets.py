@@ -53,16 +53,16 @@ class StepDatasets:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedStep:
     """A step that ended: the generation that it is about, its shard, and what it returned, as far as they are known."""
 
-    made: Build
+    build: Build
     shard: int | None = None
-    found: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, *names: str, **dataset_fields: Any) -> StepDataset:
         """Part of the generation, such as a table."""
-        url, generation = self.made.store.url, self.made.generation
+        url, generation = self.build.store.url, self.build.generation
         return StepDataset(
             DatasetName.of_url(url, "generations", *names), generation,
             DatasetName.of_url(url, generation_path(generation), *names), **dataset_fields,
@@ -70,7 +70,7 @@ class Ended:
 
     def report(self, name: str) -> Mapping[str, Any]:
         """A step's report; empty if it wrote none."""
-        return self.made.read_report(name) or {}
+        return self.build.read_report(name) or {}
 
     @property
     def bundle(self) -> StepDataset:
@@ -88,43 +88,46 @@ class Ended:
     @property
     def manifest(self) -> Manifest | None:
         """The sealed manifest; None before `load`."""
-        raw = self.made.store.read(generation_path(self.made.generation, "manifest.json"))
+        raw = self.build.store.read(generation_path(self.build.generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
 
     def in_redis(self, name: str, key: str, **dataset_fields: Any) -> StepDataset:
         """Keys of this generation in Redis: `name` is that of all nights, `key` that of this one."""
-        url = str(self.made.config.redis_url)
+        url = str(self.build.config.redis_url)
         return StepDataset(
-            DatasetName.of_redis(url, name), self.made.generation, DatasetName.of_redis(url, key),
+            DatasetName.of_redis(url, name), self.build.generation, DatasetName.of_redis(url, key),
             **dataset_fields,
         )  # fmt: skip
 
 
-def datasets_of(step: str, finished_step: Ended) -> StepDatasets:
+def datasets_of(step: str, finished_step: FinishedStep) -> StepDatasets:
     """Datasets of a step that ended; of one that knows none, such as `retire`, nothing."""
-    list_datasets = _LOOKS.get(step)
+    list_datasets = _DATASETS_BY_STEP.get(step)
     return StepDatasets() if list_datasets is None else list_datasets(finished_step)
 
 
-def _take_events(finished_step: Ended) -> StepDatasets:
-    config = finished_step.made.config
+def _take_events(finished_step: FinishedStep) -> StepDatasets:
+    config = finished_step.build.config
     name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
-    rows, events_until = finished_step.found.get("events"), finished_step.found.get("events_until")
+    rows, events_until = (
+        finished_step.result.get("events"),
+        finished_step.result.get("events_until"),
+    )
     return StepDatasets(
         (StepDataset(name, events_until, rows=rows),),
         (
             StepDataset(
-                DatasetName.of_url(finished_step.made.store.url, "events"), events_until, rows=rows
+                DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=rows
             ),
         ),
     )
 
 
-def _begin(finished_step: Ended) -> StepDatasets:
-    config, begin_report = finished_step.made.config, finished_step.report("begin")
+def _begin(finished_step: FinishedStep) -> StepDatasets:
+    config, begin_report = finished_step.build.config, finished_step.report("begin")
     inputs = [*_sources(finished_step, begin_report)]
     if events := begin_report.get("events"):
-        name = DatasetName.of_url(finished_step.made.store.url, "events")
+        name = DatasetName.of_url(finished_step.build.store.url, "events")
         inputs.append(StepDataset(name, events["until"], files=events["files"]))
     if not config.sources.item_vectors:
         name = DatasetName.of_url(str(config.path(config.bundle)))
@@ -139,9 +142,9 @@ def _begin(finished_step: Ended) -> StepDatasets:
     )
 
 
-def _sources(finished_step: Ended, begin_report: Mapping[str, Any]) -> Iterator[StepDataset]:
+def _sources(finished_step: FinishedStep, begin_report: Mapping[str, Any]) -> Iterator[StepDataset]:
     """Sources, with their rows where one file or pattern has all of them, and what was left out of them."""
-    config = finished_step.made.config
+    config = finished_step.build.config
     for kind in SOURCES:
         source_setting: Any = getattr(config.sources, kind)
         patterns = (
@@ -158,14 +161,14 @@ def _sources(finished_step: Ended, begin_report: Mapping[str, Any]) -> Iterator[
             yield StepDataset(name, rows=rows, checks=left_out)
 
 
-def _embed_items(finished_step: Ended) -> StepDatasets:
+def _embed_items(finished_step: FinishedStep) -> StepDatasets:
     rows = finished_step.report("begin").get("items")
     return StepDatasets(
         (finished_step.part("items", rows=rows), finished_step.bundle), (finished_step.vectors,)
     )
 
 
-def _score(finished_step: Ended) -> StepDatasets:
+def _score(finished_step: FinishedStep) -> StepDatasets:
     score_report = finished_step.report(shard_report(finished_step.shard or 0))
     users, items = score_report.get("users", {}), score_report.get("items", {})
     tables = {**users.get("tables", {}), **items.get("tables", {})}
@@ -183,10 +186,10 @@ def _score(finished_step: Ended) -> StepDatasets:
     return StepDatasets((read, finished_step.vectors, finished_step.bundle), written)
 
 
-def _assemble(finished_step: Ended) -> StepDatasets:
+def _assemble(finished_step: FinishedStep) -> StepDatasets:
     reports = [
         finished_step.report(shard_report(shard))
-        for shard in range(finished_step.made.config.shards)
+        for shard in range(finished_step.build.config.shards)
     ]
     names = {
         name
@@ -199,7 +202,7 @@ def _assemble(finished_step: Ended) -> StepDatasets:
     return StepDatasets(read, (finished_step.part(rows=rows),))
 
 
-def _index(finished_step: Ended) -> StepDatasets:
+def _index(finished_step: FinishedStep) -> StepDatasets:
     written = tuple(
         finished_step.part(
             index_report["file"]["path"], size_bytes=index_report["file"]["size_bytes"], files=1
@@ -209,7 +212,7 @@ def _index(finished_step: Ended) -> StepDatasets:
     return StepDatasets((finished_step.vectors,), written)
 
 
-def _quantize(finished_step: Ended) -> StepDatasets:
+def _quantize(finished_step: FinishedStep) -> StepDatasets:
     models = finished_step.report("quantize").get("models", {})
     files = [
         model_file
@@ -222,12 +225,12 @@ def _quantize(finished_step: Ended) -> StepDatasets:
     return StepDatasets((finished_step.bundle,), (written,) if files else ())
 
 
-def _load(finished_step: Ended) -> StepDatasets:
+def _load(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
     return StepDatasets(_tables(finished_step, manifest), _pages(finished_step, manifest))
 
 
-def _verify(finished_step: Ended) -> StepDatasets:
+def _verify(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
     gates = () if manifest is None else manifest.gates
     return StepDatasets(
@@ -235,15 +238,15 @@ def _verify(finished_step: Ended) -> StepDatasets:
     )
 
 
-def _publish(finished_step: Ended) -> StepDatasets:
-    live = finished_step.made.config.keyspace().live
+def _publish(finished_step: FinishedStep) -> StepDatasets:
+    live = finished_step.build.config.keyspace().live
     return StepDatasets(
         _pages(finished_step, finished_step.manifest), (finished_step.in_redis(live, live),)
     )
 
 
-def _warm(finished_step: Ended) -> StepDatasets:
-    live = finished_step.made.config.keyspace().live
+def _warm(finished_step: FinishedStep) -> StepDatasets:
+    live = finished_step.build.config.keyspace().live
     return StepDatasets((finished_step.in_redis(live, live),))
 
 
@@ -252,28 +255,28 @@ def _check(gate: Mapping[str, Any]) -> Check:
     return Check(gate["rule"], gate["passed"], gate["value"], gate["threshold"], note)
 
 
-def _tables(finished_step: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _tables(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     return tuple(
         finished_step.part("tables", name, **table_totals)
-        for name, table_totals in _counted(manifest)
+        for name, table_totals in _count_table_rows(manifest)
     )
 
 
-def _pages(finished_step: Ended, manifest: Manifest | None) -> tuple[StepDataset, ...]:
+def _pages(finished_step: FinishedStep, manifest: Manifest | None) -> tuple[StepDataset, ...]:
     generation, key_prefix = (
-        finished_step.made.generation,
-        f"larder:{KEYSPACE_VERSION}:{finished_step.made.config.namespace}:g",
+        finished_step.build.generation,
+        f"larder:{KEYSPACE_VERSION}:{finished_step.build.config.namespace}:g",
     )
     return tuple(
         finished_step.in_redis(
             f"{key_prefix}:{name}", f"{key_prefix}:{generation}:{name}", **table_totals
         )
-        for name, table_totals in _counted(manifest)
+        for name, table_totals in _count_table_rows(manifest)
     )
 
 
-def _counted(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[str, int]]]:
-    for name, table in ({} if manifest is None else manifest.stored).items():
+def _count_table_rows(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[str, int]]]:
+    for name, table in ({} if manifest is None else manifest.stored_tables).items():
         yield (
             name,
             {
@@ -283,7 +286,7 @@ def _counted(manifest: Manifest | None) -> Iterable[tuple[str, Mapping[str, int]
         )
 
 
-_LOOKS: Final[Mapping[str, Callable[[Ended], StepDatasets]]] = {
+_DATASETS_BY_STEP: Final[Mapping[str, Callable[[FinishedStep], StepDatasets]]] = {
     "take_events": _take_events, "begin": _begin, "embed_items": _embed_items, "score": _score,
     "assemble": _assemble, "index": _index, "quantize": _quantize, "load": _load,
     "verify": _verify, "publish": _publish, "warm": _warm,

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from infra.local.airflow_client import AirflowClient, AirflowFailed, RunReport, TaskReport
 from infra.local.lock import alone
 
 ROOT = Path(__file__).parents[2]
 DAGS = ROOT / "dags"
 NEW_RUN_S = 60.0
-ENDED = frozenset({"success", "failed"})
+TERMINAL_STATES = frozenset({"success", "failed"})
 
 
 class LocalAirflow(AirflowClient):
@@ -43,7 +43,7 @@ class LocalAirflow(AirflowClient):
             **environment,
         }
         self._stack = ExitStack()
-        self._processes: tuple[Guarded, ...] = ()
+        self._processes: tuple[GuardedCommand, ...] = ()
 
     def __enter__(self) -> Self:
         try:
@@ -58,9 +58,9 @@ class LocalAirflow(AirflowClient):
             process.cut()  # all at once; the stack then waits for one after the other
         self._stack.close()
 
-    def start(self, name: str, *arguments: str) -> Guarded:
+    def start(self, name: str, *arguments: str) -> GuardedCommand:
         """Start one more of Airflow's programs in the same environment; the caller ends it before this ends."""
-        return Guarded(
+        return GuardedCommand(
             [sys.executable, "-m", "airflow", *arguments],
             log=self.home / "processes" / f"{name}.log",
             env=self._environment,
@@ -109,7 +109,7 @@ class LocalAirflow(AirflowClient):
             for task_report in report.tasks:
                 if (
                     on_task is not None
-                    and task_report.state in ENDED
+                    and task_report.state in TERMINAL_STATES
                     and task_report not in reported_tasks
                 ):
                     reported_tasks.add(task_report)
@@ -144,7 +144,7 @@ class LocalAirflow(AirflowClient):
         dags = len(list(DAGS.glob("[!_]*.py")))
         self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dags), 120.0)
 
-    def _guard(self, name: str, *arguments: str) -> Guarded:
+    def _guard(self, name: str, *arguments: str) -> GuardedCommand:
         return self._stack.enter_context(self.start(name, *arguments))
 
     def _wait_until(self, subject: str, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -39,11 +39,13 @@ class ServiceProcess:
         self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path(root)}
         self._command: list[str | Path] = [python, "-m", module, "--port", "0"]
         self._root = root
-        self._process: Guarded | None = None
+        self._process: GuardedCommand | None = None
 
     def __enter__(self) -> Self:
         self.log.unlink(missing_ok=True)
-        self._process = Guarded(self._command, log=self.log, env=self._environment, cwd=self._root)
+        self._process = GuardedCommand(
+            self._command, log=self.log, env=self._environment, cwd=self._root
+        )
         try:
             self.url = self._announced()
         except BaseException:

@@ -40,8 +40,12 @@ def from_lightfm(
     features that are not the model's.
     """
     remedy = "call fit first, and give the features that it was fitted on"
-    user_bias, user_rows = _asked(lambda: model.get_user_representations(user_features), remedy)
-    item_bias, item_rows = _asked(lambda: model.get_item_representations(item_features), remedy)
+    user_bias, user_rows = _call_model(
+        lambda: model.get_user_representations(user_features), remedy
+    )
+    item_bias, item_rows = _call_model(
+        lambda: model.get_item_representations(item_features), remedy
+    )
     users = np.column_stack([user_rows, np.ones(len(user_rows), np.float32), user_bias])
     items = np.column_stack([item_rows, item_bias, np.ones(len(item_rows), np.float32)])
     return _of_pair(
@@ -79,7 +83,7 @@ def from_sklearn(
     if user_vectors is None:
         # What was given, not the clicks: those leave weights below 0 out, which the model saw.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
-        user_vectors = _asked(lambda: model.transform(weights), "give what it was fitted on")
+        user_vectors = _call_model(lambda: model.transform(weights), "give what it was fitted on")
     users = Vectors.of(clicks.users, user_vectors, "user")
     folds, limits = [], [NO_NEW_ITEM]
     if is_svd:
@@ -109,7 +113,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
             "others cannot be imported"
         )
     wants_dataset = bool(inspect.signature(model.get_vectors).parameters)
-    users, items = _asked(
+    users, items = _call_model(
         lambda: model.get_vectors(dataset) if wants_dataset else model.get_vectors(),
         "call fit first, and give the dataset that it was fitted on",
     )
@@ -154,7 +158,7 @@ def _of_pair(
     )  # fmt: skip
 
 
-def _asked(call_model: Callable[[], Any], remedy: str) -> Any:
+def _call_model(call_model: Callable[[], Any], remedy: str) -> Any:
     """Answer of a model; its own errors, of whatever kind, become one line."""
     try:
         return call_model()

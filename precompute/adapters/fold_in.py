@@ -20,7 +20,7 @@ from precompute.reference.held_out import recall
 
 HISTORY_MAX = 1024
 USERS_MAX = 1_000
-LEAST = 5
+HISTORY_ITEMS_MIN = 5
 """Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
 RIDGES = (0.1, 1.0, 10.0)
 """Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
@@ -35,7 +35,7 @@ USERS_LEAST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class FoldChoice:
     """The fold that won, its tower, and recall@20 of each candidate (empty: nothing to choose by)."""
 
     name: str
@@ -108,27 +108,31 @@ def choose(
     clicks: ClickMatrix | None,
     metric: Metric,
     rng: np.random.Generator,
-) -> Chosen:
+) -> FoldChoice:
     """The candidate that finds most of what was held out, the first of equals; without histories the first."""
     spec = TowerSpec(
         (InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=len(items)),),
         "vector",
         items.shape[1],
     )
-    rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
+    rows = (
+        np.empty(0, np.int64)
+        if clicks is None
+        else clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng)
+    )
     folded_histories, held_out_histories = _cut(clicks, rows, rng)
     if not len(rows):
         steps, tower = enough_steps(folds[0], spec, folded_histories)
-        return Chosen(folds[0].name, tower, spec, steps, {})
+        return FoldChoice(folds[0].name, tower, spec, steps, {})
     recalls: dict[str, float] = {}
-    winning_fold: Chosen | None = None  # the others are let go: each has a table of all items
+    winning_fold: FoldChoice | None = None  # the others are let go: each has a table of all items
     for fold in folds:
         steps, tower = enough_steps(fold, spec, folded_histories)
         fold_recall = recall(
             run(tower, spec, folded_histories), items, folded_histories, held_out_histories, metric
         )
         if winning_fold is None or fold_recall > recalls[winning_fold.name]:
-            winning_fold = Chosen(fold.name, tower, spec, steps, recalls)
+            winning_fold = FoldChoice(fold.name, tower, spec, steps, recalls)
         recalls[fold.name] = fold_recall
     assert winning_fold is not None  # noqa: S101
     return winning_fold
@@ -146,7 +150,11 @@ def recall_of(
 
     Raises SourceError where it ranks what was held out no better than any other item.
     """
-    rows = np.empty(0, np.int64) if clicks is None else clicks.sample(USERS_MAX, LEAST, rng)
+    rows = (
+        np.empty(0, np.int64)
+        if clicks is None
+        else clicks.sample(USERS_MAX, HISTORY_ITEMS_MIN, rng)
+    )
     if not len(rows):
         return None
     folded_histories, held_out_histories = _cut(clicks, rows, rng)
@@ -167,7 +175,7 @@ def enough_steps(fold: Fold, spec: TowerSpec, histories: Histories) -> tuple[int
     if not fold.strength:
         return 1, fold.tower(1)
     lengths = np.diff(histories.indptr)
-    sampled_histories = histories.take(
+    sampled_histories = histories.select_rows(
         np.argsort(-lengths, kind="stable")[:: max(1, len(lengths) // 32)]
     )
     if not len(sampled_histories):

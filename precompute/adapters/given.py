@@ -18,7 +18,7 @@ from cache.model.tower import Histories
 from precompute.sources import unusable
 from precompute.sources.columns import read_ids
 from precompute.sources.csv_files import BLANKS
-from precompute.sources.interactions import Numbered
+from precompute.sources.interactions import NumberedIds
 from precompute.sources.readers import Interactions, read_interactions
 from precompute.sources.vocabulary import Vocabulary, repeats_in
 
@@ -177,20 +177,20 @@ class ClickMatrix:
 
         Raises NothingKnown where that leaves none, naming `where` they came from.
         """
-        columns, numbered = Vocabulary.of(pa.chunked_array([items])), Numbered()
+        columns, numbered = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
         rows: list[NDArray[np.int64]] = []
         times: list[NDArray[np.int64]] = []
         assert columns is not None  # noqa: S101 - ids were checked
         for batch in batches:
             numbered.add(batch.users)
-            rows.append(columns.places(batch.items.names)[batch.items.codes])
+            rows.append(columns.find_positions(batch.items.names)[batch.items.codes])
             times.append(batch.times)
         row, column, time = numbered.codes(), np.concatenate(rows), np.concatenate(times)
         names = numbered.names.cast(pa.string())
         if users is not None:
             user_vocabulary = Vocabulary.of(pa.chunked_array([users]))
             assert user_vocabulary is not None  # noqa: S101
-            row, names = user_vocabulary.places(names)[row], users
+            row, names = user_vocabulary.find_positions(names)[row], users
         is_known = (row >= 0) & (column >= 0)
         if not is_known.any():
             raise NothingKnown(

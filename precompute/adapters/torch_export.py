@@ -88,7 +88,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     "may call it as it likes); if not, make them float32"
                 )
         self.module, self.names, self.example = module, tuple(inputs), example
-        self.items, self.what, self.inputs = items, tower_name, dict(inputs)
+        self.items, self.tower_name, self.inputs = items, tower_name, dict(inputs)
         self.eval()
 
     @property
@@ -112,7 +112,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         """Inputs of so many rows: indices in turn, and the example's own values of features."""
         array_by_name = {}
         for name, value in self.inputs.items():
-            dtype = _numpy_of(value, f"{self.what}: input {name!r}")
+            dtype = _numpy_of(value, f"{self.tower_name}: input {name!r}")
             row_numbers = np.arange(rows)
             if name == "history":
                 array_by_name[name] = np.full((rows, length), self.pad, dtype)
@@ -146,7 +146,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     feed[name] = batch_rows.astype(_numpy_of(value, name))
                 else:
                     feed[name] = np.ascontiguousarray(features[name][batch_rows])
-            vector_batches.append(vectors_of(self, feed, self.what))
+            vector_batches.append(vectors_of(self, feed, self.tower_name))
         return np.concatenate(vector_batches)
 
     def spec(self, dims: int) -> TowerSpec:
@@ -156,7 +156,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         )
 
     def _input(self, name: str, value: Tensor) -> InputSpec:
-        dtype: Any = str(_numpy_of(value, f"{self.what}: input {name!r}"))
+        dtype: Any = str(_numpy_of(value, f"{self.tower_name}: input {name!r}"))
         if name == "history":
             return InputSpec(
                 name, "history", dtype, max_length=self.example.max_length, pad=self.pad
@@ -176,10 +176,10 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     length = longest if tower.example.is_fixed else max(2, short - 1)
     traced = 3, length  # not one row: torch takes an axis of one for one that is always so
     feed = tower.feed(traced[0], length, length)
-    dims = vectors_of(tower, feed, tower.what).shape[1]
+    dims = vectors_of(tower, feed, tower.tower_name).shape[1]
     spec = tower.spec(dims)
     if spec.history is not None and len(lengths) > 1:
-        demand_free_padding(tower, tower.feed, (short, longest), tower.what)
+        demand_free_padding(tower, tower.feed, (short, longest), tower.tower_name)
     free: Any = torch.export.Dim.AUTO
     axes = {"history": 1 if tower.example.is_fixed else 2}
     shapes = tuple(dict.fromkeys(range(axes.get(name, 1)), free) for name in feed)
@@ -194,9 +194,13 @@ def export(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     except ImportError as error:
         raise SourceError(f"torch.onnx needs {error.name}: pip install onnxscript") from None
     except Exception as error:  # torch's exporter lets through whatever happens inside of it
-        raise BundleError(f"{tower.what} {_why(error)}") from None
+        raise BundleError(f"{tower.tower_name} {_describe_export_failure(error)}") from None
     model = _without_traces(program)
-    return model, spec, demand_parity(model, tower, spec, tower.feed, traced, lengths, tower.what)
+    return (
+        model,
+        spec,
+        demand_parity(model, tower, spec, tower.feed, traced, lengths, tower.tower_name),
+    )
 
 
 def _without_traces(program: Any) -> OnnxModel:
@@ -220,7 +224,7 @@ def _numpy_of(value: Tensor, subject: str) -> np.dtype[Any]:
     return np.dtype(names[value.dtype])
 
 
-def _why(error: Exception) -> str:
+def _describe_export_failure(error: Exception) -> str:
     """Cause of a failed export, with the operator if it names one, and the remedy."""
     causes: list[BaseException] = []
     cause: BaseException | None = error

@@ -89,7 +89,7 @@ def from_torch(
     item_model = ModelFile(model, spec, entity="item")
     model_name = name or type(of_users.module).__name__
     if "user" in example.user:
-        vectors = Vectors(users, _known(of_users, users, click_matrix, user_features))
+        vectors = Vectors(users, _embed_known_users(of_users, users, click_matrix, user_features))
         if len(example.user) > 1:
             limits.append(
                 "use a stranger's features or a newer history: the user tower wants a user's index"
@@ -143,7 +143,7 @@ def _loaded(module_or_path: Any, trust: bool) -> Any:
     return module
 
 
-def _known(
+def _embed_known_users(
     tower: BoundTower, users: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
     """Vectors of all users that the tower has an index for."""

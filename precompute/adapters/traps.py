@@ -150,13 +150,15 @@ def demand_parity(
                 difference = off(rows, items, length)
                 if not difference <= TOLERANCE:
                     raise BundleError(
-                        _why(off, spec, traced, (rows, items, length), difference, tower_name)
+                        _describe_mismatch(
+                            off, spec, traced, (rows, items, length), difference, tower_name
+                        )
                     )
                 worst = max(worst, difference)
     return worst
 
 
-def _why(
+def _describe_mismatch(
     off: Callable[[int, int, int], float],
     spec: TowerSpec,
     traced: tuple[int, int],

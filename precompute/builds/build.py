@@ -17,7 +17,7 @@ from cache.store.artefacts import ArtefactStore, describe, generation_path, writ
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.digests import demand_sha256
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import kinds_of
 from precompute.releases.cuts import CUT_FORMAT
@@ -138,10 +138,12 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
     return paths[0]
 
 
-def erased_from(build: Build) -> Erased:
+def erased_from(build: Build) -> ErasedEntities:
     """Erased entities that `begin` left out of this build."""
     numbers = set(build.need("begin").get("erased", ()))
-    return Erased.of(erasure for erasure in all_erasures(build.store) if erasure.number in numbers)
+    return ErasedEntities.of(
+        erasure for erasure in all_erasures(build.store) if erasure.number in numbers
+    )
 
 
 def model_entry(

@@ -17,7 +17,9 @@ def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()
     held_generations = {
-        generation for replica in releases.control.replicas() for generation in replica.holds
+        generation
+        for replica in releases.control.replicas()
+        for generation in replica.held_generations
     }
     needed_generations = {
         generation for generation, row in view.rows.items() if row.state in UNFINISHED

@@ -27,11 +27,11 @@ class Night:
 class StepRow:
     """Result of a step and its row in a night's table: how many, and bytes, are 0 where they have no meaning.
 
-    `what` may have several lines.
+    `summary` may have several lines.
     """
 
-    found: Step
-    what: str
+    result: Step
+    summary: str
     count: int = 0
     unit: str = ""
     size_bytes: int = 0

@@ -19,7 +19,7 @@ def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None
     with changed_or_broken(digest, files):
         yield
     if not _are_same(digest, files):
-        raise _changed()
+        raise _sources_changed_error()
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None
     except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
         if _are_same(digest, files):
             raise
-        raise _changed() from error
+        raise _sources_changed_error() from error
 
 
 def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
@@ -40,7 +40,7 @@ def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
         return False
 
 
-def _changed() -> StoreError:
+def _sources_changed_error() -> StoreError:
     return StoreError("the source files changed while the night read them; run the night again")
 
 

@@ -8,7 +8,7 @@ from cache.format.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 
-COPIED, INPUTS, LOST, ENTERED = range(4)
+COPIED, INPUTS, ITEM_LOST, ENTERED = range(4)
 REASONS: Final = ("copied", "inputs", "lost", "entered")
 """Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
 
@@ -24,7 +24,7 @@ def reuse_of(build: Build, reports: Sequence[Mapping[str, Any]]) -> dict[str, An
     """
     begin_report, embedded = build.need("begin"), build.need("embed_items")
     base_note = begin_report.get("base") or {}
-    base_fact = _before(build, base_note.get("generation"))
+    base_fact = _read_base_fact(build, base_note.get("generation"))
     users = users_by_reason(reports)
     computed = sum(users.values()) - users["copied"]
     busy_s = sum(
@@ -54,7 +54,7 @@ def users_by_reason(reports: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return users
 
 
-def _before(build: Build, generation: str | None) -> Mapping[str, Any]:
+def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:
     """The fact of the base, empty where there is none or it is gone."""
     if generation is None:
         return {}

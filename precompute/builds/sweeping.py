@@ -11,7 +11,7 @@ from precompute.releases.sweep import retire, sweepable
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """Generations removed, those spared because somebody came to need them meanwhile, and Redis keys removed."""
 
     retired: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ def sweep(
     attempt: str,
     making: str | None = None,
     progress: Progress = quiet,
-) -> Swept:
+) -> SweepResult:
     """Retire every generation that nobody needs; `making` replaces older ones that were never published."""
     sweepable_generations = sweepable(
         releases,
@@ -36,7 +36,7 @@ def sweep(
         making=making,
     )
     if not sweepable_generations:
-        return Swept()
+        return SweepResult()
     removed, spared = 0, []
     with open_governor(config.governor, releases.control) as governor:
         for number, generation in enumerate(sweepable_generations):
@@ -53,7 +53,7 @@ def sweep(
             except Conflict:  # pinned, held or live again since it was looked at: another time
                 spared.append(generation)
             progress("retire", number + 1, len(sweepable_generations))
-    return Swept(
+    return SweepResult(
         tuple(
             retired_generation
             for retired_generation in sweepable_generations

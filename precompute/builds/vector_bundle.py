@@ -24,20 +24,20 @@ from precompute.adapters.vectors import model_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import NOBODY, Erased, all_erasures
+from precompute.erasures.erasure import NO_ERASURES, ErasedEntities, all_erasures
 from precompute.sources.columns import Ids, as_rows
 from precompute.sources.distinct import Distinct
 from precompute.sources.event_values import brought_vectors, counted_behind
 from precompute.sources.features import read_values
 from precompute.sources.files import InputFiles, SourceFile, pin, source_file
 from precompute.sources.readers import read_features, read_interactions
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import repeats_in
 
 USERS_MAX = 20_000
 """Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
 SEED = 0x5DEECE66D
-_EVERYBODY = np.uint64(2**64 - 1)
+_NO_HASH_LIMIT = np.uint64(2**64 - 1)
 """Limit of hashes that leaves nobody out."""
 
 
@@ -56,7 +56,7 @@ def vector_bundle(
     these count in a night with this `cut`; what is erased is not. Raises SourceError for a table that makes none.
     """
     sources, store = config.sources, config.store()
-    erased = Erased.of(all_erasures(store))
+    erased = ErasedEntities.of(all_erasures(store))
     hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
     cut_text = (
         interactions_before.isoformat() if interactions_before and sources.interactions else ""
@@ -85,7 +85,7 @@ def make_bundle(
     folder: Path,
     *,
     interactions_before: datetime | None,
-    erased: Erased = NOBODY,
+    erased: ErasedEntities = NO_ERASURES,
     event_vectors: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
     files: Sequence[SourceFile] | None = None,
 ) -> Bundle:
@@ -119,9 +119,9 @@ def _chance_in_words(auc: float) -> str:
     )
 
 
-def _items(config: NightConfig, erased: Erased) -> Vectors:
+def _items(config: NightConfig, erased: ErasedEntities) -> Vectors:
     """Every row of the table: a catalogue with a hole would not be told from one without."""
-    sources, unusable = config.sources, Unusable()
+    sources, unusable = config.sources, UnusableRows()
     path = source_file(str(sources.item_vectors), config.path("."))
     ids, rows = [], []
     for names, values in read_features(
@@ -185,7 +185,7 @@ def _limit(
     return (
         np.uint64(distinct_hashes.smallest[-1])
         if len(distinct_hashes.smallest) == USERS_MAX
-        else _EVERYBODY
+        else _NO_HASH_LIMIT
     )
 
 
@@ -193,12 +193,14 @@ def _user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
     sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
     for ids, values in read_features(
-        path, sources.user_column, (column,), source="user_vectors", unusable=Unusable()
+        path, sources.user_column, (column,), source="user_vectors", unusable=UnusableRows()
     ):
         yield ids, values[column]
 
 
-def _users(config: NightConfig, items: Vectors, limit: np.uint64, erased: Erased) -> Vectors:
+def _users(
+    config: NightConfig, items: Vectors, limit: np.uint64, erased: ErasedEntities
+) -> Vectors:
     """Vectors of some users; who has none that can be used is left out, as in the night itself."""
     sources, dims = config.sources, items.dims
     spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
@@ -225,7 +227,7 @@ def _clicks(
     users: Vectors | None,
     limit: np.uint64,
     interactions_before: datetime | None,
-    erased: Erased,
+    erased: ErasedEntities,
     files: Sequence[SourceFile] | None,
 ) -> tuple[ClickMatrix | None, list[str]]:
     """(clicks of some users before the cut, None where there are none to choose a fold by; remarks)."""
@@ -240,7 +242,7 @@ def _clicks(
         return ClickMatrix.read(batches, where, known_user_ids, items.ids), []
     except NothingKnown as error:
         # Of a sample of users none may have clicked; of everybody it is worth a word.
-        return None, [error.message] if limit == _EVERYBODY else []
+        return None, [error.message] if limit == _NO_HASH_LIMIT else []
 
 
 def _below(ids: Ids, limit: np.uint64) -> NDArray[np.bool_]:

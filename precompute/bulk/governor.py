@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cache.config.sections import GovernorConfig
-from precompute.bulk.priority import GiveWay
+from precompute.bulk.priority import IdlePriority
 from precompute.bulk.throttle import MIB, Signals, Throttle
-from precompute.bulk.watch import FOREIGN_READS_S, Look, Watch, Watcher
+from precompute.bulk.watch import FOREIGN_READS_S, RedisObservation, Watch, Watcher
 from precompute.control.control_keys import Control
 
 log = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class Governor:
         self._timer, self._sleep, self._spin, self._yielding = timer, sleep, spin, yielding
         self._awake = awake
         self._opened_at = self._stepped_at = self._due = timer()
-        self._calibrated = self._known = False
+        self._calibrated = self._is_reader_state_known = False
         self._done_bytes = 0
         self._owed_bytes = 0.0
         self._yields, self._starved = False, False
-        self._governed, self._readers = self._who()
+        self._governed, self._readers = self._detect_readers()
 
     @property
     def piece_bytes(self) -> int | None:
@@ -86,8 +86,8 @@ class Governor:
     def pace(self, size_bytes: int) -> None:
         """Wait until this much more may be sent or asked for."""
         now_s = self._timer()
-        if not self._known:
-            self._governed, self._readers = self._who()
+        if not self._is_reader_state_known:
+            self._governed, self._readers = self._detect_readers()
         if now_s - self._stepped_at >= self._due_s:
             self._step(now_s)
         self._done_bytes += size_bytes
@@ -125,7 +125,7 @@ class Governor:
 
     def _step(self, now_s: float) -> None:
         observation = self._fresh(now_s)
-        was, (self._governed, self._readers) = self._governed, self._who()
+        was, (self._governed, self._readers) = self._governed, self._detect_readers()
         if self._governed:
             if not was:
                 self._done_bytes, self._stepped_at = 0, now_s
@@ -137,9 +137,9 @@ class Governor:
         self._yield(self._readers and self._governed and not self._starved)
         self._done_bytes, self._stepped_at = 0, self._timer()
 
-    def _adapt(self, observation: Look | None) -> None:
+    def _adapt(self, observation: RedisObservation | None) -> None:
         worked, rested = (
-            (self._watch.round_trips(), self._rest(REST_S)) if self._readers else ([], [])
+            (self._watch.round_trips(), self._measure_idle(REST_S)) if self._readers else ([], [])
         )
         spent_s = self._timer() - self._stepped_at
         self.throttle.step(
@@ -162,16 +162,16 @@ class Governor:
             self._done_bytes / MIB / max(spent_s, 1e-9), self.throttle.rate / MIB, self.throttle.reason,
         )  # fmt: skip
 
-    def _calibrate(self, observation: Look | None) -> None:
+    def _calibrate(self, observation: RedisObservation | None) -> None:
         """Measures what readers feel when nothing is done, before the first piece."""
         started_at = self._timer()
         self._watch.round_trips()
-        rested = self._rest(self._config.idle_s)
+        rested = self._measure_idle(self._config.idle_s)
         self.throttle.calibrate(rested, observation.replicas_ms if observation else {})
         self._calibrated = True
         self._owed_bytes += self.throttle.floor * (self._timer() - started_at)
 
-    def _rest(self, seconds: float) -> list[float]:
+    def _measure_idle(self, seconds: float) -> list[float]:
         """Round trips while nothing is done for that long."""
         self._pause(SETTLE_S)
         self._watch.round_trips()
@@ -193,14 +193,14 @@ class Governor:
             else:
                 self._nap(min(left_s, NAP_S))
 
-    def _who(self) -> tuple[bool, bool]:
+    def _detect_readers(self) -> tuple[bool, bool]:
         """Flags (whether to hold back, whether there are readers)."""
         if self._config.readers != "auto":
-            self._known, always = True, self._config.readers == "always"
+            self._is_reader_state_known, always = True, self._config.readers == "always"
             return always, always
         now_s = self._timer()
         observation = self._fresh(now_s)
-        self._known = observation is not None and (
+        self._is_reader_state_known = observation is not None and (
             observation.replicas > 0 or observation.foreign_s is not None
         )
         if observation is None:
@@ -208,10 +208,10 @@ class Governor:
             return True, now_s - self._opened_at >= STEP_S
         readers = observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_S
         is_held_back = readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
-        return is_held_back or not self._known, readers
+        return is_held_back or not self._is_reader_state_known, readers
 
-    def _fresh(self, now_s: float) -> Look | None:
-        observation = self._watch.look()
+    def _fresh(self, now_s: float) -> RedisObservation | None:
+        observation = self._watch.get_latest_observation()
         return (
             observation if observation is not None and now_s - observation.at <= STALE_S else None
         )
@@ -231,7 +231,7 @@ def open_governor(
 ) -> Iterator[Governor]:
     """Governor of one step's work, for its length and in its thread; `awake`: rests keep the cores from halting."""
     watch = Watcher(control, probe_ms=config.probe_ms)
-    governor = Governor(config, watch, yielding=GiveWay(), awake=awake)
+    governor = Governor(config, watch, yielding=IdlePriority(), awake=awake)
     try:
         yield governor
     finally:

@@ -11,7 +11,7 @@ import redis
 from cache.errors import Refused
 from cache.format.gate_rules import DISK_HEADROOM, REDIS_HEADROOM
 from cache.format.manifest import Manifest
-from cache.l2.sync_clients import masters, shares
+from cache.l2.sync_clients import compute_keyspace_shares, masters
 from cache.resp.reply_shapes import info_number, refusing
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.parts import total_bytes
@@ -62,7 +62,7 @@ def demand_redis(
     control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
 ) -> None:
     """Raises Refused unless Redis' `maxmemory` has room for this much more; of a cluster, each node's for its share."""
-    share_by_node = shares(control.client)
+    share_by_node = compute_keyspace_shares(control.client)
     for name, server in masters(control.client).items():
         info: Any = server.info("memory")
         limit = info_number(info, "maxmemory", 0)

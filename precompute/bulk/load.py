@@ -50,12 +50,12 @@ def load_part(
     last; pages that an earlier try has noted as there are not sent again.
     """
     loaded_key = keys.loaded(manifest.generation)
-    if client.hget(loaded_key, part.name) == part.mark:
+    if client.hget(loaded_key, part.name) == part.loaded_digest:
         return False
     client.hdel(loaded_key, part.read)
     entry = part.pages
     if not entry.count:
-        client.hset(loaded_key, part.name, part.mark.decode())
+        client.hset(loaded_key, part.name, part.loaded_digest.decode())
         return True
     loaded_count = loaded_pages(client, keys, manifest, part)
     noted_at, unnoted = loaded_count, 0
@@ -66,7 +66,7 @@ def load_part(
         loaded_count, unnoted = loaded_count + pages, unnoted + size_bytes
         progress(size_bytes)
         if unnoted >= NOTED_BYTES and loaded_count > noted_at:
-            client.hset(loaded_key, part.progress, f"{part.mark.decode()} {loaded_count}")
+            client.hset(loaded_key, part.progress, f"{part.loaded_digest.decode()} {loaded_count}")
             noted_at, unnoted = loaded_count, 0
 
     with (
@@ -90,7 +90,7 @@ def load_part(
 def mark_loaded(client: "redis.Redis", noted: str, part: Part) -> None:
     """Mark a part loaded in place of the note of how far it is."""
     with client.pipeline(transaction=True) as pipeline:
-        pipeline.hset(noted, part.name, part.mark.decode())
+        pipeline.hset(noted, part.name, part.loaded_digest.decode())
         pipeline.hdel(noted, part.progress)
         with refusing("EXEC", "a list of replies"):
             pipeline.execute()
@@ -102,7 +102,11 @@ def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part
     if not isinstance(progress_note, bytes):
         return 0
     part_mark, _, count = progress_note.partition(b" ")
-    return min(int(count), part.pages.pages) if part_mark == part.mark and count.isdigit() else 0
+    return (
+        min(int(count), part.pages.pages)
+        if part_mark == part.loaded_digest and count.isdigit()
+        else 0
+    )
 
 
 def unlink_pages(

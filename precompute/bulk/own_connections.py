@@ -9,13 +9,13 @@ class OwnConnections:
     """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts."""
 
     def __init__(self) -> None:
-        self._taken: dict[Any, Any] = {}
+        self._connection_by_pool: dict[Any, Any] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for pool, connection in self._taken.items():
+        for pool, connection in self._connection_by_pool.items():
             if kind is not None:  # replies may still be on their way: it serves nothing more
                 connection.disconnect()
             pool.release(connection)
@@ -23,6 +23,6 @@ class OwnConnections:
     def to(self, server: "redis.Redis") -> Any:
         """The connection to a server, always the same."""
         pool = server.connection_pool
-        if pool not in self._taken:
-            self._taken[pool] = pool.get_connection()
-        return self._taken[pool]
+        if pool not in self._connection_by_pool:
+            self._connection_by_pool[pool] = pool.get_connection()
+        return self._connection_by_pool[pool]

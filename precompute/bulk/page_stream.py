@@ -19,7 +19,7 @@ UNANSWERED = 2
 class _Chunk(NamedTuple):
     """Pages that were sent and wait for their replies, by the connection that each went over."""
 
-    sent: list[tuple[Any, list[int]]]
+    pages_by_connection: list[tuple[Any, list[int]]]
     pages: int
     size_bytes: int
 
@@ -81,7 +81,7 @@ class PageStream(OwnConnections):
                 connection = self.to(server)
                 connection.send_packed_command(packed, check_health=False)
                 sent_pages.append((connection, [page + position for position in positions]))
-        self._sent(_Chunk(sent_pages, len(chunk), sent_bytes))
+        self._track_chunk(_Chunk(sent_pages, len(chunk), sent_bytes))
         return len(chunk)
 
     def _send_paced(
@@ -103,15 +103,15 @@ class PageStream(OwnConnections):
                 # One buffer, one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((head, value, end))
             connection.send_packed_command([packet], check_health=False)
-        self._sent(_Chunk([(connection, [number])], 1, size))
+        self._track_chunk(_Chunk([(connection, [number])], 1, size))
 
-    def _sent(self, chunk: _Chunk) -> None:
+    def _track_chunk(self, chunk: _Chunk) -> None:
         self._waiting.append(chunk)
 
     def _await_chunk(self, resend_page: Callable[[int], None]) -> None:
         """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
         chunk = self._waiting.popleft()
-        for connection, pages in chunk.sent:
+        for connection, pages in chunk.pages_by_connection:
             for page in pages:
                 try:
                     checked("SET", connection.read_response())

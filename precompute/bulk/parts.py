@@ -40,7 +40,7 @@ class Part:
         return f"{self.name}/read"
 
     @property
-    def mark(self) -> bytes:
+    def loaded_digest(self) -> bytes:
         """The value of its field once it is wholly loaded."""
         return self.pages.sums.sha256.encode()
 
@@ -67,14 +67,14 @@ def parts_of(manifest: Manifest) -> list[Part]:
     """All parts of all tables."""
     return [
         Part(table, number)
-        for table in manifest.stored.values()
+        for table in manifest.stored_tables.values()
         for number in range(len(table.parts))
     ]
 
 
 def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
     """Every page key of a generation, from the manifest alone: no SCAN."""
-    for table in manifest.stored.values():
+    for table in manifest.stored_tables.values():
         for page in range(table.pages):
             yield keys.page(manifest.generation, table.name, page)
 
@@ -86,4 +86,4 @@ def total_bytes(manifest: Manifest) -> int:
 
 def total_pages(manifest: Manifest) -> int:
     """Number of pages of all tables."""
-    return sum(table.pages for table in manifest.stored.values())
+    return sum(table.pages for table in manifest.stored_tables.values())

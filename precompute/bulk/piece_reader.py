@@ -42,7 +42,9 @@ class PieceReader(OwnConnections):
         self._waiting: deque[_PieceRequest] = deque()
         self._digest, self._size_bytes = xxhash.xxh3_64(), 0
 
-    def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageDigest]:
+    def request_page(
+        self, page: int, name: bytes, size_bytes: int, piece: int
+    ) -> Iterator[PageDigest]:
         """Ask for a page of that many bytes; yields what came back meanwhile."""
         ((server, _),) = by_server(self._client, [name])
         connection = self.to(server)
@@ -55,14 +57,14 @@ class PieceReader(OwnConnections):
             connection.send_packed_command([_getrange(name, start, end)], check_health=False)
             self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
             if len(self._waiting) > UNANSWERED:
-                yield from self._take()
+                yield from self._receive_piece()
 
-    def rest(self) -> Iterator[PageDigest]:
+    def read_remaining(self) -> Iterator[PageDigest]:
         """Yields the pages that have been asked for and are not back yet."""
         while self._waiting:
-            yield from self._take()
+            yield from self._receive_piece()
 
-    def _take(self) -> Iterator[PageDigest]:
+    def _receive_piece(self) -> Iterator[PageDigest]:
         piece_request = self._waiting.popleft()
         try:
             value: Any = checked("GETRANGE", piece_request.connection.read_response())

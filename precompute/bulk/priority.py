@@ -4,7 +4,7 @@ import os
 import threading
 
 
-class GiveWay:
+class IdlePriority:
     """Puts the calling thread into Linux's idle class (it runs when nothing else wants the core) and back.
 
     Only where there is a way back: without the right to leave that class again, the thread would stay in it for good.

@@ -93,9 +93,9 @@ def _read(
         if governor is not None and governor.piece_bytes is not None:
             with PieceReader(client, governor) as reader:
                 while page < len(names) and (piece := governor.piece_bytes) is not None:
-                    yield from reader.ask(page, names[page], part.size_of(page), piece)
+                    yield from reader.request_page(page, names[page], part.size_of(page), piece)
                     page += 1
-                yield from reader.rest()
+                yield from reader.read_remaining()
         else:
             chunk = names[page : page + at_once]
             if governor is not None:

@@ -21,7 +21,7 @@ from precompute.control.control_keys import Control
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
-LOOKS = 500
+PAGES_PROBED = 500
 """Pages that a roll back looks at before it moves."""
 
 
@@ -61,7 +61,8 @@ def load_missing(
     """Stream the parts of which the mark, a page or a page's length is missing; how many.
 
     Reads no page, so it takes one short command per page; what is there was verified before. Urgent, it takes
-    `LOOKS` of them however large the generation, and one per page only where one of these tells that pages are gone.
+    `PAGES_PROBED` of them however large the generation, and one per page only where one of these tells that pages are
+    gone.
     """
     manifest, streamed = read_manifest(store, generation), 0
     is_sound = is_urgent and _is_sample_there(control, manifest)
@@ -81,7 +82,7 @@ def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -
     mark_by_part_name: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = lengths(control.client, control.keys, manifest, part)
-        if mark_by_part_name.get(part.name.encode()) != part.mark or not (
+        if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
             are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in page_lengths)
         ):
             yield part
@@ -92,7 +93,9 @@ def _is_sample_there(control: Control, manifest: Manifest) -> bool:
     parts = parts_of(manifest)
     ends = np.cumsum([part.pages.pages for part in parts])
     total = int(ends[-1]) if parts else 0
-    sample_positions = np.unique(np.linspace(0, max(0, total - 1), LOOKS).astype(np.int64))[:total]
+    sample_positions = np.unique(np.linspace(0, max(0, total - 1), PAGES_PROBED).astype(np.int64))[
+        :total
+    ]
     sampled_pages = []
     for position, number in zip(
         sample_positions, np.searchsorted(ends, sample_positions, "right"), strict=True
@@ -137,7 +140,7 @@ def damaged(
 def is_marked(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked exactly this part as wholly loaded."""
     stored_mark = control.client.hget(control.keys.loaded(manifest.generation), part.name)
-    return bool(stored_mark == part.mark)
+    return bool(stored_mark == part.loaded_digest)
 
 
 def _repair_part(
@@ -170,7 +173,7 @@ def _repair_part(
                     sound = pages[start : start + part.size_of(page)]
                     _mend(client, part.key(keys, generation, page), sound, governor)
     if not is_marked(control, manifest, part):
-        client.hset(keys.loaded(generation), part.name, part.mark.decode())
+        client.hset(keys.loaded(generation), part.name, part.loaded_digest.decode())
     return [part.key(keys, generation, page) for page in damaged_pages]
 
 
@@ -218,10 +221,10 @@ def _needing_files(store: ArtefactStore, manifest: Manifest, part: Part) -> Iter
     except FileNotFoundError as error:
         is_sums = str(error.filename).endswith(part.pages.sums.path)
         missing = part.pages.sums if is_sums else part.pages.file
-        raise _gone(store, manifest.generation, missing) from error
+        raise _missing_artefact_error(store, manifest.generation, missing) from error
 
 
-def _gone(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:
+def _missing_artefact_error(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:
     return Conflict(
         f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded",
         generation=generation,
@@ -233,9 +236,9 @@ def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
         path = store.fetch(generation_path(generation, artefact.path))
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise _gone(store, generation, artefact) from error
+            raise _missing_artefact_error(store, generation, artefact) from error
         raise
     if not path.is_file():
-        raise _gone(store, generation, artefact)
+        raise _missing_artefact_error(store, generation, artefact)
     check(store.local(generation_path(generation)), artefact)
     return path

@@ -29,7 +29,7 @@ RETRY_S = 1.0
 UNASKED_S = 2.0
 """Seconds without a question after which probes end: nobody wants to know any more."""
 
-KEPT = 4_096
+ROUND_TRIPS_MAX = 4_096
 FOREIGN_READS_S = 20.0
 """Reads per second by others that are taken for readers, even where no replica sends heartbeats."""
 
@@ -44,7 +44,7 @@ PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RedisObservation:
     """Redis and its readers at one moment; `foreign_s` is None until two looks can be compared."""
 
     at: float
@@ -59,7 +59,7 @@ class Look:
 class Watch(Protocol):
     """Source of the governor's evidence on Redis and its readers."""
 
-    def look(self) -> Look | None:
+    def get_latest_observation(self) -> RedisObservation | None:
         """The newest look, None when Redis has not answered one yet."""
         ...
 
@@ -84,13 +84,13 @@ class Watcher:
     """A `Watch` in a thread of its own. Nothing that it meets ever reaches the work that it watches over."""
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
-        self._theirs = control
-        self._own: Control | None = None
+        self._caller_control = control
+        self._own_control: Control | None = None
         self._gap_s = probe_ms / 1000
-        self._found: deque[float] = deque(maxlen=KEPT)
-        self._newest: Look | None = None
+        self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_MAX)
+        self._observation: RedisObservation | None = None
         self._own_work = self._own_probes = 0  # each written by one thread only
-        self._before: tuple[float, int, dict[str, float]] | None = None
+        self._previous_counters: tuple[float, int, dict[str, float]] | None = None
         self._stirring: list[Any] | None = None
         self._is_stirred = True
         self._asked_at = -math.inf
@@ -101,14 +101,14 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="larder-watch", daemon=True)
         self._thread.start()
 
-    def look(self) -> Look | None:
+    def get_latest_observation(self) -> RedisObservation | None:
         """Newest look of the watching thread, None when Redis has not answered one yet."""
-        return self._newest
+        return self._observation
 
     def round_trips(self) -> list[float]:
         """Seconds of each probe since the last call, inf where no reply came; keeps the probes running."""
         self._asked_at = time.perf_counter()
-        return [self._found.popleft() for _ in range(len(self._found))]
+        return [self._round_trips_s.popleft() for _ in range(len(self._round_trips_s))]
 
     def own_reads(self, count: int) -> None:
         """Counts reads of our own, which the looks do not take for a reader's."""
@@ -116,11 +116,11 @@ class Watcher:
 
     def stir(self) -> None:
         """Pings each server over connections of the calling thread's own; once one has failed there is no other."""
-        if not self._is_stirred or self._own is None:
+        if not self._is_stirred or self._own_control is None:
             return
         try:
             if self._stirring is None:
-                servers = masters(self._own.client).values()
+                servers = masters(self._own_control.client).values()
                 self._stirring = [server.connection_pool.get_connection() for server in servers]
             for connection in self._stirring:
                 connection._sock.sendall(PING)
@@ -134,8 +134,8 @@ class Watcher:
         self._is_stirred = False
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
-        if self._own is not None:
-            disconnect(self._own.client)
+        if self._own_control is not None:
+            disconnect(self._own_control.client)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -149,33 +149,35 @@ class Watcher:
                 self._pause()
 
     def _pause(self) -> None:
-        self._found.append(math.inf)
+        self._round_trips_s.append(math.inf)
         self._closing.wait(RETRY_S)
 
     def _watch(self) -> None:
         probes: list[tuple[Any, bytes]] = []
         observation_count = 0
         due = time.perf_counter()
-        if self._own is None:
+        if self._own_control is None:
             client = another(
-                self._theirs.client,
+                self._caller_control.client,
                 socket_timeout=PROBE_TIMEOUT_S,
                 socket_connect_timeout=PROBE_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
             )
-            self._own = Control(client, self._theirs.keys)
+            self._own_control = Control(client, self._caller_control.keys)
         with OwnConnections() as connections:
             while not self._closing.is_set():
                 if time.perf_counter() >= due:
-                    self._newest = self._look(self._own)
+                    self._observation = self._observe(self._own_control)
                     observation_count += 1
                     due = time.perf_counter() + (FIRST_LOOK_S if observation_count == 1 else LOOK_S)
                 if time.perf_counter() - self._asked_at > UNASKED_S:
                     self._closing.wait(max(0.0, min(0.01, due - time.perf_counter())))
                     continue
                 if not probes:
-                    probes = list(self._probes(self._own, connections))
-                self._found.append(self._round_trip(*probes[self._own_probes % len(probes)]))
+                    probes = list(self._probes(self._own_control, connections))
+                self._round_trips_s.append(
+                    self._round_trip(*probes[self._own_probes % len(probes)])
+                )
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
@@ -206,7 +208,7 @@ class Watcher:
             command = "GETRANGE", names[positions[0]], 0, PROBED_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 
-    def _look(self, control: Control) -> Look:
+    def _observe(self, control: Control) -> RedisObservation:
         replicas = control.replicas()
         heard = {
             replica.name: replica.l2_p99_ms
@@ -220,7 +222,7 @@ class Watcher:
         for info in infos.values():
             reads += reads_of(info)
         cpu = {server: cpu_s(info) for server, info in infos.items()}
-        earlier_totals, self._before = self._before, (now_s, reads, cpu)
+        earlier_totals, self._previous_counters = self._previous_counters, (now_s, reads, cpu)
         foreign, busy = None, 0.0
         if earlier_totals is not None and (spent_s := now_s - earlier_totals[0]) > 0:
             foreign = max(0.0, (reads - earlier_totals[1]) / spent_s)
@@ -228,7 +230,7 @@ class Watcher:
             busy = max([0.0, *spent]) / spent_s
         followers = sum(info_number(info, "connected_slaves", 0) for info in infos.values())
         behind = max(map(lag_bytes, infos.values()), default=0)
-        return Look(now_s, heard, len(replicas), foreign, busy, followers, behind)
+        return RedisObservation(now_s, heard, len(replicas), foreign, busy, followers, behind)
 
 
 def is_whole(reply: bytes) -> bool:

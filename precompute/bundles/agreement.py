@@ -48,7 +48,7 @@ def agreement(
         facts["score_error_p99"] = float(np.percentile(errors, 99))
     facts["batch_invariant"] = _is_invariant(int8, inputs, approximate)
     for name, rows in (("single", 1), ("batch_32", 32)):
-        timed_inputs = take(inputs, np.arange(min(rows, rows_of(inputs))))
+        timed_inputs = select_rows(inputs, np.arange(min(rows, rows_of(inputs))))
         slow, fast = [_seconds(partial(tower.run, timed_inputs)) for tower in (fp32, int8)]
         facts[f"speedup_{name}"] = round(slow / fast, 3)
     return facts
@@ -66,10 +66,10 @@ def list_overlaps(
     return _compare(exact, approximate, np.asarray(item_vectors), top, metric, excluded)[0]
 
 
-def take(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
+def select_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """Inputs of some of the rows, by the names they had."""
     return {
-        name: value.take(rows) if isinstance(value, Histories) else value[rows]
+        name: value.select_rows(rows) if isinstance(value, Histories) else value[rows]
         for name, value in inputs.items()
     }
 
@@ -85,7 +85,9 @@ def _compare(
     overlap, errors = np.empty(len(exact)), np.empty(len(exact))
     for start in range(0, len(exact), ROWS_AT_ONCE):
         rows = np.arange(start, min(start + ROWS_AT_ONCE, len(exact)))
-        exclusions = Histories.of([()] * len(rows)) if excluded is None else excluded.take(rows)
+        exclusions = (
+            Histories.of([()] * len(rows)) if excluded is None else excluded.select_rows(rows)
+        )
         lists, errors[rows] = _tops(
             (exact[rows], approximate[rows]), item_vectors, top, metric, exclusions
         )
@@ -118,7 +120,7 @@ def _tops(
 def _is_invariant(tower: Tower, inputs: Inputs, full_output: NDArray[np.float32]) -> bool:
     for size in _INVARIANCE_SIZES:
         rows = np.arange(min(size, len(full_output)))
-        if not np.array_equal(tower.run(take(inputs, rows)), full_output[rows]):
+        if not np.array_equal(tower.run(select_rows(inputs, rows)), full_output[rows]):
             return False
     return True
 

@@ -21,23 +21,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
-from cache.store.artefacts import ArtefactStore, last_change, sha256_of, take_file, written_beside
+from cache.store.artefacts import ArtefactStore, last_change, open_draft, sha256_of, take_file
 from precompute.bundles.bundle import FILE, ITEMS_FILE, Bundle
 from precompute.bundles.bundle_swap import heal
 from precompute.config.settings import NightConfig
 
 COPIES = 3
 COPY_PAUSE_S = 0.5
-KEPT = 3
+BUNDLES_KEPT = 3
 """Bundles of which the store keeps the files: a generation has its own."""
 
 _RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
-_MADE = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
+_FROM_TABLES_RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
 
 _log = logging.getLogger(__name__)
 
 
-class HandedOver(NamedTuple):
+class BundleHandover(NamedTuple):
     """Record that a bundle became the one that nights use."""
 
     unix_ms: int
@@ -49,7 +49,7 @@ class HandedOver(NamedTuple):
         return f"bundles/{self.unix_ms:013d}-{self.digest}.json"
 
 
-class MadeOfTables(NamedTuple):
+class BundleFromTables(NamedTuple):
     """Record that a night made a bundle of tables, which have the digest `sources`."""
 
     unix_ms: int
@@ -62,28 +62,30 @@ class MadeOfTables(NamedTuple):
         return f"bundles/{self.unix_ms:013d}-{self.digest}-{self.sources}.json"
 
 
-def handed_over(store: ArtefactStore) -> list[HandedOver]:
+def handed_over(store: ArtefactStore) -> list[BundleHandover]:
     """Records of all bundles that were handed over, the last one last."""
     name_matches = map(_RECORD.fullmatch, store.names("bundles"))
     return sorted(
-        HandedOver(int(name_match[1]), name_match[2]) for name_match in name_matches if name_match
+        BundleHandover(int(name_match[1]), name_match[2])
+        for name_match in name_matches
+        if name_match
     )
 
 
 def hand_over(
     store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time
-) -> HandedOver:
+) -> BundleHandover:
     """Put a bundle, which stands still and is verified, into the store, and make it the one that nights use."""
     last = handed_over(store)[-1:]
     if last and last[0].digest == bundle.digest:
         return last[0]
     after = last[0].unix_ms + 1 if last else 0
-    new = HandedOver(max(int(clock() * 1000), after), bundle.digest)
+    new = BundleHandover(max(int(clock() * 1000), after), bundle.digest)
     _put(store, bundle, new)
     return new
 
 
-def _put(store: ArtefactStore, bundle: Bundle, record: HandedOver | MadeOfTables) -> None:
+def _put(store: ArtefactStore, bundle: Bundle, record: BundleHandover | BundleFromTables) -> None:
     """The files, then the record, which proves that they are whole."""
     names = sorted(
         file.relative_to(bundle.path).as_posix()
@@ -92,7 +94,7 @@ def _put(store: ArtefactStore, bundle: Bundle, record: HandedOver | MadeOfTables
     )
     for name in names:
         path = _file(bundle.digest, name)
-        with written_beside(store.local(path)) as part_path:
+        with open_draft(store.local(path)) as part_path:
             shutil.copyfile(bundle.path / name, part_path)
         store.put(path)
     _forget_copies(store, bundle.digest)
@@ -127,11 +129,11 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
         shutil.rmtree(private_folder, ignore_errors=True)
 
 
-def made_of_tables(store: ArtefactStore) -> list[MadeOfTables]:
+def made_of_tables(store: ArtefactStore) -> list[BundleFromTables]:
     """Records of all bundles that nights made of tables, the last one last."""
-    name_matches = map(_MADE.fullmatch, store.names("bundles"))
+    name_matches = map(_FROM_TABLES_RECORD.fullmatch, store.names("bundles"))
     return sorted(
-        MadeOfTables(int(name_match[1]), name_match[2], name_match[3])
+        BundleFromTables(int(name_match[1]), name_match[2], name_match[3])
         for name_match in name_matches
         if name_match
     )
@@ -161,7 +163,7 @@ def bundle_made_of(
             yield _fetched(store, table_bundles[0], private_folder)
         else:
             bundle = make(private_folder)
-            _put(store, bundle, MadeOfTables(int(clock() * 1000), bundle.digest, sources))
+            _put(store, bundle, BundleFromTables(int(clock() * 1000), bundle.digest, sources))
             yield bundle
     finally:
         shutil.rmtree(private_folder, ignore_errors=True)
@@ -180,11 +182,11 @@ def sweep_bundles(store: ArtefactStore) -> int:
     """Remove the files of all bundles but the last few; how many bundles went."""
     table_bundles = made_of_tables(store)
     for table_bundle in table_bundles[
-        :-KEPT
+        :-BUNDLES_KEPT
     ]:  # the record first: none may promise files that are gone
         store.delete(table_bundle.path)
-    recent = {handover.digest for handover in handed_over(store)[-KEPT:]}
-    recent |= {table_bundle.digest for table_bundle in table_bundles[-KEPT:]}
+    recent = {handover.digest for handover in handed_over(store)[-BUNDLES_KEPT:]}
+    recent |= {table_bundle.digest for table_bundle in table_bundles[-BUNDLES_KEPT:]}
     stale_digests = [
         entry_name
         for entry_name in store.names("bundles")
@@ -231,7 +233,7 @@ def _may_hold(store: ArtefactStore, digest: str, named: Any) -> bool:
         return True
 
 
-def _superseding(source: Path, handovers: list[HandedOver]) -> HandedOver | None:
+def _superseding(source: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
     """Bundle that the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
     digest = sha256_of(source / FILE) if (source / FILE).is_file() else None
     digests = [handover.digest for handover in handovers]
@@ -246,7 +248,7 @@ def _superseding(source: Path, handovers: list[HandedOver]) -> HandedOver | None
 
 
 def _fetched(
-    store: ArtefactStore, bundle_record: HandedOver | MadeOfTables, private_folder: Path
+    store: ArtefactStore, bundle_record: BundleHandover | BundleFromTables, private_folder: Path
 ) -> Bundle:
     raw = store.read(bundle_record.path)
     if raw is None:

@@ -16,7 +16,7 @@ FILES_MAX = 256
 
 Stamp = tuple[int, int, int, int, int]
 
-_known: LRUCache[Stamp, str] = LRUCache(FILES_MAX)
+_digest_by_stamp: LRUCache[Stamp, str] = LRUCache(FILES_MAX)
 
 
 def sha256_unchanged(path: Path) -> str:
@@ -46,6 +46,6 @@ def demand_sha256(path: Path, expected_sha256: str) -> None:
         )
 
 
-@cached(_known, key=lambda _path, stamp: stamp, lock=threading.Lock())
+@cached(_digest_by_stamp, key=lambda _path, stamp: stamp, lock=threading.Lock())
 def _sha256_once(path: Path, _stamp: Stamp) -> str:
     return sha256_of(path)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError
 from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
-from cache.model.ranking import Metric, best, pack, unit, unpack
-from cache.store.artefacts import written_beside
+from cache.model.ranking import Metric, pack, top_keys, unit, unpack
+from cache.store.artefacts import open_draft
 
 IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
 
@@ -125,7 +125,7 @@ def best_with(
     top_start = max(0, scores.shape[1] - k)
     top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
     more = pack(np.take_along_axis(scores, top_columns, axis=1), top_columns + start)
-    return best(np.concatenate([keys, more], axis=1), k)
+    return top_keys(np.concatenate([keys, more], axis=1), k)
 
 
 def lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -183,7 +183,7 @@ def _widen(
 
 def _write(index: Any, path: Path, metric: Metric) -> Searcher:
     """Write beside, fsync, rename (a mapped index must never be overwritten), and map it back."""
-    with written_beside(path) as part_path:
+    with open_draft(path) as part_path:
         faiss.write_index(index, str(part_path))
     return Searcher.open(path, metric)
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo
 
 from cache.errors import BundleError
-from cache.store.artefacts import write_atomically, written_beside
+from cache.store.artefacts import open_draft, write_atomically
 
 GRAPH_BYTES_MAX = (1 << 31) - (1 << 20)
 """Maximum bytes of weights inside an ONNX file: Protocol Buffers end at 2 GiB, and the graph wants some."""
@@ -57,7 +57,7 @@ class OnnxModel:
             write_atomically(path, self.graph)
             return None
         weights_path = path.with_suffix(SUFFIX)
-        with written_beside(weights_path) as part, part.open("wb") as file:
+        with open_draft(weights_path) as part, part.open("wb") as file:
             for array in self.weights:
                 file.seek(_aligned(file.tell()))
                 file.write(np.ascontiguousarray(array).data.cast("B"))

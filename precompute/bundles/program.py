@@ -56,7 +56,7 @@ class Program:
     """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
 
     def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
-        self._plain = self._run = run
+        self._run_uncompiled = self._run = run
         self._order = order
         self._device = device
         self._is_warm = device.type != "cuda"
@@ -156,10 +156,10 @@ class Program:
         try:
             output = self._run(*tensors)
         except Exception as error:  # the compiler may stumble over a shape that is new to it
-            if self._run is self._plain or is_full(error):
+            if self._run is self._run_uncompiled or is_full(error):
                 raise
             _log.warning("the program goes on uncompiled: %s", error)
-            self._run = self._plain
+            self._run = self._run_uncompiled
             output = self._run(*tensors)
         while isinstance(output, list | tuple) and len(output) == 1:
             output = output[0]
@@ -169,7 +169,7 @@ class Program:
     def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compiles for any number of rows; where that fails the program runs as it is."""
         try:
-            compiled = torch.compile(self._plain, dynamic=True)
+            compiled = torch.compile(self._run_uncompiled, dynamic=True)
             compiled(*tensors)
         except Exception as error:  # the compiler's errors share no base class of their own
             if is_full(error):

@@ -207,7 +207,7 @@ def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
 
 
-def _own(node: onnx.NodeProto) -> str:
+def _name_prefix(node: onnx.NodeProto) -> str:
     """Prefix of what a node becomes: no name of a team's graph or of ONNX Runtime's quantizer begins with it."""
     return f"larder_{node.output[0]}"
 
@@ -233,7 +233,7 @@ def _gathered(node: onnx.NodeProto, name_prefix: str) -> list[onnx.NodeProto]:
 
 def _gather_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
-    name_prefix = _own(node)
+    name_prefix = _name_prefix(node)
     return [
         *_gathered(node, name_prefix),
         helper.make_node("Unsqueeze", [f"{name_prefix}_scale", _LAST], [f"{name_prefix}_wide"]),
@@ -249,7 +249,7 @@ def _sum_rows(node: onnx.NodeProto, total: onnx.NodeProto) -> list[onnx.NodeProt
     Measured 1.5 to 4 times as fast as multiplying and summing in turn; and while ReduceSum adds in
     another order when the batch has one row, each of these products has the same shape in any batch.
     """
-    name_prefix = _own(total)
+    name_prefix = _name_prefix(total)
     return [
         *_gathered(node, name_prefix),
         helper.make_node(

@@ -191,7 +191,7 @@ def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Relea
         (
             release
             for release in reversed(releases.settle())
-            if release.action == "end_canary" and release.attempt == attempt and release.done
+            if release.action == "end_canary" and release.attempt == attempt and release.is_done
             and release.abandoned and generation in (None, release.generation)
         ),
         None,

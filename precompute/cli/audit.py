@@ -10,13 +10,15 @@ from cache.errors import ConfigError
 from cache.format.ids import canonical_id
 from cache.process.command_line import json_text
 from cache.store.audit import AuditRecord, audit_records, entity_digest
-from precompute.cli.console import Found, Told
+from precompute.cli.console import CommandOutput, OutputContent
 from precompute.cli.status_report import iso
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 
 
-def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found | Told:
+def audit(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> OutputContent | CommandOutput:
     """All records, or those since a time or about one entity."""
     earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
     about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
@@ -28,7 +30,7 @@ def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
         and about in record.subject
     ]
     if arguments.json:
-        return Told(json_text(list(map(asdict, records))))
+        return CommandOutput(json_text(list(map(asdict, records))))
     return [_table(records)] if records else ["nothing was written down"]
 
 

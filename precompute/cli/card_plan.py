@@ -13,7 +13,7 @@ from cache.errors import BundleError, ConfigError
 from precompute.device.cards import MEASURED_K, CardForecast, find_card
 
 if TYPE_CHECKING:
-    from precompute.cli.console import Told
+    from precompute.cli.console import CommandOutput
     from precompute.config.progress import Progress
     from precompute.config.settings import NightConfig
 
@@ -43,16 +43,16 @@ def quick_answer(argv: Sequence[str]) -> str | None:
 
 def plan_on_card(
     config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress"
-) -> "Told":
+) -> "CommandOutput":
     """Shows the forecast; raises ConfigError for a card without rates, and for what nothing says."""
-    from precompute.cli.console import Told
+    from precompute.cli.console import CommandOutput
     from precompute.planning.options import demand_card_options, parameters
 
     demand_card_options(arguments)
     card, plan_parameters = find_card(arguments.card), parameters(arguments)
     items, dims = _size(config, plan_parameters.items, plan_parameters.dims)
     forecast = card.night(plan_parameters.users or 0, items, dims, plan_parameters.k or MEASURED_K)
-    return Told(_text(forecast, is_json=arguments.json))
+    return CommandOutput(_text(forecast, is_json=arguments.json))
 
 
 def _size(config: "NightConfig", items: int | None, dims: int | None) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from cache.process.command_line import NOT_WELL, json_text
 from cache.store.audit import Audited, audited, ids_in_words
 from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night, size_text
-from precompute.cli.console import Found, Told, err, table_of
+from precompute.cli.console import CommandOutput, OutputContent, err_console, table_of
 from precompute.cli.step_commands import standing_name
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
@@ -28,7 +28,7 @@ from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 
 
-def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
+def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     named = standing_name(config, data_until)
@@ -36,12 +36,12 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     steps = run_night(night, arguments.until)
     if arguments.json:
         return {
-            "generation": steps[0][1].found["generation"],
+            "generation": steps[0][1].result["generation"],
             "seconds": round(sum(seconds for _, _, seconds in steps), 3),
             "steps": [
                 {
                     "step": step,
-                    "what": row.what.replace("\n", "; "),
+                    "what": row.summary.replace("\n", "; "),
                     "seconds": round(seconds, 3),
                     "size_bytes": row.size_bytes,
                 }
@@ -53,15 +53,15 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         column.justify, column.no_wrap = "right", True
     for step, row, seconds in steps:
         size = size_text(row.size_bytes) if row.size_bytes else ""
-        step_summary = escape(row.what)
+        step_summary = escape(row.summary)
         table.add_row(
             step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size
         )
     table.add_section()
     table.add_row(
-        "night", steps[0][1].found["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
+        "night", steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in steps):.2f}"
     )
-    generation = steps[0][1].found["generation"]
+    generation = steps[0][1].result["generation"]
     if steps[-1][0] == "verify":
         publish_hint = (
             f"{generation} is verified, and not published: `larder canary start {generation}` tries it on a share of "
@@ -71,7 +71,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     return [table]
 
 
-def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
+def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """The reference bundle, trained on the configured sources."""
     from precompute.operations.train import train_reference
 
@@ -171,7 +171,9 @@ def block(
             with connect(config.redis_url, config.redis_timeout_s) as client:
                 Control(client, config.keyspace()).announce("blocklist")
         except LarderError as error:
-            err.print(f"replicas will see the change at their next poll, since {error.message}")
+            err_console.print(
+                f"replicas will see the change at their next poll, since {error.message}"
+            )
     return {
         "version": blocklist.version,
         "items": len(blocklist.items),
@@ -179,14 +181,18 @@ def block(
     }
 
 
-def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Told:
+def status(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> CommandOutput:
     """Status of everything; its code is 3 where something is not well."""
-    from precompute.cli.status_report import PLACES, look, report
-    from precompute.cli.status_table import shown
+    from precompute.cli.status_report import LOCATION_VARIABLES, read_state, report
+    from precompute.cli.status_table import render_status
 
-    is_placed = arguments.config or arguments.artifacts or any(map(os.environ.get, PLACES))
-    status_report = report(config, look(config), has_settings=bool(is_placed))
+    is_placed = (
+        arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
+    )
+    status_report = report(config, read_state(config), has_settings=bool(is_placed))
     code = 0 if status_report["well"] else NOT_WELL
     if arguments.json:
-        return Told(json_text(status_report), code)
-    return Told(shown(status_report), code)
+        return CommandOutput(json_text(status_report), code)
+    return CommandOutput(render_status(status_report), code)

@@ -30,19 +30,19 @@ from precompute.config.settings import NightConfig
 PLAIN_COLUMNS = 1_000
 BYTES = ("load pages", "restore pages")
 
-Found = dict[str, Any] | Sequence[Table | str | Text]
+OutputContent = dict[str, Any] | Sequence[Table | str | Text]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CommandOutput:
     """Output of a command, with an exit code of its own; a text is written as it is."""
 
-    shown: Found | str
+    content: OutputContent | str
     code: int = 0
 
 
-out = SafeConsole()
-err = SafeConsole(stderr=True, soft_wrap=True)
+out_console = SafeConsole()
+err_console = SafeConsole(stderr=True, soft_wrap=True)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class _Rate(ProgressColumn):
         return Text(f"{rate}/s", style="progress.data.speed")
 
 
-Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
+Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
 """A command of the shell: what it does, and what it found to show."""
 
 
@@ -136,7 +136,7 @@ def _rows(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield name, ", ".join(f"{inner} {inner_value}" for inner, inner_value in value.items())
 
 
-def show(output: Found | str, stdout_console: Console) -> None:
+def show(output: OutputContent | str, stdout_console: Console) -> None:
     """Prints what a command found; where nobody looks, plain and never wrapped."""
     if isinstance(output, str):
         stdout_console.file.write(f"{printable_lines(output)}\n")

@@ -15,12 +15,12 @@ from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.store.audit import audited, entity_digest
 from precompute.builds.copies import sweep_copies
-from precompute.cli.console import Found, err
+from precompute.cli.console import OutputContent, err_console
 from precompute.cli.status_report import iso
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.erasing.erasing import (
-    Standing,
+    ErasureStatus,
     begin_erasing,
     drop_hot,
     drop_overlays,
@@ -34,7 +34,7 @@ from precompute.erasures.host_records import EntityHolder, declare_gone
 from precompute.releases.registry import open_releases
 
 
-def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found:
+def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
     """Erases, re-admits, or only shows; blocking never waits for Redis."""
     store, kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
@@ -46,7 +46,9 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
         with audit_action("declare_gone", f"host {arguments.gone}"):
             forgotten_copies = declare_gone(store, arguments.gone)
         for copy in forgotten_copies:
-            err.print(f"forgotten: copies of {copy.generation} on {copy.host}", markup=False)
+            err_console.print(
+                f"forgotten: copies of {copy.generation} on {copy.host}", markup=False
+            )
     raw = None if arguments.entity is None else canonical_id(arguments.entity)
     subject = "" if raw is None else f"{kind} {entity_digest(raw)}"
     erasure, is_new = None, False
@@ -72,10 +74,10 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
                 sweep_copies(store)
                 standings = settle(config, releases)
         except LarderError as error:
-            err.print(f"Redis could not be asked: {error.message}", markup=False)
+            err_console.print(f"Redis could not be asked: {error.message}", markup=False)
     if standings is None:
         standings = look_without_redis(store)
-        err.print(
+        err_console.print(
             "without Redis nothing is reported as done; replicas see the blocklist at their next poll, and overlays "
             f"expire by themselves within {config.overlay_ttl_s / 3600:.1f} h"
         )
@@ -97,20 +99,22 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     if arguments.json:
         rows = [_row(standing) for standing in selected_standings]
         return {"erasures": rows, "overlays_dropped": reported_overlay_count, "notes": notes}
-    return [*_shown(selected_standings, reported_overlay_count), *notes]
+    return [*_render_statuses(selected_standings, reported_overlay_count), *notes]
 
 
-def _row(standing: Standing) -> dict[str, Any]:
+def _row(standing: ErasureStatus) -> dict[str, Any]:
     """An erasure for programs."""
     erasure = standing.erasure
     return {
         "entity": erasure.entity,
         "as": erasure.kind,
         "asked_at": iso(erasure.at),
-        "stands": standing.word,
+        "stands": standing.state,
         "done_at": erasure.done_at and iso(erasure.done_at),
         "reason": erasure.reason,
-        "held_by": [{"holder": _holder(holder), "until": when} for holder, when in standing.held],
+        "held_by": [
+            {"holder": _holder(holder), "until": when} for holder, when in standing.holders
+        ],
     }
 
 
@@ -136,23 +140,27 @@ def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
     return lines
 
 
-def _shown(standings: Sequence[Standing], dropped_overlay_count: int | None) -> list[Table | str]:
+def _render_statuses(
+    standings: Sequence[ErasureStatus], dropped_overlay_count: int | None
+) -> list[Table | str]:
     table = Table("entity", "as", "asked", "stands", "held by", "until")
     for standing in standings:
         erasure = standing.erasure
         done_text = erasure.done_at and f"done {iso(erasure.done_at)}"
         state_text = (
             f"forgotten: {erasure.reason}"
-            if standing.word == "forgotten"
-            else done_text or standing.word
+            if standing.state == "forgotten"
+            else done_text or standing.state
         )
-        rows = [(_holder(holder), when) for holder, when in standing.held] or [("", "")]
-        table.add_row(_plain(erasure.entity), erasure.kind, iso(erasure.at), state_text, *rows[0])
+        rows = [(_holder(holder), when) for holder, when in standing.holders] or [("", "")]
+        table.add_row(
+            _quote_if_ambiguous(erasure.entity), erasure.kind, iso(erasure.at), state_text, *rows[0]
+        )
         for row in rows[1:]:
             table.add_row("", "", "", "", *row)
-    pending = sum(standing.word == "pending" for standing in standings)
+    pending = sum(standing.state == "pending" for standing in standings)
     lines = [f"{pending} pending, {len(standings) - pending} done or forgotten"]
-    if any(holder.is_copy for standing in standings for holder, _ in standing.held):
+    if any(holder.is_copy for standing in standings for holder, _ in standing.holders):
         lines.append(
             "copies go with the next step, `retire` or service that runs on their host once they are an hour old; a "
             "host that never runs again keeps an erasure pending until `erase --gone HOST` (or a pattern) says so"
@@ -166,7 +174,7 @@ def _holder(holder: EntityHolder) -> str:
     return f"{holder.generation} on {holder.host}" if holder.is_copy else holder.generation
 
 
-def _plain(entity: str) -> str:
+def _quote_if_ambiguous(entity: str) -> str:
     """An id as it is, or quoted where that could not be told from another one."""
     is_plain = entity.isprintable() and not any(character.isspace() for character in entity)
     return entity if is_plain else repr(entity)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cache.control.night_steps import NIGHT
 from precompute.cli.console import CommandPlace
-from precompute.cli.temporary_redis import load_again, nothing, verify_again
+from precompute.cli.temporary_redis import load_again, prepare_nothing, verify_again
 from precompute.experiments import options as experiments
 from precompute.freshness import options as freshness
 from precompute.planning import options as planning
@@ -13,7 +13,7 @@ from precompute.planning import options as planning
 PROG = "python -m precompute"
 INSIDE_SCORE = ("embed_items", "assemble")
 """Steps without a command: `score` runs them before and after its own."""
-LISTED = 50
+WORKLIST_IDS_SHOWN = 50
 """Ids that `worklist` shows where no limit is named."""
 
 
@@ -37,7 +37,9 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         name: str, command_path: str, text: str, *loads: str, generation: bool = False
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, parents=[behind])
-        command.set_defaults(run=CommandPlace(command_path, loads), redis="own", prepare=nothing)
+        command.set_defaults(
+            run=CommandPlace(command_path, loads), redis="own", prepare=prepare_nothing
+        )
         if generation:
             command.add_argument(
                 "generation", help="generation id, as `begin` and `status` print it"
@@ -232,11 +234,13 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         "cli.worklist.worklist",
         "ids that callers ask for and that no night knows, most asked first",
     )
-    command.add_argument("--limit", type=int, default=LISTED, help="shown (default: %(default)s)")
+    command.add_argument(
+        "--limit", type=int, default=WORKLIST_IDS_SHOWN, help="shown (default: %(default)s)"
+    )
     command.add_argument(
         "--export",
         metavar="FILE",
-        type=_place,
+        type=_absolute_path,
         help="all of them as CSV: table, entity, reads, standing",
     )
     command.set_defaults(redis="if running")
@@ -264,18 +268,24 @@ def _add_shared_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -
     to.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
     to.add_argument("--namespace", help="keeps several Larders apart in one Redis")
     to.add_argument(
-        "--artifacts", metavar="URL", type=_place, help="artefact store: a folder or an fsspec URL"
+        "--artifacts",
+        metavar="URL",
+        type=_absolute_path,
+        help="artefact store: a folder or an fsspec URL",
     )
     to.add_argument(
-        "--state", metavar="DIR", type=_place, help="this host's own files (default .larder)"
+        "--state",
+        metavar="DIR",
+        type=_absolute_path,
+        help="this host's own files (default .larder)",
     )
-    to.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
+    to.add_argument("--bundle", metavar="DIR", type=_absolute_path, help="the model bundle")
     to.add_argument("--shards", type=int, help="hash ranges to score separately")
     to.add_argument("--quiet", action="store_true", help="no progress bars")
     to.add_argument("--json", action="store_true", help="what was found, for programs")
     to.add_argument("--debug", action="store_true", help="tracebacks of errors")
 
 
-def _place(text: str) -> str:
+def _absolute_path(text: str) -> str:
     """A path on the command line is relative to the current folder."""
     return text if "://" in text else str(Path(text).absolute())

@@ -17,7 +17,7 @@ from rich.table import Table
 from cache.errors import SourceError
 from cache.process.command_line import json_text
 from precompute.builds.night import size_text
-from precompute.cli.console import Found, out, show
+from precompute.cli.console import OutputContent, out_console, show
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
@@ -25,15 +25,15 @@ from precompute.control.control_keys import Control, connect
 from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.verdict import Verdict
 from precompute.planning.capacity import demand_room, limits_of
-from precompute.planning.filter_costs import FEW, FilterCost
+from precompute.planning.filter_costs import SHORT_LIST_ITEMS, FilterCost
 from precompute.planning.forecast import DAY_S, Forecast, forecast, judged
 from precompute.planning.memory import step_bytes
 from precompute.planning.options import PlanParameters, parameters
-from precompute.planning.spent import Spent
+from precompute.planning.spent import TimeSpent
 from precompute.sources.readers import read_features
 
 
-def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
+def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """Shows the forecast; raises Refused where it would not fit."""
     plan_parameters = parameters(arguments)
     if config.redis_url and arguments.redis_gb is None:  # before a minute's work
@@ -54,7 +54,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         else _tables(night_forecast, verdicts, plan_parameters, generations, limits.arms)
     )
     if not all(verdict.passed for verdict in verdicts):
-        show(output, out)
+        show(output, out_console)
         demand_room(verdicts)
     return output
 
@@ -82,7 +82,7 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
 
 def _json(
     night_forecast: Forecast, verdicts: list[Verdict], generations: int, arms: Sequence[ArmRoom]
-) -> Found:
+) -> OutputContent:
     report = {
         **night_forecast.to_json(),
         "generations": generations,
@@ -98,7 +98,7 @@ def _tables(
     plan_parameters: PlanParameters,
     generations: int,
     arms: Sequence[ArmRoom],
-) -> Found:
+) -> OutputContent:
     shape, timings = night_forecast.shape, night_forecast.timings
     shape_text = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
     title = f"{shape_text}, from {night_forecast.sample_users:,} users"
@@ -156,10 +156,10 @@ def _tables(
             reads,
         )
     filters = Table("table", "items that pass", "Redis", "processor minutes a night", "lists too short",
-                    f"of {FEW}", "search / read, ms", "pays")  # fmt: skip
+                    f"of {SHORT_LIST_ITEMS}", "search / read, ms", "pays")  # fmt: skip
     for filter_cost in night_forecast.filters:
         filters.add_row(
-            escape(filter_cost.name), f"{filter_cost.passing:,}", size_text(filter_cost.redis_bytes),
+            escape(filter_cost.name), f"{filter_cost.passing_item_count:,}", size_text(filter_cost.redis_bytes),
             f"{filter_cost.night_s / 60:.2f}",
             f"{filter_cost.cut:.1%}", f"{filter_cost.cut_few:.1%}",
             f"{filter_cost.search_s * 1e3:.2f} / {filter_cost.read_s * 1e3:.2f}",
@@ -228,5 +228,5 @@ def _pays(filter_cost: FilterCost, qps: float | None) -> str:
     return f"{break_even_text} (made)" if filter_cost.is_made else break_even_text
 
 
-def _minutes(spent: Spent) -> tuple[str, str]:
+def _minutes(spent: TimeSpent) -> tuple[str, str]:
     return f"{spent.wall_s / 60:.2f}", f"{spent.cpu_s / 60:.2f}"

@@ -14,32 +14,32 @@ from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.control.rows import Replica, Row
+from precompute.control.rows import RegistryRow, Replica
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
 from precompute.events.files import last_taken
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import standing
 
-AWAY, ABSENT, THERE = "away", "absent", "there"
+REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 NO_SETTINGS = (
     "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
     "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
 )
-PLACES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
+LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Variables of the environment of which each says where a namespace is."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceState:
-    """State as read; `now` is Redis' time where it could be asked. `why`: what keeps Redis from being asked."""
+    """State as read; `read_at` is Redis' time where it could be asked. `redis_error`: why it could not be."""
 
     ledger: Ledger
-    now: float
+    read_at: float
     redis: str
-    why: str | None = None
+    redis_error: str | None = None
     pointer: Pointer | None = None
-    rows: Mapping[str, Row] = field(default_factory=dict)
+    rows: Mapping[str, RegistryRow] = field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
     silent_replicas: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -55,17 +55,17 @@ class NamespaceState:
         return self.ledger.canary if self.pointer is None else self.pointer.canary
 
 
-def look(config: NightConfig) -> NamespaceState:
+def read_state(config: NightConfig) -> NamespaceState:
     """Reads what there is, without Redis the store alone; raises LarderError for a store that cannot be read."""
     if not config.redis_url:
-        return NamespaceState(fold(all_releases(config.store())), time.time(), ABSENT)
+        return NamespaceState(fold(all_releases(config.store())), time.time(), REDIS_NOT_CONFIGURED)
     try:
         with open_releases(config) as releases:
             view = releases.view()
             return NamespaceState(
                 view.ledger,
                 releases.clock(),
-                THERE,
+                REDIS_REACHABLE,
                 pointer=view.pointer,
                 rows=view.rows,
                 replicas=tuple(releases.control.replicas()),
@@ -74,7 +74,7 @@ def look(config: NightConfig) -> NamespaceState:
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
-        return NamespaceState(ledger, time.time(), AWAY, error.message)
+        return NamespaceState(ledger, time.time(), REDIS_UNREACHABLE, error.message)
 
 
 def _memory(client: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def report(
         "problems": [],
         "redis": {
             "state": namespace_state.redis,
-            "why": namespace_state.why,
+            "why": namespace_state.redis_error,
             **namespace_state.memory,
         },
         "live": namespace_state.live,
@@ -134,11 +134,11 @@ def report(
 def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> list[str]:
     problems = []
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
-    if namespace_state.redis == AWAY:
-        problems.append(f"Redis cannot be asked: {namespace_state.why}")
+    if namespace_state.redis == REDIS_UNREACHABLE:
+        problems.append(f"Redis cannot be asked: {namespace_state.redis_error}")
     if namespace_state.live is None:
         problems.append("nothing is live: run `larder night`")
-    if namespace_state.redis == THERE and ledger.live is not None:
+    if namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
         if pointer is None:
             problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
@@ -186,7 +186,7 @@ def _generation(
         "state": str(standing(generation, ledger, row) or State.BEGUN),
         "roles": [role for role, role_generation in roles.items() if role_generation == generation],
         "reason": "" if row is None else row.reason,
-        "pinned": ledger.is_pinned(generation, namespace_state.now),
+        "pinned": ledger.is_pinned(generation, namespace_state.read_at),
         "pinned_until": _iso(ledger.pinned.get(generation)),
     }
     try:
@@ -207,7 +207,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
             "records": sum(part.count for part in table.parts),
             "bytes": sum(part.file.size_bytes for part in table.parts),
         }
-        for name, table in manifest.stored.items()
+        for name, table in manifest.stored_tables.items()
     }
     failed = [
         {name: gate.get(name) for name in ("rule", "value", "threshold")}
@@ -244,7 +244,7 @@ def _events(
 
 def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str, Any]:
     schedule = Schedule(config.schedule, config.timezone, config.schedule_grace_s)
-    next_at = schedule.tick_after(namespace_state.now)
+    next_at = schedule.tick_after(namespace_state.read_at)
     created_at: float | None = None
     data_until: float | None = None
     if namespace_state.live is not None:
@@ -256,9 +256,9 @@ def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str,
     return {
         "cron": config.schedule,
         "timezone": config.timezone,
-        "due": _iso(schedule.due(namespace_state.now)),
-        "missing": schedule.is_missing(namespace_state.now, created_at),
-        "age_seconds": None if data_until is None else round(namespace_state.now - data_until),
+        "due": _iso(schedule.due(namespace_state.read_at)),
+        "missing": schedule.is_missing(namespace_state.read_at, created_at),
+        "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
         "next": _iso(next_at),
         "next_expected_by": _iso(next_at + config.schedule_grace_s),
     }

@@ -8,13 +8,18 @@ from rich.text import Text
 
 from cache.events.position import BEGINNING, Position
 from precompute.builds.night import size_text
-from precompute.cli.status_report import ABSENT, AWAY, THERE, iso
+from precompute.cli.status_report import (
+    REDIS_NOT_CONFIGURED,
+    REDIS_REACHABLE,
+    REDIS_UNREACHABLE,
+    iso,
+)
 from precompute.reuse.words import users_in_words
 
 _COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
 
 
-def shown(status: Mapping[str, Any]) -> list[Table | str | Text]:
+def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
     """A verdict, the generations, then everything else in a line each."""
     table = Table(*_COLUMNS, title=f"namespace {status['namespace']}")
     for generation_status in status["generations"]:
@@ -26,7 +31,7 @@ def shown(status: Mapping[str, Any]) -> list[Table | str | Text]:
 
 def _well(status: Mapping[str, Any]) -> str:
     """The verdict where no problem was found; it says so where nobody serves what is live."""
-    is_served = status["replicas"] or status["redis"]["state"] != THERE
+    is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
     return (
         "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"
     )
@@ -43,7 +48,7 @@ def _row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
         generation_status["data_until"] or "-",
         _size(generation_status["redis_bytes"]),
         _size(generation_status["store_bytes"]),
-        _share(generation_status["reuse"]),
+        _format_copied_share(generation_status["reuse"]),
         _gates(generation_status["gates"]),
         " ".join(notes),
     )
@@ -53,7 +58,7 @@ def _size(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else size_text(size_bytes)
 
 
-def _share(reuse: Mapping[str, Any] | None) -> str:
+def _format_copied_share(reuse: Mapping[str, Any] | None) -> str:
     copied_fraction = None if reuse is None else reuse["share"]
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
@@ -118,11 +123,11 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
     due = f"due: the generation of {schedule['due']} is {state}"
     after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
     lines = [f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})"]
-    if redis["state"] == AWAY:
+    if redis["state"] == REDIS_UNREACHABLE:
         lines.append(
             "this is what the artefact store knows; who was loaded or verified, Redis would"
         )
-    elif redis["state"] == ABSENT:
+    elif redis["state"] == REDIS_NOT_CONFIGURED:
         lines.append(
             "no Redis is configured and none runs here: this is what the artefact store knows"
         )
@@ -142,7 +147,7 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
     replicas = len(status["replicas"])
     replicas_text = (
         f"{replicas} replica{'s' * (replicas != 1)}"
-        if redis["state"] == THERE
+        if redis["state"] == REDIS_REACHABLE
         else "replicas not counted, for they beat in Redis"
     )
     lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")

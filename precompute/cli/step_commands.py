@@ -22,7 +22,7 @@ def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     build = _build(arguments) if "generation" in arguments else {}
     return step_in_night(arguments.step)(
         Night(config, attempt, progress=progress, build=build)
-    ).found
+    ).result
 
 
 def _build(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def _fill(config: NightConfig, progress: Progress) -> None:
         restore(config, attempt=new_attempt(), progress=progress)
 
 
-def nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
+def prepare_nothing(
+    _config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
+) -> None:
     """Prepares nothing: most commands need no more of a new server than what was published."""
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from cache.control.hot_keys import COLD, Name, hour_of
+from cache.control.hot_keys import COLD_WINDOW, Name, hour_of
 from cache.errors import ConfigError, LarderError, StoreError
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.process.printable import printable
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
-from precompute.cli.console import Found, err
+from precompute.cli.console import OutputContent, err_console
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
@@ -38,7 +38,9 @@ class WorklistRow(NamedTuple):
     standing: str
 
 
-def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found:
+def worklist(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> OutputContent:
     """The ids as a table, and as a file if one is named."""
     if arguments.limit < 1:
         raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
@@ -68,9 +70,9 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
 
 def read(control: Control) -> dict[Name, int]:
     """Counts of reads in vain by table and id, this day and the last, over all replicas."""
-    day, counts = hour_of(control.time(), COLD), Counter[Name]()
+    day, counts = hour_of(control.time(), COLD_WINDOW), Counter[Name]()
     for counted_day in (day, day - 1):
-        key = control.keys.cold(counted_day)
+        key = control.keys.cold_names(counted_day)
         pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
         for raw, count in pairs:
             table, _, entity = raw.partition(b":")
@@ -83,7 +85,7 @@ def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) ->
     excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
     blocked = latest_blocklist(store)
     excluded_ids |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
-    known_entities = Known(store, live)
+    known_entities = KnownEntities(store, live)
     rows = [
         WorklistRow(table, raw.decode(errors="replace"), count, known_entities.standing(table, raw))
         for (table, raw), count in counts.items()
@@ -92,7 +94,7 @@ def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) ->
     return sorted(rows, key=lambda row: (-row.reads, row.table, row.entity))
 
 
-class Known:
+class KnownEntities:
     """Entities that the live generation knows, and those it knows to have acted after its cut (a bounded sample)."""
 
     def __init__(self, store: ArtefactStore, live: str | None) -> None:
@@ -117,7 +119,7 @@ class Known:
         ):  # the holdout, kept or not, decides no more than a word
             return
         except LarderError as error:
-            err.print(f"{live} cannot be looked at: {error.message}", markup=False)
+            err_console.print(f"{live} cannot be looked at: {error.message}", markup=False)
 
     def standing(self, table: str, raw: bytes) -> str:
         """Standing of an id: known, coming or no input."""

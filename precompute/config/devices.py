@@ -110,7 +110,7 @@ def least_busy(
                 yield device_names[round_robin_index]
                 return
             busy = {
-                device_name: _taken(lock_folder, names[device_name])
+                device_name: _held_slots(lock_folder, names[device_name])
                 for device_name in (
                     *device_names[round_robin_index:],
                     *device_names[:round_robin_index],
@@ -169,7 +169,7 @@ def _is_locked(file: IO[str]) -> bool:
             return True
 
 
-def _taken(folder: Path, name: str) -> set[int]:
+def _held_slots(folder: Path, name: str) -> set[int]:
     """Slots of a device of this name that living processes hold."""
     occupied_slots = set()
     for path in folder.glob(_lock_name(_slot(name, "*"))):

@@ -22,7 +22,7 @@ def connect(
             f"no Redis is configured: set {variable}, or run through a command that starts one"
         )
     try:
-        with translated(_place(url), variable):
+        with translated(_without_password(url), variable):
             client = open_client(
                 url,
                 protocol=3,
@@ -32,7 +32,7 @@ def connect(
     except ValueError as error:
         raise ConfigError(f"{variable} cannot be used: {error}") from error
     try:
-        with translated(_place(url), variable):
+        with translated(_without_password(url), variable):
             yield client
     finally:
         client.close()
@@ -44,7 +44,7 @@ def connect_events(config: NightConfig) -> AbstractContextManager["redis.Redis"]
     return connect(config.events_redis, config.redis_timeout_s, variable)
 
 
-def _place(url: str) -> str:
+def _without_password(url: str) -> str:
     """A URL without its password."""
     credentials, at, after = urlsplit(url).netloc.rpartition("@")
     user = credentials.partition(":")[0]

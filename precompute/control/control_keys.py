@@ -13,7 +13,7 @@ from cache.l2.sync_clients import home, masters
 from cache.resp.reply_shapes import COUNT, MOVED, checked
 from cache.store.releases import Pointer
 from precompute.control.connection import connect as connect
-from precompute.control.rows import Replica, Row
+from precompute.control.rows import RegistryRow, Replica
 from precompute.control.states import State
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ return {1, ARGV[2]}
 """
 
 # Rows change only while the pointer is the one that the writer looked at; a retired row is final.
-_MARK = """#!lua flags=allow-oom
+_WRITE_ROWS_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local pointer = found and cjson.decode(found)
 if (pointer and string.format('%.0f', pointer.epoch) or '0') ~= ARGV[1] then return 0 end
@@ -98,7 +98,7 @@ class Control:
     def __init__(self, client: "redis.Redis", keys: Keyspace) -> None:
         self.client = client
         self.keys = keys
-        self._told: set[bytes] = set()
+        self._logged_payloads: set[bytes] = set()
 
     def pointer(self) -> Pointer | None:
         """Pointer to what is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
@@ -119,7 +119,7 @@ class Control:
         to: Pointer,
         *,
         expected_epoch: int,
-        rows: Mapping[str, Row],
+        rows: Mapping[str, RegistryRow],
         allowed: Collection[State] = (),
     ) -> Pointer | None:
         """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
@@ -145,9 +145,9 @@ class Control:
             )
         return Pointer.from_bytes(raw) if moved else None
 
-    def mark(
+    def write_rows(
         self,
-        rows: Mapping[str, Row],
+        rows: Mapping[str, RegistryRow],
         *,
         expected_epoch: int,
         unless: Literal["", "live", "previous"] = "",
@@ -160,19 +160,21 @@ class Control:
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations)
-        marked = checked("EVAL", self.client.eval(_MARK, len(names), *names, *arguments), COUNT)
+        marked = checked(
+            "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(names), *names, *arguments), COUNT
+        )
         if marked == 2:
             raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
         return bool(marked)
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, RegistryRow]:
         """The whole registry; raises CorruptArtefact for a row that cannot be read."""
         raw: Any = self.client.hgetall(self.keys.generations)
         rows_by_generation = {}
         for name, value in raw.items():
             generation = name.decode(errors="replace")
             try:
-                rows_by_generation[generation] = Row.from_bytes(value)
+                rows_by_generation[generation] = RegistryRow.from_bytes(value)
             except UnknownFormat as error:
                 raise UnknownFormat(f"{generation}: {error.message}") from error
             except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -185,7 +187,7 @@ class Control:
                 ) from error
         return rows_by_generation
 
-    def set_row(self, generation: str, row: Row) -> None:
+    def set_row(self, generation: str, row: RegistryRow) -> None:
         """Write one row."""
         self.client.hset(self.keys.generations, generation, row.to_bytes())
 
@@ -216,8 +218,8 @@ class Control:
             try:
                 replica = Replica.from_beat(value, float(beat_at))
             except (ValueError, TypeError, KeyError, AttributeError):
-                if value not in self._told:
-                    self._told.add(value)
+                if value not in self._logged_payloads:
+                    self._logged_payloads.add(value)
                     log.warning("%s holds what is no heartbeat: %.80r", key, value)
                 continue
             found[replica.name] = replica

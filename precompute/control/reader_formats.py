@@ -58,6 +58,6 @@ def _under_older_keys(control: Control) -> list[Replica]:
     """Replicas that beat under keys of an older version within the window: this release's pointer is none to them."""
     found: list[Replica] = []
     now_s = control.time()
-    for version in range(FORMATS[KEYS].oldest, FORMATS[KEYS].written):
+    for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):
         found += control.replicas_under(control.keys.replicas_of(version), now_s)
     return found

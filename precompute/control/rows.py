@@ -11,7 +11,7 @@ from precompute.control.states import State
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RegistryRow:
     """A generation's row in the registry; `at` is Unix seconds."""
 
     state: State
@@ -24,7 +24,7 @@ class Row:
         return orjson.dumps(fields | stamp(REGISTRY_ROW))
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> "Row":
+    def from_bytes(cls, raw: bytes) -> "RegistryRow":
         """Reads `to_bytes`; raises ValueError, TypeError, KeyError or AttributeError for anything else.
 
         UnknownFormat for one of another release.
@@ -47,7 +47,7 @@ class Replica:
     name: str
     beat_at: float
     serving: str | None
-    holds: tuple[str, ...]
+    held_generations: tuple[str, ...]
     epoch: int | None = None
     ready: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)

@@ -73,7 +73,7 @@ ALLOWED: Final[Mapping[str, frozenset[State]]] = {
 """Action -> states of the generation from which it may be taken."""
 
 
-WORDS: Final = {"canary": "start a canary of"}
+VERB_BY_ACTION: Final = {"canary": "start a canary of"}
 """Action -> words for it where its name is no verb."""
 
 
@@ -118,7 +118,7 @@ def demand(action: str, generation: str, state: State | None) -> None:
     """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
     if state not in TRANSITIONS[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
-        verb = WORDS.get(action, action.replace("_", " "))
+        verb = VERB_BY_ACTION.get(action, action.replace("_", " "))
         remedy = remedy_of(action, generation, state)
         raise Conflict(
             f"cannot {verb} {generation}: it is {state or 'unknown'}, not one of {allowed}{remedy}",
@@ -187,7 +187,7 @@ def fold(releases: Sequence[Release]) -> Ledger:
     for release in sorted(releases, key=lambda record: record.epoch):
         generation, action = release.generation, release.action
         epoch = max(epoch, release.epoch)
-        if action in POINTED and not release.done:
+        if action in POINTED and not release.is_done:
             continue
         if action in MOVES:
             replaced_generations = [] if live in (None, generation) else [live]

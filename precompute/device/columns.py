@@ -22,13 +22,14 @@ class Columns:
     """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
 
     Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `LANES` groups are a block.
-    `ordinals` int64 [columns], `places` int64 [items + 1] the other way round (-1 where left out; the last entry is
-    nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no items.
+    `ordinals` int64 [columns], `column_by_ordinal` int64 [items + 1] the other way round (-1 where left out; the last
+    entry is nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no
+    items.
     """
 
     codes: torch.Tensor
     ordinals: torch.Tensor
-    places: torch.Tensor
+    column_by_ordinal: torch.Tensor
     longest: torch.Tensor
     residual: torch.Tensor
     padding: torch.Tensor

@@ -9,7 +9,7 @@ from cache.model.ranking import score
 
 SUMS = 4
 """Sums beside each other, of every fourth number."""
-_TURN = 16
+_DIMS_PER_GROUP = 16
 WORST = torch.iinfo(torch.int64).min
 """The key of no pair at all."""
 
@@ -31,7 +31,7 @@ def _order(dims: int, device: torch.device) -> torch.Tensor:
     """Places of the steps, int64: on the device once, as copying them there waits for all that is under way."""
     turned = [
         step
-        for start in range(0, dims // _TURN * SUMS, SUMS)
+        for start in range(0, dims // _DIMS_PER_GROUP * SUMS, SUMS)
         for step in range(start + SUMS - 1, start - 1, -1)
     ]
     return torch.tensor([*turned, *range(len(turned), -(-dims // SUMS))], device=device)

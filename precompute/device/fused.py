@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cache.model.ranking import Metric, unit
-from cache.topk.flat import Compared
+from cache.topk.flat import ComparableItems
 from precompute.device import hopper
 from precompute.device import search as operators
 from precompute.device.columns import ABREAST, LANES, SPLITS, BlockStage, Columns
@@ -56,7 +56,7 @@ _DEVIATIONS = 3
 NONE = -1
 """Number of no group."""
 _ENTRY_BYTES = 16
-_NOTHING = float("-inf")
+_NO_SCORE = float("-inf")
 _PROBED = 9000
 """Items, of two stages."""
 _SHORTEST = 0.25
@@ -135,7 +135,7 @@ def kept_of(
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     kept_entries = torch.full((users, capacity, 4), NONE, dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
-    limits, left_out = (torch.full((users,), _NOTHING, device=device) for _ in range(2))
+    limits, left_out = (torch.full((users,), _NO_SCORE, device=device) for _ in range(2))
     weight = weight_of(items, columns, queries)
     for stage in (estimating_stages_of if estimating else stages_of)(blocks, room):
         write_entries(columns, weight, queries, limits, stage, entries, counts, tiles)
@@ -239,7 +239,14 @@ def keys_of(
     )
     if tiles.hopper is not None:
         tiles.hopper.write_keys(
-            items.exact, items.own, columns, queries, hidden, kept_entries, left_out, keys
+            items.exact,
+            items.cosine_lengths,
+            columns,
+            queries,
+            hidden,
+            kept_entries,
+            left_out,
+            keys,
         )
         return keys
     part = min(
@@ -248,11 +255,11 @@ def keys_of(
     steps = items.exact.shape[1]
     placeholder_lengths = queries.exact  # where there are no lengths none are read
     kernels_of_keys.exact[-(-users * capacity // part),](
-        queries.exact, placeholder_lengths if queries.own is None else queries.own,
-        items.exact, placeholder_lengths if items.own is None else items.own,
+        queries.exact, placeholder_lengths if queries.cosine_lengths is None else queries.cosine_lengths,
+        items.exact, placeholder_lengths if items.cosine_lengths is None else items.cosine_lengths,
         kept_entries, left_out, columns.ordinals, *hidden, keys, users * capacity, len(items.order),
         steps=steps, unroll=min(_UNROLLED, steps & -steps), size=columns.size, capacity=capacity, part=part,
-        cosine=items.own is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False,
+        cosine=items.cosine_lengths is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False,
         maxnreg=EXACT_REGISTERS,
     )  # fmt: skip
     return keys
@@ -286,19 +293,19 @@ def agrees(dims: int, device: torch.device) -> bool:
         ("cosine", unit(users)),
     )
     for metric, compared in metrics:
-        of_metric = Compared.of(vectors, metric)
+        of_metric = ComparableItems.of(vectors, metric)
         device_items = DeviceItems.of(of_metric, device, torch.float16, GROUP)
         queries = device_items.queries(users, compared)
-        shape = SearchShape(len(users), len(device_items.whole.ordinals), 48, estimating=True)
-        keys, sure = search(device_items, device_items.whole, queries, pairs, 16, shape)
+        shape = SearchShape(len(users), len(device_items.all_columns.ordinals), 48, estimating=True)
+        keys, sure = search(device_items, device_items.all_columns, queries, pairs, 16, shape)
         expected_keys, also = operators.search(
-            device_items, device_items.whole, queries, pairs, 16, shape
+            device_items, device_items.all_columns, queries, pairs, 16, shape
         )
         is_certain_in_both = sure & also
         if not (
             sure.any()
             and torch.equal(keys[is_certain_in_both], expected_keys[is_certain_in_both])
-            and _hold(device_items, queries)
+            and _has_valid_bounds(device_items, queries)
         ):
             return False
     return True
@@ -312,19 +319,19 @@ def bounds_of(items: DeviceItems, columns: Columns, queries: Queries, tiles: Til
     (stage,) = stages_of(blocks, room)
     entries = torch.empty((users, SEGMENTS, room, 4), dtype=torch.int32, device=device)
     counts = torch.empty((users, SEGMENTS), dtype=torch.int32, device=device)
-    limits = torch.full((users,), _NOTHING, device=device)
+    limits = torch.full((users,), _NO_SCORE, device=device)
     write_entries(
         columns, weight_of(items, columns, queries), queries, limits, stage, entries, counts, tiles
     )
-    bounds = torch.full((users, len(columns.longest)), _NOTHING, device=device)
+    bounds = torch.full((users, len(columns.longest)), _NO_SCORE, device=device)
     written = torch.arange(room, device=device) < counts[..., None]
     user = written.nonzero()[:, 0]
     bounds[user, entries[..., 1][written]] = entries[..., 0][written].view(torch.float32)
     return bounds
 
 
-def _hold(items: DeviceItems, queries: Queries) -> bool:
-    columns, users, device = items.whole, len(queries.codes), queries.codes.device
+def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
+    columns, users, device = items.all_columns, len(queries.codes), queries.codes.device
     bounds = bounds_of(items, columns, queries, tiles_of(users, queries.codes.shape[1], device))
     highest = columns.largest(queries.codes.double() @ columns.codes.double().T)
     margin = items.margin(columns, slice(None), queries.length, queries.residual)

@@ -32,7 +32,7 @@ _STAGES_MOST = 8
 _SHARED_BYTES = 224 << 10
 """Shared memory for users and the ring of items; a program may have 227 KiB."""
 _ALIGNMENT_BYTES = 1024
-ROUND_UP, LEAST = 1 + 1e-5, 1e-12
+ROUND_UP, ROUND_UP_SUMMAND = 1 + 1e-5, 1e-12
 """Factor and summand by which lengths of vectors are rounded up."""
 KEEP_ROOM, KEEP_MOST = 32, 256
 """Entries of a segment for `keep`, and the most that it keeps of a user: more do not fit into registers."""
@@ -147,8 +147,8 @@ class HopperKernels:
         """
         users, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
-        is_cosine = item_lengths is not None and queries.own is not None
-        lengths = (queries.own, item_lengths) if is_cosine else (queries.exact, vectors)
+        is_cosine = item_lengths is not None and queries.cosine_lengths is not None
+        lengths = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
         arguments = [
             *_pointers(queries.exact, lengths[0], vectors, lengths[1]),
             *_pointers(kept_entries, left_out, columns.ordinals, *hidden, keys),
@@ -197,7 +197,11 @@ def _loaded(chunks: int, device: torch.device) -> HopperKernels | None:
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)  # the device's context is then this thread's
-            lengths = {"NUMBERS": chunks * _CHUNK // 32, "ROUND_UP": ROUND_UP, "LEAST": LEAST}
+            lengths = {
+                "NUMBERS": chunks * _CHUNK // 32,
+                "ROUND_UP": ROUND_UP,
+                "LEAST": ROUND_UP_SUMMAND,
+            }
             encode = _function("encode", compiled("encode", lengths), 0)
             sizes = ring | {"SPLITS": SPLITS, "LANES": LANES}
             above = _function("above", compiled("above", sizes), shared_bytes)

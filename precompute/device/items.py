@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.topk.compiled import own_lengths
-from cache.topk.flat import Compared
+from cache.topk.flat import ComparableItems
 from precompute.device.columns import Columns, columns_by_rank, group_of
 from precompute.device.exact import SUMS, in_order
-from precompute.device.hopper import LEAST, ROUND_UP, kernels_for
+from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
 from precompute.device.queries import Queries
 
 _NORMAL = {torch.float16: 2.0**-14}
 """Smaller numbers are left to the residual: not every GPU multiplies them."""
-_OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
+_ROUNDING_BY_DTYPE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 UNDERFLOW = 2.0**-24
 _POWER_MOST = 126
 """With it what is shorter than float32's normal numbers is still short, and no number of it infinite."""
@@ -30,12 +30,12 @@ _PROBED = 256
 class DeviceItems:
     """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it.
 
-    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_order`, and `own` float32 [items], the lengths
-    of items that are compared by the cosine.
+    By ordinal are `exact` float32 [items, steps, 4], their vectors `in_order`, and `cosine_lengths` float32 [items],
+    the lengths of items that are compared by the cosine.
     """
 
     exact: torch.Tensor
-    own: torch.Tensor | None
+    cosine_lengths: torch.Tensor | None
     order: torch.Tensor
     codes: torch.Tensor
     length: torch.Tensor
@@ -45,11 +45,15 @@ class DeviceItems:
     """A product's rounding and that of the exact score, relative to both lengths."""
     group: int | None
     """Items that share a bound; None: as many as suits their number."""
-    whole: Columns
+    all_columns: Columns
 
     @classmethod
     def of(
-        cls, compared: Compared, device: torch.device, dtype: torch.dtype, group: int | None = None
+        cls,
+        compared: ComparableItems,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: int | None = None,
     ) -> Self:
         """Raises torch.OutOfMemoryError where the device has no room for them."""
         dims = compared.vectors.shape[1]
@@ -69,11 +73,11 @@ class DeviceItems:
         where = moved(order, device)
         return cls(
             exact, None if item_lengths is None else moved(item_lengths, device), where, codes, length, residual, scale,
-            _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
+            _ROUNDING_BY_DTYPE[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
             group, columns_by_rank(codes, length, residual, where, len(order), size),
         )  # fmt: skip
 
-    def holds(self) -> bool:
+    def is_within_error_bound(self) -> bool:
         """True if this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
 
         Tried on positive numbers, whose partial sums are as large as they get: sums in half precision show.
@@ -103,7 +107,7 @@ class DeviceItems:
         """Users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
         device = self.codes.device
         scored_users = moved(users, device)
-        user_lengths = None if self.own is None else moved(own_lengths(users), device)
+        user_lengths = None if self.cosine_lengths is None else moved(own_lengths(users), device)
         width = self.codes.shape[1]
         kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
         if kernels is not None:
@@ -133,7 +137,7 @@ class DeviceItems:
             indptr = exclusions.indptr[rows.start : rows.stop + 1]
             indices = exclusions.indices[indptr[0] : indptr[-1]]
         else:
-            part = exclusions.take(rows)
+            part = exclusions.select_rows(rows)
             indptr, indices = part.indptr, part.indices
         device, items = self.codes.device, len(self.order)
         counts, ordinals = (moved(array, device) for array in (np.diff(indptr), indices))
@@ -201,4 +205,4 @@ def slice_of(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 
 def _above(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths * ROUND_UP + LEAST).to(torch.float32)
+    return (lengths * ROUND_UP + ROUND_UP_SUMMAND).to(torch.float32)

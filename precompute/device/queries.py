@@ -13,7 +13,7 @@ class Queries:
     """
 
     exact: torch.Tensor
-    own: torch.Tensor | None
+    cosine_lengths: torch.Tensor | None
     codes: torch.Tensor
     length: torch.Tensor
     residual: torch.Tensor
@@ -23,4 +23,4 @@ class Queries:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of these users."""
         always = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
-        return always if self.own is None else (*always, self.own)
+        return always if self.cosine_lengths is None else (*always, self.cosine_lengths)

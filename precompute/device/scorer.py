@@ -17,7 +17,7 @@ from cache.errors import LarderError
 from cache.model.ranking import Metric, unit
 from cache.model.tower import Histories
 from cache.topk.compiled import fits, long_enough
-from cache.topk.flat import Compared, Top, lengths
+from cache.topk.flat import ComparableItems, Top, lengths
 from cache.topk.topk import Scorer, checked
 from precompute.config.device_failures import is_full, is_of_device
 from precompute.device.columns import Columns
@@ -31,7 +31,7 @@ UNDER_WAY = 3
 stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
 _FETCHED = ((8, 16), (4, 480))
 """Candidates beside k, a share of it and some: at first, and again for the few whose list was not certain."""
-_SHARE = 0.5
+_MEMORY_FRACTION = 0.5
 _PROCESSOR_BYTES = 256 << 20
 _SIZES = (1e-36, 1e36)
 """Lengths that a power of two scales to one."""
@@ -40,15 +40,15 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _SearchRequest:
     """Request of one call of `top`, and the arrays that its answer fills; `fused` where the kernels are to do it."""
 
     users: NDArray[np.float32]
     k: int
-    gone: Histories
+    exclusions: Histories
     columns: Columns
-    out: Top
-    told: Callable[[int], None]
+    results: Top
+    on_progress: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None = None
     estimating: bool = False
@@ -57,7 +57,9 @@ class _Asked:
 class DeviceScorer:
     """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
 
-    def __init__(self, compared: Compared, items: DeviceItems, fused: ModuleType | None) -> None:
+    def __init__(
+        self, compared: ComparableItems, items: DeviceItems, fused: ModuleType | None
+    ) -> None:
         self._compared = compared
         self._items = items
         self._fused = fused
@@ -92,7 +94,7 @@ class DeviceScorer:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_tf32 = False
-        compared = Compared.of(np.ascontiguousarray(vectors), metric)
+        compared = ComparableItems.of(np.ascontiguousarray(vectors), metric)
         sizes = lengths(compared.vectors) if metric == "cosine" else compared.sizes
         certain = len(sizes) > 0 and _SIZES[0] < sizes.max() < _SIZES[1]
         if not certain or (metric == "cosine" and not fits(compared, compared.vectors).all()):
@@ -111,7 +113,7 @@ class DeviceScorer:
             group = faster.GROUP if faster else None
             items = DeviceItems.of(compared, where, product_dtype, group)
             _settle(where)
-            if not items.holds():
+            if not items.is_within_error_bound():
                 _log.warning(
                     "the products of %s are rougher than %s is: not used", device, product_dtype
                 )
@@ -138,7 +140,7 @@ class DeviceScorer:
         report_progress = progress or (lambda _: None)
         remaining_rows = np.arange(len(users))
         try:
-            search_request = _Asked(
+            search_request = _SearchRequest(
                 users,
                 k,
                 exclusions,
@@ -160,11 +162,11 @@ class DeviceScorer:
                         attempt, remaining_rows, k + k // k_divisor + extra_candidates
                     )
         if len(remaining_rows):
-            processor_scorer = self._whole_rest if self.has_failed else self._few
+            processor_scorer = self._cpu_scorer if self.has_failed else self._exhaustive_scorer
             part = processor_scorer.top(
                 users[remaining_rows],
                 k,
-                exclusions.take(remaining_rows),
+                exclusions.select_rows(remaining_rows),
                 allowed=allowed,
                 threads=threads,
                 progress=report_progress,
@@ -173,23 +175,23 @@ class DeviceScorer:
         return top_lists
 
     @cached_property
-    def _few(self) -> Scorer:
+    def _exhaustive_scorer(self) -> Scorer:
         """Scorer for lists that no number of candidates makes certain: not worth laying the items out."""
         return Scorer.of(self._compared.vectors, self._compared.metric, engine=False)
 
     @cached_property
-    def _whole_rest(self) -> Scorer:
+    def _cpu_scorer(self) -> Scorer:
         return Scorer.of(self._compared.vectors, self._compared.metric)
 
     def _columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
         if allowed is None or self.has_failed:
-            return self._items.whole
+            return self._items.all_columns
         columns = self._items.only(torch.from_numpy(allowed).to(self._device))
         _settle(self._device)
         return columns
 
     def _attempt(
-        self, search_request: _Asked, rows: NDArray[np.int64], fetch: int
+        self, search_request: _SearchRequest, rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
         """Scores some users; those of them whose list is not certain."""
         step = self._shape(search_request, fetch).users
@@ -198,7 +200,7 @@ class DeviceScorer:
             return np.concatenate([*pool.map(partial(self._slab, search_request, fetch), slabs)])
 
     def _slab(
-        self, search_request: _Asked, fetch: int, rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, fetch: int, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Searches for users, in smaller pieces where the device runs out of memory; the rows left to others."""
         pieces, remaining_parts = [rows], []
@@ -228,18 +230,18 @@ class DeviceScorer:
                 pieces.append(piece)
                 continue
             remaining_parts.append(uncertain)
-            search_request.told(len(piece) - len(uncertain))
+            search_request.on_progress(len(piece) - len(uncertain))
         return np.sort(np.concatenate(remaining_parts))  # pieces are taken last first
 
     def _search(
-        self, search_request: _Asked, shape: SearchShape, rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, shape: SearchShape, rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         where = slice_of(rows)
         users = np.ascontiguousarray(search_request.users[where])
         compared = unit(users) if self._compared.metric == "cosine" else users
         with torch.cuda.stream(self._loads):
             queries = self._items.queries(users, compared)
-            pairs = self._items.pairs(search_request.gone, where)
+            pairs = self._items.pairs(search_request.exclusions, where)
             loaded = None if self._loads is None else self._loads.record_event()
         with self._launching, torch.cuda.stream(self._stream):
             if self._stream is not None and loaded is not None:
@@ -257,7 +259,7 @@ class DeviceScorer:
         if not np.isfinite(sizes).all():
             checked(self._compared, search_request.users, search_request.k, None, None)
         # Lists that are not certain are written again by whoever makes them so.
-        search_request.out[0][where], search_request.out[1][where] = (
+        search_request.results[0][where], search_request.results[1][where] = (
             ordinals.view(np.uint32),
             scores,
         )
@@ -286,9 +288,9 @@ class DeviceScorer:
         used = torch.cuda.memory_allocated(self._device)
         cached_bytes = torch.cuda.memory_reserved(self._device) - used
         allowance_bytes = total * torch.cuda.get_per_process_memory_fraction(self._device) - used
-        return max(0, int(min(free + cached_bytes, allowance_bytes) * _SHARE))
+        return max(0, int(min(free + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
 
-    def _shape(self, search_request: _Asked, fetch: int) -> SearchShape:
+    def _shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
         room = search_request.room_bytes // self._parts
         by = self._by_kernels(search_request, fetch)
@@ -297,11 +299,11 @@ class DeviceScorer:
         )
         return replace(shape, estimating=search_request.estimating)
 
-    def _by_kernels(self, search_request: _Asked, fetch: int) -> ModuleType | None:
+    def _by_kernels(self, search_request: _SearchRequest, fetch: int) -> ModuleType | None:
         by = search_request.fused and self._fused
         return by if by and by.fits(self._items, search_request.columns, fetch) else None
 
-    def _shrink(self, search_request: _Asked, shape: SearchShape, error: Exception) -> None:
+    def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
         is_narrowest = (
             self._by_kernels(search_request, shape.fetch)

@@ -22,7 +22,7 @@ _ROWS_MOST, _ROWS_LEAST = 4096, 256
 _SPLIT_BLOCKS = 32
 _EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
 """Count of float32 numbers of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
-_NOTHING = float("-inf")
+_NO_SCORE = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SearchShape:
 
 
 @dataclass(slots=True, eq=False)
-class _Found:
+class _BestCandidates:
     """The best candidates so far, [n, fetch], and the highest bound of what was left out, [n]."""
 
     upper: torch.Tensor
@@ -103,20 +103,20 @@ def search(
     """
     users, device = len(queries.codes), queries.codes.device
     fetch = min(shape.fetch, len(columns.ordinals))
-    candidates = _Found(
-        torch.full((users, fetch), _NOTHING, device=device),
-        torch.full((users, fetch), _NOTHING, device=device),
+    candidates = _BestCandidates(
+        torch.full((users, fetch), _NO_SCORE, device=device),
+        torch.full((users, fetch), _NO_SCORE, device=device),
         torch.zeros((users, fetch), dtype=torch.int64, device=device),
-        torch.full((users,), _NOTHING, device=device),
+        torch.full((users,), _NO_SCORE, device=device),
     )
-    owners, hidden = excluded_pairs[0], columns.places[excluded_pairs[1]]
+    owners, hidden = excluded_pairs[0], columns.column_by_ordinal[excluded_pairs[1]]
     rows = torch.arange(users, device=device)
     for tile in tiles(columns, shape.columns):
         if tile.start:
             rows = rows[_still_open(items, columns, queries, candidates, rows, tile, k)]
         if not len(rows):
             break
-        _look(items, columns, queries, candidates, rows, (owners, hidden), tile)
+        _scan_tile(items, columns, queries, candidates, rows, (owners, hidden), tile)
     best_keys = best_of(_exact(items, columns, queries, candidates), k)
     return best_keys, certain(items, queries, best_keys, candidates.left_out)
 
@@ -132,14 +132,14 @@ def certain(
 ) -> torch.Tensor:
     """bool [n]: nothing left out, no score above `left_out` [n], is as good as the last of the best keys [n, k]."""
     last = scores_of(best_keys[:, -1]) * queries.scale * items.scale
-    return (left_out == _NOTHING) | ((best_keys[:, -1] != WORST) & (last > left_out))
+    return (left_out == _NO_SCORE) | ((best_keys[:, -1] != WORST) & (last > left_out))
 
 
 def _still_open(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    candidates: _Found,
+    candidates: _BestCandidates,
     rows: torch.Tensor,
     tile: slice,
     k: int,
@@ -155,11 +155,11 @@ def _still_open(
     return kth <= reach
 
 
-def _look(
+def _scan_tile(
     items: DeviceItems,
     columns: Columns,
     queries: Queries,
-    candidates: _Found,
+    candidates: _BestCandidates,
     rows: torch.Tensor,
     hidden_pairs: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
@@ -198,14 +198,14 @@ def _hide(
     where[rows] = torch.arange(len(rows), device=rows.device)
     owners = where[owners]
     inside = (hidden >= tile.start) & (hidden < tile.stop) & (owners >= 0)
-    product[owners[inside], hidden[inside] - tile.start] = _NOTHING
+    product[owners[inside], hidden[inside] - tile.start] = _NO_SCORE
     padding = columns.padding
     padding = padding[(padding >= tile.start) & (padding < tile.stop)]
-    product.index_fill_(1, padding - tile.start, _NOTHING)
+    product.index_fill_(1, padding - tile.start, _NO_SCORE)
 
 
 def _exact(
-    items: DeviceItems, columns: Columns, queries: Queries, candidates: _Found
+    items: DeviceItems, columns: Columns, queries: Queries, candidates: _BestCandidates
 ) -> torch.Tensor:
     """The keys of all candidates, int64 [n, fetch], by their exact scores."""
     users, fetch = candidates.column.shape
@@ -217,8 +217,8 @@ def _exact(
         ordinals = columns.ordinals[candidates.column[rows]]
         ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
         scores = dots(queries.exact[rows], items.exact[ordinals])
-        if items.own is not None and queries.own is not None:
-            lengths = items.own[ordinals] * queries.own[rows, None]
+        if items.cosine_lengths is not None and queries.cosine_lengths is not None:
+            lengths = items.cosine_lengths[ordinals] * queries.cosine_lengths[rows, None]
             scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))
         keys[rows] = keys_of(scores, ordinals)
-    return keys.masked_fill_(candidates.upper == _NOTHING, WORST)
+    return keys.masked_fill_(candidates.upper == _NO_SCORE, WORST)

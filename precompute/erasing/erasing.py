@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from cache.control.hot_keys import COLD, HOT, Window, hour_of, member
+from cache.control.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
 from cache.errors import Conflict, LarderError
 from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind, Manifest
@@ -40,14 +40,14 @@ SEEDS = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ErasureStatus:
     """Erasure and what still holds its entity, with when each of these may go."""
 
     erasure: Erasure
-    held: tuple[tuple[EntityHolder, str], ...] = ()
+    holders: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
-    def word(self) -> str:
+    def state(self) -> str:
         """Word for the erasure's state: pending, done or forgotten."""
         if not self.erasure.is_in_force:
             return "forgotten"
@@ -131,7 +131,7 @@ def drop_hot(
     keys, at = config.keyspace(), control.time()
     names = [
         name(key_number)
-        for window, name in ((HOT, keys.hot), (COLD, keys.cold))
+        for window, name in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
         for key_number in _numbers(window, at)
     ]
     return sum(int(control.client.zrem(name, *batch)) for batch in batches for name in names)
@@ -167,14 +167,14 @@ def _overlay_keys(
     ]
 
 
-def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
+def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
     """Hold every erasure in force to its word and mark the done ones; how each now stands, oldest first."""
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
     block_erased(store, erasures)
     pending = [erasure for erasure in erasures if erasure.is_pending]
     if not pending:
-        return [Standing(erasure) for erasure in erasures]
+        return [ErasureStatus(erasure) for erasure in erasures]
     drop_overlays(config, store, control, pending)
     drop_hot(config, store, control, pending)
     forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
@@ -194,7 +194,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     )
 
 
-def look_without_redis(store: ArtefactStore) -> list[Standing]:
+def look_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
     """Standing of every erasure as far as the store alone can tell, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
     holders_by_number = holders(store, [erasure for erasure in erasures if erasure.is_pending], {})
@@ -209,9 +209,9 @@ def _standings(
     erasures: Iterable[Erasure],
     holders_by_number: Mapping[int, Sequence[EntityHolder]],
     fate: Callable[[EntityHolder], str],
-) -> list[Standing]:
+) -> list[ErasureStatus]:
     return [
-        Standing(
+        ErasureStatus(
             erasure,
             tuple((holder, fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
         )

@@ -14,7 +14,7 @@ from cache.format.directory import map_file
 from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION, EntityKind, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import EntityHolder, copies_on_hosts, left_out
@@ -28,7 +28,7 @@ Fetch = Callable[[str], Path]
 
 
 def holders(
-    store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, Row]
+    store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, RegistryRow]
 ) -> dict[int, tuple[EntityHolder, ...]]:
     """Erasure number -> what still holds its entity; whatever cannot be told counts as holding it.
 

@@ -62,7 +62,7 @@ class Erasure:
 
 
 @dataclass(frozen=True, slots=True)
-class Erased:
+class ErasedEntities:
     """Entities that a night leaves out: the erasures in force when it began."""
 
     users: frozenset[bytes] = frozenset()
@@ -78,7 +78,7 @@ class Erased:
         object.__setattr__(self, "_texts", tuple(texts))
 
     @classmethod
-    def of(cls, erasures: Iterable[Erasure]) -> "Erased":
+    def of(cls, erasures: Iterable[Erasure]) -> "ErasedEntities":
         """Erased entities of the erasures that are in force."""
         active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
         return cls(
@@ -109,7 +109,7 @@ class Erased:
         return _keeps(ids, self._texts[0])
 
 
-NOBODY = Erased()
+NO_ERASURES = ErasedEntities()
 
 
 def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
@@ -131,9 +131,9 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
         int(request_match[1]) for name in file_names if (request_match := _REQUEST.fullmatch(name))
     ):
         erasure = _read(files, number)
-        if (closing_record := _mark(files, number, "done", file_names)) is not None:
+        if (closing_record := _read_note(files, number, "done", file_names)) is not None:
             erasure = replace(erasure, done_at=closing_record["at"])
-        if (closing_record := _mark(files, number, "forgotten", file_names)) is not None:
+        if (closing_record := _read_note(files, number, "forgotten", file_names)) is not None:
             erasure = replace(
                 erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
             )
@@ -187,7 +187,7 @@ def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason:
 
 def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
     """Raises Conflict for an item that an erasure keeps blocked."""
-    erased = Erased.of(all_erasures(store)).items if items else frozenset()
+    erased = ErasedEntities.of(all_erasures(store)).items if items else frozenset()
     if erased_items := sorted(erased & frozenset(items)):
         raise Conflict(
             f"item {erased_items[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
@@ -208,7 +208,7 @@ def _read(files: Mapping[str, bytes], number: int) -> Erasure:
         raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
 
 
-def _mark(
+def _read_note(
     files: Mapping[str, bytes], number: int, suffix: str, file_names: Collection[str]
 ) -> dict[str, Any] | None:
     path = _path(number, suffix)

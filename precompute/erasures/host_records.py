@@ -10,7 +10,7 @@ from cache.errors import Conflict
 from cache.store.artefacts import ArtefactStore
 from cache.store.host_copies import FOLDER, record_path
 
-_BEGUN = "begun.json"
+_LEFT_OUT_FILE = "begun.json"
 """File beside the records of a generation: what it left out, kept for when its own files are gone."""
 
 
@@ -35,12 +35,12 @@ def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int])
     """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
     if store.copies is not None:
         body = orjson.dumps({"erased": list(numbers)})
-        store.write(f"{FOLDER}/{generation}/{_BEGUN}", body)
+        store.write(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
 
 
 def left_out(store: ArtefactStore, generation: str) -> set[int]:
     """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
-    raw = store.read(f"{FOLDER}/{generation}/{_BEGUN}")
+    raw = store.read(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}")
     try:
         return set() if raw is None else set(orjson.loads(raw)["erased"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -56,7 +56,7 @@ def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[
         for generation in store.names(FOLDER)
         if generation not in but
         for name in store.names(f"{FOLDER}/{generation}")
-        if name.endswith(".json") and name != _BEGUN
+        if name.endswith(".json") and name != _LEFT_OUT_FILE
     ]
     bodies = store.read_many([record_path(*generation_and_host) for generation_and_host in hosts])
     return [
@@ -92,6 +92,6 @@ def sweep_notes(store: ArtefactStore, needed_generations: Collection[str]) -> No
     existing_generations = {*store.names("generations"), *needed_generations}
     for generation in store.names(FOLDER):
         if generation not in existing_generations and store.names(f"{FOLDER}/{generation}") == [
-            _BEGUN
+            _LEFT_OUT_FILE
         ]:
             store.delete(f"{FOLDER}/{generation}")

@@ -38,25 +38,29 @@ _NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
 
 
 class TakenFile(NamedTuple):
-    """File of events that begins behind a position; `until` is told by the name of a merged one, else in the file."""
+    """File of events that begins behind a position; a merged one's name tells `until_position`, else the file does."""
 
     after: Position
-    until: Position | None = None
+    until_position: Position | None = None
 
     @property
     def path(self) -> str:
         """Path in the store."""
-        end_suffix = "" if self.until is None else f"_{_shown(self.until)}"
-        return f"{FOLDER}/{_shown(self.after)}{end_suffix}.parquet"
+        end_suffix = (
+            "" if self.until_position is None else f"_{_format_position(self.until_position)}"
+        )
+        return f"{FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
         """True if another file has all of its events."""
-        if merged.until is None or merged == self or self.after < merged.after:
+        if merged.until_position is None or merged == self or self.after < merged.after:
             return False
-        return self.after < merged.until and (self.until is None or self.until <= merged.until)
+        return self.after < merged.until_position and (
+            self.until_position is None or self.until_position <= merged.until_position
+        )
 
 
-def _shown(position: Position) -> str:
+def _format_position(position: Position) -> str:
     return f"{position.ms:013d}-{position.sequence:07d}"
 
 
@@ -65,7 +69,7 @@ def path_of(after: Position) -> str:
     return TakenFile(after).path
 
 
-def taken(store: ArtefactStore) -> list[TakenFile]:
+def list_taken_files(store: ArtefactStore) -> list[TakenFile]:
     """Files that count, in order; each ends where the next one begins."""
     return [file for file, counts in _all_files(store) if counts]
 
@@ -86,16 +90,19 @@ def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
             )
             for name_match in names
         ),
-        key=lambda file: (file.after, file.until or file.after),
+        key=lambda file: (file.after, file.until_position or file.after),
     )
-    merged = [file for file in files if file.until is not None]
+    merged = [file for file in files if file.until_position is not None]
     files_with_validity = [
         (file, not any(file.is_within(merged_file) for merged_file in merged)) for file in files
     ]
     for earlier_file, later_file in pairwise(
         [file for file, counts in files_with_validity if counts]
     ):
-        if earlier_file.until is not None and later_file.after < earlier_file.until:
+        if (
+            earlier_file.until_position is not None
+            and later_file.after < earlier_file.until_position
+        ):
             raise CorruptArtefact(
                 f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: put the "
                 "files "
@@ -107,7 +114,7 @@ def _all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
 
 def last_taken(store: ArtefactStore) -> Position:
     """Position up to which the files have all events."""
-    files = taken(store)
+    files = list_taken_files(store)
     return _end_of(store, files[-1]) if files else BEGINNING
 
 
@@ -136,18 +143,18 @@ def parquet(table: Any, end_position: Position) -> bytes:
 
 def until_of(raw: bytes, path: str) -> Position:
     """Position of a file's last event; raises CorruptArtefact for what is no such file."""
-    with _damage_told(path):
+    with _translate_damage(path):
         return Position.parse((pq.read_schema(io.BytesIO(raw)).metadata or {})[END])
 
 
 def table_of(raw: bytes, path: str) -> Any:
     """Rows of a file; raises CorruptArtefact for what is no such file."""
-    with _damage_told(path):
+    with _translate_damage(path):
         return pq.read_table(io.BytesIO(raw))
 
 
 @contextmanager
-def _damage_told(path: str) -> Iterator[None]:
+def _translate_damage(path: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, LarderError) as error:
@@ -159,7 +166,7 @@ def _damage_told(path: str) -> Iterator[None]:
 
 
 def _end_of(store: ArtefactStore, file: TakenFile) -> Position:
-    return file.until or until_of(store.read(file.path) or b"", file.path)
+    return file.until_position or until_of(store.read(file.path) or b"", file.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,7 @@ class EventFiles:
     """
 
     files: tuple[SourceFile, ...] = ()
-    until: Position | None = None
+    until_position: Position | None = None
 
 
 def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
@@ -186,7 +193,7 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
         return EventFiles()
     config = config.of_events()
     store = config.store()
-    files = taken(store)
+    files = list_taken_files(store)
     ends = [*(file.after for file in files), _end_of(store, files[-1])] if files else [BEGINNING]
     end_position = ends[-1] if end_text is None else Position.parse(end_text)
     if end_position not in ends:

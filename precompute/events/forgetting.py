@@ -16,8 +16,15 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
-from precompute.erasures.erasure import Erased, Erasure, all_erasures
-from precompute.events.files import TakenFile, parquet, superseded, table_of, taken, until_of
+from precompute.erasures.erasure import ErasedEntities, Erasure, all_erasures
+from precompute.events.files import (
+    TakenFile,
+    list_taken_files,
+    parquet,
+    superseded,
+    table_of,
+    until_of,
+)
 from precompute.events.stream import entries
 
 
@@ -27,14 +34,14 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     Also where no events are taken in any more, or another namespace's count: what came before may lie there still.
     Never those of the other one, whose erasures are its own.
     """
-    erased, store = Erased.of(erasures), config.store()
-    if config.events.enabled or config.events_url or taken(store):
+    erased, store = ErasedEntities.of(erasures), config.store()
+    if config.events.enabled or config.events_url or list_taken_files(store):
         with connect_events(config) as client:
             forget_in_stream(client, config.keyspace(), erased)
     forget_in_files(store, erased)
 
 
-def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> int:
+def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: ErasedEntities) -> int:
     """Remove entries of the stream, of the inbox, and of what was rejected, that name somebody; how many.
 
     Also what is no event. Who takes an entry out of the inbox meanwhile refuses it: by then the blocklist has them.
@@ -52,7 +59,7 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased: Erased) -> i
     return removed_count
 
 
-def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
+def _names(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry is of an erased entity; one without an event may be, whoever reads it."""
     try:
         event = entry_of(fields)
@@ -61,7 +68,7 @@ def _names(fields: dict[bytes, bytes], erased: Erased) -> bool:
     return event.user in erased.users or event.item in erased.items
 
 
-def _is_sent_of(fields: dict[bytes, bytes], erased: Erased) -> bool:
+def _is_sent_of(fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
     """True if an entry of the inbox names an erased entity, in texts or in JSON, or cannot be read."""
     if (raw := fields.get(FIELD)) is None:
         return fields.get(b"user") in erased.users or fields.get(b"item") in erased.items
@@ -78,7 +85,7 @@ def _is_sent_of(fields: dict[bytes, bytes], erased: Erased) -> bool:
 
 def forget_in_files(
     store: ArtefactStore,
-    erased: Erased,
+    erased: ErasedEntities,
     *,
     newest_alone: bool = False,
     keep_superseded: bool = False,
@@ -93,20 +100,20 @@ def forget_in_files(
     while erased != applied_erased:
         old = [] if newest_alone else superseded(store)
         if old:  # a merge that was killed may have brought back who was erased before it wrote
-            erased = Erased.of(all_erasures(store))
-        files = taken(store)[-1 if newest_alone else 0 :]
+            erased = ErasedEntities.of(all_erasures(store))
+        files = list_taken_files(store)[-1 if newest_alone else 0 :]
         written = _write_without(store, erased, files)
         write_count, applied_erased = write_count + written, erased
         if written:
-            erased = Erased.of(all_erasures(store))
+            erased = ErasedEntities.of(all_erasures(store))
         for superseded_file in () if keep_superseded else old:
             store.delete(superseded_file.path)
-        if not newest_alone and taken(store)[: len(files)] != files:
+        if not newest_alone and list_taken_files(store)[: len(files)] != files:
             applied_erased = None  # merged meanwhile, perhaps of what was not written yet
     return write_count
 
 
-def _write_without(store: ArtefactStore, erased: Erased, files: Sequence[TakenFile]) -> int:
+def _write_without(store: ArtefactStore, erased: ErasedEntities, files: Sequence[TakenFile]) -> int:
     write_count = 0
     for file in files if erased.users or erased.items else ():
         if (raw := store.read(file.path)) is None:
@@ -119,7 +126,7 @@ def _write_without(store: ArtefactStore, erased: Erased, files: Sequence[TakenFi
     return write_count
 
 
-def without(table: Any, erased: Erased) -> Any:
+def without(table: Any, erased: ErasedEntities) -> Any:
     """Rows of a file that name nobody who was erased."""
     stays = pc.and_(_stays(table, "user", erased.users), _stays(table, "item", erased.items))
     return table.filter(stays)

@@ -12,14 +12,14 @@ from precompute.sources.columns import Ids
 from precompute.sources.files import SourceFile, readable
 from precompute.sources.formats import BATCH_ROWS, INTERACTIONS
 from precompute.sources.readers import Interactions, reading
-from precompute.sources.unusable import EVENTS, Unusable
+from precompute.sources.unusable import EVENTS, UnusableRows
 
 EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
 """Name of the interactions that events brought in reports."""
 _COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
 
-def read_events(files: Sequence[SourceFile], unusable: Unusable) -> Iterator[Interactions]:
+def read_events(files: Sequence[SourceFile], unusable: UnusableRows) -> Iterator[Interactions]:
     """Batches of the interactions of positive weight; no cut is asked for, since their position decided.
 
     Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows

@@ -15,10 +15,10 @@ from precompute.config.settings import NightConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
+class EventStores:
     """Store of the namespace that the events are of, and those of its arms."""
 
-    own: ArtefactStore
+    home_store: ArtefactStore
     namespace: str
     arms: tuple[ArtefactStore, ...] = ()
 
@@ -31,9 +31,9 @@ class Stores:
         arms = tuple(replace(config, namespace=arm_namespace).store() for arm_namespace in named)
         return cls(own_store, config.namespace, arms)
 
-    def held(self) -> Iterator[Position]:
+    def iter_generation_positions(self) -> Iterator[Position]:
         """Positions that generations go up to; one that knows of no events of this stream asks for none."""
-        for store in (self.own, *self.arms):
+        for store in (self.home_store, *self.arms):
             for generation in filter(GENERATION.fullmatch, store.names("generations")):
                 end_text: str | None
                 try:
@@ -57,6 +57,6 @@ class Stores:
         """True while a generation has no manifest yet."""
         return any(
             "manifest.json" not in store.names(generation_path(generation))
-            for store in (self.own, *self.arms)
+            for store in (self.home_store, *self.arms)
             for generation in filter(GENERATION.fullmatch, store.names("generations"))
         )

@@ -19,7 +19,7 @@ def entries(
     return cast(list[Entry], reply)
 
 
-def newest(client: "redis.Redis", stream: str) -> bytes | None:
+def read_newest_id(client: "redis.Redis", stream: str) -> bytes | None:
     """Position of the newest entry, None of an empty stream."""
     last_entries = cast(list[Entry], client.xrevrange(stream, count=1))
     return last_entries[0][0] if last_entries else None

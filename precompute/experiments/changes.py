@@ -59,7 +59,7 @@ def start(
     return started
 
 
-def share(
+def change_shares(
     config: NightConfig,
     name: str | None,
     *,

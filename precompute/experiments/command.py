@@ -27,31 +27,33 @@ def command(
     match arguments.action:
         case "status":
             experiments_status = status(config, name)
-            return experiments_status if arguments.json else shown(experiments_status)
+            return experiments_status if arguments.json else render_status(experiments_status)
         case "share":
             arms = dict(_share_of(arm_text) for arm_text in arguments.arm)
             if name is None and (arguments.holdout is None or arms or arguments.share is not None):
                 raise ConfigError(
                     "name the experiment, or give --holdout alone for that of all", field="name"
                 )
-            written = changes.share(
+            written = changes.change_shares(
                 config, name, key_share=arguments.share, arms=arms, holdout=arguments.holdout
             )
-            return told(written, name)
+            return change_to_json(written, name)
         case "exposures":
             store = config.store()
             return gather(store, at=time.time(), erased=erased_users(store))
         case "retire":
             return free(config, _named(name))
         case "stop":
-            return told(changes.stop(config, _named(name), reason=arguments.reason), name)
+            return change_to_json(changes.stop(config, _named(name), reason=arguments.reason), name)
     key_share = 1.0 if arguments.share is None else arguments.share
     arms_ = tuple(arm_of(arm_text) for arm_text in arguments.arm)
     option = ExperimentOption(config.namespace, _named(name), arms_, key_share, arguments.sample)
-    return told(changes.start(config, option, holdout=arguments.holdout, progress=progress), name)
+    return change_to_json(
+        changes.start(config, option, holdout=arguments.holdout, progress=progress), name
+    )
 
 
-def shown(experiments_status: dict[str, Any]) -> list[Table | str]:
+def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
     """A status for people: a row for each arm."""
     table = Table(
         "experiment",
@@ -83,7 +85,7 @@ def _event(event: str, count: int, arm: dict[str, Any]) -> str:
     return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
-def told(experiments: Experiments, name: str | None) -> dict[str, Any]:
+def change_to_json(experiments: Experiments, name: str | None) -> dict[str, Any]:
     """JSON-able outcome of a change: the version written, and how the experiment stands."""
     experiment = None if name is None else experiments.find(name)
     return {

@@ -30,9 +30,9 @@ class ArmOption:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentOption:
-    """Experiment as somebody asks for it, beside the namespace `own` of the service; raises ConfigError for none."""
+    """Experiment as asked for, beside the namespace `own_namespace` of the service; raises ConfigError for none."""
 
-    own: str
+    own_namespace: str
     name: str
     arms: tuple[ArmOption, ...]
     share: float
@@ -52,9 +52,10 @@ class ExperimentOption:
                 f"{', '.join(names) or 'none'}",
                 field="arm",
             )
-        if [arm.namespace for arm in self.arms].count(self.own) != 1:
+        if [arm.namespace for arm in self.arms].count(self.own_namespace) != 1:
             raise ConfigError(
-                f"one arm has the service's own namespace, {self.own!r}: it is what the others are compared with",
+                f"one arm has the service's own namespace, {self.own_namespace!r}: it is what the others are compared "
+                "with",
                 field="arm",
             )
         _demand_whole({arm.name: arm.share for arm in self.arms})
@@ -99,11 +100,11 @@ def add(
     if len(all_experiments.current) >= RUNNING_MAX:
         raise Conflict(f"{RUNNING_MAX} experiments run already: stop one first")
     namespaces = {arm.namespace for arm in option.arms} | set(
-        all_experiments.namespaces(option.own)
+        all_experiments.namespaces(option.own_namespace)
     )
-    if len(namespaces - {option.own}) > NAMESPACES_MAX:
+    if len(namespaces - {option.own_namespace}) > NAMESPACES_MAX:
         raise Conflict(
-            f"replicas would have to hold {len(namespaces - {option.own})} namespaces beside their own, "
+            f"replicas would have to hold {len(namespaces - {option.own_namespace})} namespaces beside their own, "
             f"{NAMESPACES_MAX} "
             "are allowed: stop an experiment first"
         )
@@ -111,11 +112,11 @@ def add(
     arms = tuple(
         ExperimentArm(arm.name, arm.namespace, arm.share, buckets[arm.name]) for arm in option.arms
     )
-    salt = f"{option.own}/{option.name}"
+    salt = f"{option.own_namespace}/{option.name}"
     new = Experiment(option.name, salt, option.share, (), arms, at, sample=option.sample)
     all_experiments = replace(
         all_experiments,
-        salt=all_experiments.salt or option.own,
+        salt=all_experiments.salt or option.own_namespace,
         experiments=(*all_experiments.experiments, new),
     )
     return share_keys(all_experiments, {option.name: option.share}, holdout)
@@ -212,7 +213,7 @@ def begin(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
 
 def end(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
     """Experiments where that one is over; its keys are free."""
-    experiment = _known(all_experiments, name)
+    experiment = _require_experiment(all_experiments, name)
     return (
         all_experiments
         if experiment.is_over
@@ -222,13 +223,13 @@ def end(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
 
 def current(all_experiments: Experiments, name: str) -> Experiment:
     """The experiment of that name; raises Conflict where there is none, or it is over."""
-    experiment = _known(all_experiments, name)
+    experiment = _require_experiment(all_experiments, name)
     if experiment.is_over:
         raise Conflict(f"experiment {name} is over: start another one")
     return experiment
 
 
-def _known(all_experiments: Experiments, name: str) -> Experiment:
+def _require_experiment(all_experiments: Experiments, name: str) -> Experiment:
     experiment = all_experiments.find(name)
     if experiment is None:
         names = (

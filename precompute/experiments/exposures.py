@@ -64,7 +64,9 @@ def gather(
     """
     files = parts = 0
     names_by_hour = {
-        hour: names for hour, names in _listed(store).items() if (hour + 1) * HOUR_S + late_s <= at
+        hour: names
+        for hour, names in _list_parts_by_hour(store).items()
+        if (hour + 1) * HOUR_S + late_s <= at
     }
     for hour, names in names_by_hour.items():
         hour_parts = _read(store, names)
@@ -99,7 +101,12 @@ def totals(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
             total = totals_by_arm.setdefault(arm, ArmTotals())
             total.add(arm_counts)
             total.exposures += int(arm_counts["exposures"])
-    waiting = [name for names in _listed(store).values() for name in names if name not in merged]
+    waiting = [
+        name
+        for names in _list_parts_by_hour(store).values()
+        for name in names
+        if name not in merged
+    ]
     for _, lines in _read(store, waiting):
         for line in lines:
             if line["experiment"] == experiment:
@@ -119,7 +126,9 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
             path = f"{EXPOSURES}/{experiment}/{name}"
             if name.endswith(".parquet") and (raw := store.read(path)) is not None:
                 changed_count += _without(store, path, raw, keys)
-    for name, lines in _read(store, [name for names in _listed(store).values() for name in names]):
+    for name, lines in _read(
+        store, [name for names in _list_parts_by_hour(store).values() for name in names]
+    ):
         kept_lines = [
             {**line, "exposures": [pair for pair in line["exposures"] if pair[0] not in texts]}
             for line in lines
@@ -132,7 +141,7 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
 
 def _without(store: ArtefactStore, path: str, raw: bytes, keys: Collection[bytes]) -> bool:
     rows = pq.read_table(io.BytesIO(raw))
-    remaining_rows = _left(rows, keys)
+    remaining_rows = _without_keys(rows, keys)
     if len(remaining_rows) < len(rows):
         store.write(path, _parquet(remaining_rows))
     return len(remaining_rows) < len(rows)
@@ -193,7 +202,7 @@ def _written(
     )
     grouped = pa.concat_tables([existing_rows, *tables]).group_by(["arm", "key"])
     rows = grouped.aggregate([("at", "min")]).rename_columns(["arm", "key", "at"])
-    rows = _left(rows.select(SCHEMA.names), erased).sort_by(
+    rows = _without_keys(rows.select(SCHEMA.names), erased).sort_by(
         [("arm", "ascending"), ("key", "ascending")]
     )
     if len(rows) or raw is not None:
@@ -201,7 +210,7 @@ def _written(
     return rows
 
 
-def _left(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
+def _without_keys(rows: pa.Table, without: Collection[bytes]) -> pa.Table:
     """The rows without those of these keys."""
     texts = pa.array(sorted(key.decode() for key in without), pa.string())
     return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=texts)))
@@ -221,7 +230,7 @@ def _experiments(store: ArtefactStore) -> list[str]:
     ]
 
 
-def _listed(store: ArtefactStore) -> dict[int, list[str]]:
+def _list_parts_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
     """Names of the parts of each hour, in order."""
     hours: dict[int, list[str]] = {}
     for name in store.names(_PARTS):

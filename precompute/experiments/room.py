@@ -62,7 +62,7 @@ def arms_room(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]
     return tuple(rooms)
 
 
-def mapped_beside(arms: Iterable[ArmRoom], generations: int) -> int:
+def sum_mapped_bytes(arms: Iterable[ArmRoom], generations: int) -> int:
     """Bytes that readers map of the arms, where so many generations of each coexist on a host."""
     return sum(generations * arm.mapped_bytes for arm in arms)
 

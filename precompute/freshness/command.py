@@ -15,7 +15,7 @@ from precompute.config.settings import NightConfig
 from precompute.freshness.bootstrap import Estimate
 from precompute.freshness.options import ReplayOptions
 from precompute.freshness.replay import FreshnessReport, replay
-from precompute.freshness.ways import EVENTS, WAYS
+from precompute.freshness.ways import EVENTS, STRATEGIES
 
 
 def command(
@@ -60,7 +60,7 @@ def to_json(report: FreshnessReport) -> dict[str, Any]:
         ],
         "costs": [
             {
-                "way": cost.way.name,
+                "way": cost.strategy.name,
                 "lists_a_day": round(cost.changed_per_day, 1),
                 "lists_a_day_of_all": None if cost.all_per_day is None else round(cost.all_per_day, 1),
                 "list_ms": round(cost.list_ms, 4),
@@ -88,18 +88,18 @@ def tables(report: FreshnessReport) -> list[Table | str]:
     by_way = _table(
         "lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %"
     )
-    for refresh_policy in WAYS:
+    for refresh_policy in STRATEGIES:
         gain = (everything.gain[refresh_policy],) if refresh_policy in everything.gain else ()
         means = (everything.recall[refresh_policy], everything.ndcg[refresh_policy], *gain)
         by_way.add_row(
             refresh_policy.text, *(text for estimate in means for text in _texts(estimate))
         )
     groups = _table(
-        "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in WAYS),
+        "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
     )  # fmt: skip
     for group in report.groups:
-        recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in WAYS)
+        recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in STRATEGIES)
         newer_percentage = f"{group.with_newer / group.targets:.0%}"
         groups.add_row(
             group.name,
@@ -114,7 +114,7 @@ def tables(report: FreshnessReport) -> list[Table | str]:
     for cost in report.costs:
         all_lists_text = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
         costs.add_row(
-            cost.way.text, f"{cost.changed_per_day:,.0f}", all_lists_text, f"{cost.list_ms:.3f}",
+            cost.strategy.text, f"{cost.changed_per_day:,.0f}", all_lists_text, f"{cost.list_ms:.3f}",
             f"{cost.seconds_per_day:,.1f}",
         )  # fmt: skip
     return [log, model, by_way, f"Recall@{k} of parts:", groups, costs]

@@ -17,8 +17,8 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Progress, quiet
 from precompute.freshness.targets import Targets
 from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import EVENTS, Way
-from precompute.partitions.grouping import latest_of_each
+from precompute.freshness.ways import EVENTS, RefreshStrategy
+from precompute.partitions.grouping import last_occurrence_mask
 
 CHUNK_ROWS: Final = 1 << 20
 """Rows of histories that are grouped at once."""
@@ -79,14 +79,18 @@ class ListModel:
         assert history is not None  # noqa: S101 - `of` asked
         if len(known_rows):
             vectors = self.tower.run(
-                {history.name: newest(input_histories.take(known_rows), self.limit)}
+                {
+                    history.name: keep_newest_items(
+                        input_histories.select_rows(known_rows), self.limit
+                    )
+                }
             )
-            top_items[known_rows] = self.scorer.top(vectors, k, excluded.take(known_rows))[0]
+            top_items[known_rows] = self.scorer.top(vectors, k, excluded.select_rows(known_rows))[0]
         if len(strangers):
             constant_vectors = np.ones((len(strangers), 1), np.float32)
-            top_items[strangers] = self.popular.top(constant_vectors, k, excluded.take(strangers))[
-                0
-            ]
+            top_items[strangers] = self.popular.top(
+                constant_vectors, k, excluded.select_rows(strangers)
+            )[0]
         return top_items
 
 
@@ -94,7 +98,7 @@ def rank_targets(
     model: ListModel,
     log: TimedLog,
     targets: Targets,
-    refresh_policy: Way,
+    refresh_policy: RefreshStrategy,
     k: int,
     progress: Progress = quiet,
 ) -> RankedTargets:
@@ -142,12 +146,12 @@ def histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64])
     owners = np.repeat(np.arange(len(lengths)), lengths)
     offsets = np.cumsum(lengths) - lengths
     items = log.items[np.arange(len(owners)) + np.repeat(starts - offsets, lengths)]
-    kept_rows = latest_of_each(owners, items)
+    kept_rows = last_occurrence_mask(owners, items)
     indptr = np.searchsorted(owners[kept_rows], np.arange(len(lengths) + 1))
     return Histories(indptr.astype(np.int64), items[kept_rows])
 
 
-def newest(input_histories: Histories, limit: int) -> Histories:
+def keep_newest_items(input_histories: Histories, limit: int) -> Histories:
     """The last `limit` items of each history."""
     lengths = np.diff(input_histories.indptr)
     from_end = np.repeat(input_histories.indptr[1:], lengths) - np.arange(

@@ -21,7 +21,7 @@ from precompute.freshness.options import ReplayOptions
 from precompute.freshness.ranks import ListModel, alone_s, rank_targets
 from precompute.freshness.targets import Targets, cut_before_days, lists_per_day
 from precompute.freshness.timed_log import TimedLog, read_log
-from precompute.freshness.ways import EVENTS, HOUR_S, NIGHT, WAYS, Way
+from precompute.freshness.ways import EVENTS, HOUR_S, NIGHT, STRATEGIES, RefreshStrategy
 from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.moments import MICROSECONDS
@@ -32,10 +32,10 @@ HOURS: Final = (0, 1, 3, 6, 12, 24)
 
 
 @dataclass(frozen=True, slots=True)
-class WayCost:
+class StrategyCost:
     """Cost of a way: lists a day of users with changes and of all, and milliseconds of a list, by the clock."""
 
-    way: Way
+    strategy: RefreshStrategy
     changed_per_day: float
     all_per_day: float | None
     list_ms: float
@@ -53,9 +53,9 @@ class TargetGroup:
     name: str
     targets: int
     with_newer: int
-    recall: Mapping[Way, Estimate]
-    ndcg: Mapping[Way, Estimate]
-    gain: Mapping[Way, Estimate]
+    recall: Mapping[RefreshStrategy, Estimate]
+    ndcg: Mapping[RefreshStrategy, Estimate]
+    gain: Mapping[RefreshStrategy, Estimate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class FreshnessReport:
 
     facts: Mapping[str, Any]
     groups: tuple[TargetGroup, ...]
-    costs: tuple[WayCost, ...]
+    costs: tuple[StrategyCost, ...]
 
 
 def replay(
@@ -75,26 +75,26 @@ def replay(
     cut = cut_before_days(named, options.days)
     of_users, of_means, of_times = np.random.default_rng(options.seed).spawn(3)
     with _model(config, options, named, names, cut, progress) as bundle:
-        log = named.renamed(bundle.vocabulary.places(as_strings(pa.chunked_array([names]))))
+        log = named.renamed(bundle.vocabulary.find_positions(as_strings(pa.chunked_array([names]))))
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} knows no item of the log")
-        targets = Targets.of(log, cut, WAYS, options.users, of_users)
+        targets = Targets.of(log, cut, STRATEGIES, options.users, of_users)
         earlier_items = log.items[log.times < cut]
         popularity = np.bincount(earlier_items, minlength=bundle.items.count)
         model = ListModel.of(bundle, popularity, config.history_limit)
         ranked = {
             refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)
-            for refresh_policy in WAYS
+            for refresh_policy in STRATEGIES
         }
         alone = alone_s(model, log, targets, options.k, of_times)
     costs, of_events = [], ranked[EVENTS]
     batched = of_events.seconds / max(1, of_events.lists)
     for refresh_policy in (
-        policy for policy in WAYS if not policy.leaves_out
+        policy for policy in STRATEGIES if not policy.leaves_out
     ):  # else no list is computed
         changed_per_day, all_per_day = lists_per_day(log, cut, refresh_policy)
         costs.append(
-            WayCost(
+            StrategyCost(
                 refresh_policy,
                 changed_per_day,
                 all_per_day,
@@ -152,7 +152,7 @@ def _model(
 
 
 def _groups(
-    targets: Targets, ranks: Mapping[Way, NDArray[np.int64]], rng: np.random.Generator
+    targets: Targets, ranks: Mapping[RefreshStrategy, NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[TargetGroup]:
     """All targets, those with newer events, whose user the night knew or not, and those by hours since the night."""
     hours = targets.since_night_us / (HOUR_S * MICROSECONDS)

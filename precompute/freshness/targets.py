@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import DAY_S, EVENTS, NIGHT, Way
+from precompute.freshness.ways import DAY_S, EVENTS, NIGHT, RefreshStrategy
 from precompute.sources.moments import MICROSECONDS
 
 _DAY_US = DAY_S * MICROSECONDS
@@ -42,7 +42,7 @@ class Targets:
     users: NDArray[np.int64]
     items: NDArray[np.int64]
     starts: NDArray[np.int64]
-    ends: Mapping[Way, NDArray[np.int64]]
+    ends: Mapping[RefreshStrategy, NDArray[np.int64]]
     since_night_us: NDArray[np.int64]
 
     @classmethod
@@ -50,7 +50,7 @@ class Targets:
         cls,
         log: TimedLog,
         cut_us: int,
-        ways: Sequence[Way],
+        ways: Sequence[RefreshStrategy],
         users_max: int,
         rng: np.random.Generator,
     ) -> Self:
@@ -75,7 +75,7 @@ class Targets:
         distinct, ranks = np.unique(log.times, return_inverse=True)
         keys = log.users * (len(distinct) + 1) + ranks
 
-        def end(refresh_policy: Way) -> NDArray[np.int64]:
+        def end(refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
             cutoff_times = computed_at(times, cut_us, refresh_policy)
             search_keys = users * (len(distinct) + 1) + distinct.searchsorted(cutoff_times)
             return np.asarray(keys.searchsorted(search_keys), np.int64)
@@ -102,7 +102,9 @@ class Targets:
         return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
 
 
-def computed_at(times: NDArray[np.int64], cut_us: int, refresh_policy: Way) -> NDArray[np.int64]:
+def computed_at(
+    times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
+) -> NDArray[np.int64]:
     """Time before which everything is in the lists that are answered at `times`, microseconds each."""
     if not refresh_policy.period_s:
         return times
@@ -110,7 +112,9 @@ def computed_at(times: NDArray[np.int64], cut_us: int, refresh_policy: Way) -> N
     return cut_us + (times - cut_us) // period_us * period_us
 
 
-def lists_per_day(log: TimedLog, cut_us: int, refresh_policy: Way) -> tuple[float, float | None]:
+def lists_per_day(
+    log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy
+) -> tuple[float, float | None]:
     """Lists a day after the cut: (of users who did something since their last, of all known users; None by events)."""
     after = log.times >= cut_us
     days = (int(log.times.max()) + 1 - cut_us) / _DAY_US

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from cache.errors import ConfigError, SourceError
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.partitions.grouping import by_time
-from precompute.sources.interactions import Counted, Numbered
+from precompute.sources.interactions import HashedIds, NumberedIds
 from precompute.sources.readers import read_interactions
 
 
@@ -55,8 +55,8 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     """
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the log there, or with --data")
-    users, items, times, rows = Counted(), Numbered(), [], 0
-    erased = Erased.of(all_erasures(config.store()))
+    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
+    erased = ErasedEntities.of(all_erasures(config.store()))
     for batch in map(erased.leave_out, read_interactions(config.sources, Path(config.base))):
         users.add(batch.users)
         items.add(batch.items)

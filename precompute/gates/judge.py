@@ -24,9 +24,9 @@ from precompute.builds.seal import WITHOUT_INTERACTIONS
 from precompute.control.control_keys import Control
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import Gate
-from precompute.gates.evidence.leash import Leash, OwnPool
+from precompute.gates.evidence.leash import GateConnections, OwnPool
 from precompute.gates.evidence.limits import TimeLimits
-from precompute.gates.evidence.verdict import Measured, Verdict
+from precompute.gates.evidence.verdict import Measurement, Verdict
 from precompute.gates.rules.entities import (
     coverage_of_live,
     coverage_of_source,
@@ -215,7 +215,7 @@ def run_gates(
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
-    leash = Leash()
+    leash = GateConnections()
     client = another(candidate.control.client, partial(OwnPool, leash))
     own_candidate = replace(candidate, control=Control(client, candidate.control.keys))
     try:
@@ -224,7 +224,7 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
         leash.end()
 
 
-def run_within(rule: str, judge: Callable[[], Measured], timeout_s: float) -> Verdict:
+def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) -> Verdict:
     """The verdict of `judge`, or one that failed under this rule when it raises an error of Larder's own.
 
     Raises NotJudged when its time is over, or when what it asked did not answer; GateRaised for any other error.
@@ -246,7 +246,7 @@ def run_within(rule: str, judge: Callable[[], Measured], timeout_s: float) -> Ve
     return verdict_or_error
 
 
-def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
+def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
     try:
         return judge().under(rule)
     except NotJudged as error:

@@ -10,7 +10,7 @@ from cache.store.releases import Pointer
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import UNFINISHED, Ledger, State, fold
 from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
@@ -78,9 +78,9 @@ def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
     """Abandons what only Redis calls published: it may be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {
-        generation: Row(State.ABANDONED, abandoned_at, f"adopted: {reason}")
+        generation: RegistryRow(State.ABANDONED, abandoned_at, f"adopted: {reason}")
         for generation, row in releases.control.rows().items()
         if ledger.state(generation) is None and row.state not in (*UNFINISHED, State.RETIRED)
     }
     if rows:
-        releases.control.mark(rows, expected_epoch=0)
+        releases.control.write_rows(rows, expected_epoch=0)

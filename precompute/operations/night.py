@@ -25,7 +25,7 @@ def run_night(night: Night, last_step: str = NIGHT[-1]) -> list[tuple[str, StepR
         row = step_in_night(name)(night)
         finished_steps.append((name, row, time.perf_counter() - started))
         if not night.build:
-            night = replace(night, build=row.found)
-        if name == last_step or row.found.get("already_live"):
+            night = replace(night, build=row.result)
+        if name == last_step or row.result.get("already_live"):
             break
     return finished_steps

@@ -24,10 +24,10 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         ) as audit_facts:  # fmt: skip
             moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
             pointer = moved.pointer
-            audit_facts |= {"generation": pointer.generation, "changed": moved.changed}
+            audit_facts |= {"generation": pointer.generation, "changed": moved.has_moved}
         report: Step = {
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
-            "changed": moved.changed, "mended": [],
+            "changed": moved.has_moved, "mended": [],
         }  # fmt: skip
         try:
             with (

@@ -15,12 +15,12 @@ from precompute.bundles.bundle_store import hand_over
 from precompute.bundles.bundle_swap import put_in_place
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.reference.spectral import SpectralShape
 from precompute.reference.train import ReferenceData, train
 from precompute.sources.columns import Ids
 from precompute.sources.files import source_file
-from precompute.sources.interactions import Counted, Numbered
+from precompute.sources.interactions import HashedIds, NumberedIds
 from precompute.sources.plausibility import LEAST_ITEMS, LEAST_USERS, demand_least
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import Vocabulary, as_strings
@@ -39,10 +39,10 @@ def train_reference(
     started = time.perf_counter()
     if not config.sources.interactions:
         raise ConfigError("sources.interactions is empty: name the files to train on")
-    users, items, times, rows = Counted(), Numbered(), [], 0
+    users, items, times, rows = HashedIds(), NumberedIds(), [], 0
     data_until = data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
-    erased = Erased.of(all_erasures(config.store()))
+    erased = ErasedEntities.of(all_erasures(config.store()))
     read = read_interactions(config.sources, Path(config.base), cutoff_at=cutoff_at)
     for batch in map(erased.leave_out, read):
         users.add(batch.users)
@@ -103,11 +103,11 @@ def _categories(config: NightConfig, item_ids: Any) -> Any:
         return None
     vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
     assert vocabulary is not None  # noqa: S101 - each id was numbered once
-    named, row_parts = Numbered(), [np.empty(0, np.int64)]
+    named, row_parts = NumberedIds(), [np.empty(0, np.int64)]
     for ids, columns in read_features(path, sources.item_column, (column,)):
         texts = pc.fill_null(columns[column].cast(pa.string()), "")
         named.add(Ids.of(texts))
-        row_parts.append(vocabulary.places(ids.texts()))
+        row_parts.append(vocabulary.find_positions(ids.texts()))
     codes, rows = named.codes(), np.concatenate(row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
     matched_indexes = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row

@@ -26,7 +26,15 @@ from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_
 from precompute.sources.features import read_values, without_long_texts
 from precompute.sources.files import SourceFile, source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import AGAIN, CASES, EVENTS, NO_VALUE, TOO_LONG, Case, Unusable
+from precompute.sources.unusable import (
+    CASES,
+    EVENTS,
+    LISTED_BEFORE,
+    NO_VALUE,
+    TOO_LONG,
+    Case,
+    UnusableRows,
+)
 from precompute.sources.vocabulary import AT_ONCE, repeats_in
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
@@ -72,7 +80,7 @@ def write_catalogue(
     left_out: Any = None,
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
@@ -83,13 +91,13 @@ def write_catalogue(
     noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
-    unusable_rows = Unusable() if unusable is None else unusable
-    catalogue_ids = _listed(config, bundle, values, event_item_ids, unusable_rows)
+    unusable_rows = UnusableRows() if unusable is None else unusable
+    catalogue_ids = _read_feature_items(config, bundle, values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
         catalogue_ids = vocabulary.texts
     erased_ids = pa.array(sorted(raw.decode() for raw in erased), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
-    model_indices = vocabulary.places(catalogue_ids)
+    model_indices = vocabulary.find_positions(catalogue_ids)
     answered = model_indices >= 0 if needs_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
     if left_out is not None:
         answered &= as_rows(pc.invert(pc.is_in(catalogue_ids, value_set=left_out)))
@@ -119,12 +127,12 @@ def write_catalogue(
     }
 
 
-def _listed(
+def _read_feature_items(
     config: NightConfig,
     bundle: Bundle,
     events: EntityValues,
     event_item_ids: Collection[bytes],
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> Any:
     """Items of the feature table that the item tower can use, each once: its first row counts."""
     if not config.sources.item_features:
@@ -154,7 +162,7 @@ def _listed(
     )
     # What an event set wrongly is noted where the columns are pinned.
     for ids, values in with_event_values(
-        read, events, kind="item", unusable=Unusable(), inputs=feature_inputs(bundle, "item"),
+        read, events, kind="item", unusable=UnusableRows(), inputs=feature_inputs(bundle, "item"),
         adds=event_item_ids,
     ):  # fmt: skip
         chunks.append(ids.texts())
@@ -182,7 +190,7 @@ def _listed(
             {"item": item_ids[row].as_py(), "file": path.name}
             for row in repeated_rows[:CASES].tolist()
         )
-        unusable.note(ITEM_ROWS, AGAIN, len(repeated_rows), cases)
+        unusable.note(ITEM_ROWS, LISTED_BEFORE, len(repeated_rows), cases)
         is_kept[repeated_rows] = False
     if not is_kept.any():
         unusable.demand_some(ITEM_ROWS, path.name)
@@ -216,7 +224,7 @@ def _note_values(
     specs: Sequence[InputSpec],
     file: str,
     is_changed: NDArray[np.bool_],
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> NDArray[np.bool_]:
     """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them.
 
@@ -234,7 +242,7 @@ def _note_values(
         column_values = read_values(values[str(spec.column)], spec)
         bad_mask_by_reason = {
             f"{spec.column}: {NO_VALUE}": column_values.missing,
-            **column_values.bad,
+            **column_values.unusable_mask_by_reason,
         }
         if (is_long := too_long.get(str(spec.column))) is not None:
             bad_mask_by_reason = {

@@ -49,18 +49,18 @@ def write_counts(root: Path, interaction_counts: InteractionCounts) -> list[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Earlier:
+class EarlierPartition:
     """Partition of an earlier night, made of the first `files` of the team's interactions and `event_files` of events.
 
-    `places` int64 [its items] are their ordinals now, -1 for one that is gone, None where all stayed; `gone` are hashes
-    of the ids of those. The counts, and `unusable` by source, are of its rows.
+    `new_ordinals` int64 [its items] are their ordinals now, -1 for one that is gone, None where all stayed;
+    `lost_item_hashes` are hashes of the ids of those. The counts, and `unusable` by source, are of its rows.
     """
 
     folder: Path
     seed: int
     files: int
-    places: NDArray[np.int64] | None
-    gone: NDArray[np.uint64]
+    new_ordinals: NDArray[np.int64] | None
+    lost_item_hashes: NDArray[np.uint64]
     popularity: NDArray[np.int64]
     unknown: NDArray[np.uint64]
     interactions: int
@@ -73,13 +73,13 @@ class Earlier:
         """Batches of a shard's rows as this night numbers the items, with the users who lost one."""
         (path,) = shard_paths(self.folder, shard, ("rows",))
         for batch in read_batches(path):
-            if self.places is None:
+            if self.new_ordinals is None:
                 yield batch, np.empty(0, np.uint64)
                 continue
             ordinals = np.asarray(batch.column("ordinal"))
             is_known = ordinals >= 0
             new_ordinals = np.where(
-                is_known, self.places[np.where(is_known, ordinals, 0)], -1
+                is_known, self.new_ordinals[np.where(is_known, ordinals, 0)], -1
             ).astype(np.int32)
             affected_hashes = np.asarray(batch.column(HASH))[is_known & (new_ordinals < 0)]
             columns = [batch.column(HASH), pa.array(new_ordinals), *batch.columns[2:]]
@@ -90,18 +90,18 @@ class Earlier:
         (path,) = shard_paths(self.folder, shard, (kind,))
         yield from read_batches(path)
 
-    def counted(self, items: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
+    def remap_counts(self, items: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
         """(popularity int64 [items], rows without a known item, ids of unknown items): all as it is now."""
-        if self.places is None:
+        if self.new_ordinals is None:
             return self.popularity.copy(), self.unknown_items, self.unknown
         popularity = np.zeros(items, np.int64)
-        is_kept = self.places >= 0
-        popularity[self.places[is_kept]] = self.popularity[is_kept]
+        is_kept = self.new_ordinals >= 0
+        popularity[self.new_ordinals[is_kept]] = self.popularity[is_kept]
         lost_interaction_count = int(self.popularity[~is_kept].sum())
         return (
             popularity,
             self.unknown_items + lost_interaction_count,
-            np.union1d(self.unknown, self.gone),
+            np.union1d(self.unknown, self.lost_item_hashes),
         )
 
     def take_over(

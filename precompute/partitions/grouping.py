@@ -75,7 +75,9 @@ def by_time(
     return order
 
 
-def latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDArray[np.bool_]:
+def last_occurrence_mask(
+    users: NDArray[np.int64], ordinals: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Mask of the rows that are the last occurrence of their (user, item) pair.
 
     Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
@@ -108,17 +110,17 @@ class DistinctHashes:
     """Distinct hashes, brought together now and then."""
 
     def __init__(self) -> None:
-        self._found = np.empty(0, np.uint64)
+        self._distinct = np.empty(0, np.uint64)
         self._new: list[NDArray[np.uint64]] = []
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
         """Takes some in."""
         self._new.append(hashes)
-        if sum(map(len, self._new)) > max(1 << 16, len(self._found)):
+        if sum(map(len, self._new)) > max(1 << 16, len(self._distinct)):
             self.all()
 
     def all(self) -> NDArray[np.uint64]:
         """Each of them once, sorted."""
-        self._found = np.unique(np.concatenate([self._found, *self._new]))
+        self._distinct = np.unique(np.concatenate([self._distinct, *self._new]))
         self._new = []
-        return self._found
+        return self._distinct

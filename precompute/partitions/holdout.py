@@ -26,7 +26,7 @@ class Holdout:
     def restart(self) -> None:
         """Forget what was taken in: the sources are read again."""
         self._below = 2**64
-        self._marks: dict[str, int] = {}
+        self._fingerprint_by_user: dict[str, int] = {}
         self._items: dict[str, dict[str, None]] = {}
 
     def add(self, late: Interactions) -> None:
@@ -40,19 +40,23 @@ class Holdout:
         for code, item in zip(
             late.users.codes[rows].tolist(), late.items.only(rows).texts().to_pylist(), strict=True
         ):
-            self._marks[names[code]] = user_fingerprints[code]
+            self._fingerprint_by_user[names[code]] = user_fingerprints[code]
             user_items = self._items.setdefault(names[code], {})
             if len(user_items) < ITEMS_MAX:
                 user_items[item] = None
-        if len(self._marks) > 2 * self._users_max:
+        if len(self._fingerprint_by_user) > 2 * self._users_max:
             self._trim()
 
     def _trim(self) -> None:
-        sampled_users = sorted(self._marks, key=self._marks.__getitem__)[: self._users_max]
-        self._marks = {name: self._marks[name] for name in sampled_users}
+        sampled_users = sorted(
+            self._fingerprint_by_user, key=self._fingerprint_by_user.__getitem__
+        )[: self._users_max]
+        self._fingerprint_by_user = {
+            name: self._fingerprint_by_user[name] for name in sampled_users
+        }
         self._items = {name: self._items[name] for name in sampled_users}
         if len(sampled_users) == self._users_max and sampled_users:
-            self._below = self._marks[sampled_users[-1]] + 1
+            self._below = self._fingerprint_by_user[sampled_users[-1]] + 1
 
     def write(self, root: Path) -> str:
         """The file under a generation's folder, written also when it holds nothing: then that is known."""

@@ -32,7 +32,7 @@ from precompute.sources.columns import as_rows, is_text
 from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.moments import microseconds
-from precompute.sources.unusable import EVENTS, NOT_FINITE, Unusable
+from precompute.sources.unusable import EVENTS, NOT_FINITE, UnusableRows
 
 FOLDER: Final = "items/attributes"
 _EXACT: Final = 2**53
@@ -47,7 +47,7 @@ def write_item_attributes(
     root: Path,
     *,
     values: EntityValues = NO_VALUES,
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
 ) -> dict[str, Files]:
     """Write a column for each configured attribute; returns its kind and files by name.
 
@@ -60,7 +60,7 @@ def write_item_attributes(
         return {}
     path = feature_file(config, "item", names[0])
     placed = columns_by_ordinal(path, config.sources.item_column, names, items)
-    unusable_rows = Unusable() if unusable is None else unusable
+    unusable_rows = UnusableRows() if unusable is None else unusable
     read = {name: _column(placed[name], path, name, items, unusable_rows) for name in names}
     columns = _with_values(read, items, values, unusable_rows)
     files_by_attribute = {
@@ -82,7 +82,7 @@ def _with_values(
     columns: Mapping[str, tuple[AttributeKind, Arrays]],
     items: ItemTable,
     values: EntityValues,
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> Mapping[str, tuple[AttributeKind, Arrays]]:
     """The columns with what events set for items that there are; other attributes of theirs are no concern here."""
     raws = list(values)
@@ -132,7 +132,7 @@ def _as_arrays(column: AttributeColumn) -> Arrays:
 
 
 def _column(
-    column: Any, path: SourceFile, name: str, items: ItemTable, unusable: Unusable
+    column: Any, path: SourceFile, name: str, items: ItemTable, unusable: UnusableRows
 ) -> tuple[AttributeKind, Arrays]:
     """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
     if pa.types.is_dictionary(column.type):

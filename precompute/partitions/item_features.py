@@ -24,7 +24,7 @@ from precompute.sources.event_values import NO_VALUES, EntityValues, with_event_
 from precompute.sources.features import read_values, wide, without_long_texts
 from precompute.sources.files import SourceFile, feature_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import TOO_LONG, Case, Unusable
+from precompute.sources.unusable import TOO_LONG, Case, UnusableRows
 
 ROWS_AT_ONCE = 1 << 14
 """Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
@@ -75,7 +75,7 @@ def write_item_features(
     *,
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
@@ -87,7 +87,7 @@ def write_item_features(
     if not columns:
         return None
     path = feature_file(config, "item", columns[0])
-    unusable_rows = Unusable() if unusable is None else unusable
+    unusable_rows = UnusableRows() if unusable is None else unusable
     placed = columns_by_ordinal(
         path, config.sources.item_column, columns, items,
         values=values, event_item_ids=event_item_ids, inputs=inputs, unusable=unusable_rows,
@@ -120,13 +120,13 @@ def columns_by_ordinal(
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
     inputs: Sequence[InputSpec] = (),
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
 ) -> dict[str, Any]:
     """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it.
 
     With the `values` that events set; those that their column cannot hold, or one of `inputs` not use, are noted.
     """
-    unusable_rows = Unusable() if unusable is None else unusable
+    unusable_rows = UnusableRows() if unusable is None else unusable
     read = read_features(path, id_column, columns)
     batches = list(with_event_values(
         read, values, kind="item", unusable=unusable_rows, inputs=inputs, adds=event_item_ids
@@ -145,13 +145,13 @@ def columns_by_ordinal(
 
 
 def _note_unusable(
-    items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable, text_bytes: int
+    items: ItemTable, column: Any, spec: InputSpec, unusable: UnusableRows, text_bytes: int
 ) -> None:
     unusable.looked_at(source := f"{ITEM_ROWS}.{spec.column}", len(column))
     for rows in _pieces(len(column)):
         first = int(rows[0])
         values = column.slice(first, len(rows))
-        bad_mask_by_reason = read_values(values, spec).bad
+        bad_mask_by_reason = read_values(values, spec).unusable_mask_by_reason
         if spec.dtype == "string" and (is_long := without_long_texts(values, text_bytes)[1]).any():
             bad_mask_by_reason[f"{spec.column}: {TOO_LONG}"] = is_long
         if bad_mask_by_reason:

@@ -7,7 +7,7 @@ from typing import Any
 from cache.errors import ConfigError
 from cache.filters.attributes import ItemAttributes
 from cache.filters.expression import Filter, InvalidFilter, read_filter
-from cache.filters.masks import Passing, mask_of
+from cache.filters.masks import FilterMask, mask_of
 from precompute.config.settings import NightConfig
 
 
@@ -24,7 +24,7 @@ def named_filters(config: NightConfig) -> dict[str, Filter]:
 
 def passing_filters(
     config: NightConfig, root: Path, attributes: Mapping[str, Any], count: int
-) -> dict[str, Passing]:
+) -> dict[str, FilterMask]:
     """Items that pass each declared filter, of `count` whose attributes were written below `root`.
 
     Raises ConfigError for a filter that does not fit the attributes.
@@ -35,7 +35,7 @@ def passing_filters(
     columns, mask_by_filter = ItemAttributes.of_files(root, attributes, count), {}
     for name, declared_filter in declared.items():
         try:
-            mask_by_filter[name] = Passing.of(mask_of(declared_filter.root, columns))
+            mask_by_filter[name] = FilterMask.of(mask_of(declared_filter.root, columns))
         except InvalidFilter as error:
             raise _refused(name, error) from error
     return mask_by_filter

@@ -20,9 +20,9 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import NOBODY, Erased
+from precompute.erasures.erasure import NO_ERASURES, ErasedEntities
 from precompute.events.reading import read_events
-from precompute.partitions.earlier import UNKNOWN_SEED, Earlier, InteractionCounts
+from precompute.partitions.earlier import UNKNOWN_SEED, EarlierPartition, InteractionCounts
 from precompute.partitions.grouping import DistinctHashes
 from precompute.partitions.shard_files import (
     HASH,
@@ -60,7 +60,7 @@ from precompute.sources.event_values import NO_VALUES, EntityValues
 from precompute.sources.files import SourceFile
 from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import Interactions, read_interactions
-from precompute.sources.unusable import AGAIN, CASES, Unusable, merged
+from precompute.sources.unusable import CASES, LISTED_BEFORE, UnusableRows, merged
 
 COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
@@ -74,14 +74,14 @@ _TOUCHED = pa.schema([(HASH, pa.uint64())])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partitioned:
+class PartitionResult:
     """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
 
     seed: int
     users: int
     featured: int
     """Users among these whom the feature table alone names."""
-    counted: InteractionCounts
+    interaction_counts: InteractionCounts
     unusable: Mapping[str, Any]
     """By source, as `Unusable.to_json` has it."""
     took_over: bool
@@ -108,13 +108,13 @@ def partition(
     late: Callable[[Interactions], None] = lambda _late: None,
     restart: Callable[[], None] = lambda: None,
     hasher: Hasher = hash_ids,
-    erased: Erased = NOBODY,
-    earlier: Earlier | None = None,
+    erased: ErasedEntities = NO_ERASURES,
+    earlier: EarlierPartition | None = None,
     files: Sequence[SourceFile] | None = None,
     events: Sequence[SourceFile] = (),
     values: EntityValues = NO_VALUES,
     set_by_events: Collection[bytes] = (),
-) -> Partitioned:
+) -> PartitionResult:
     """Write each shard's Arrow files (`kinds_in`) into `folder`, trying seeds until no id collides.
 
     The `files` are those that the sources name, unless they are listed here. The rows of an `earlier` partition are
@@ -131,7 +131,7 @@ def partition(
     columns = sorted({*feature_columns, *(str(input_spec.column) for input_spec in feature_inputs)})
     seed = seed if earlier is None else earlier.seed
     while True:
-        unusable = Unusable(erased.users | erased.items)
+        unusable = UnusableRows(erased.users | erased.items)
         interaction_counts = _write(
             config, items, folder, cutoff_at, seed, progress, late, hasher, erased, unusable, earlier,
             files, events,
@@ -145,7 +145,7 @@ def partition(
             note_event_values(config, columns, feature_inputs, values, unusable)
         with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
             # What is taken over was counted when it was read.
-            counting_notes = unusable if earlier is None else Unusable()
+            counting_notes = unusable if earlier is None else UnusableRows()
             alone = (
                 np.unique(hasher(list(set_by_events), seed))
                 if set_by_events
@@ -164,7 +164,7 @@ def partition(
                 [{} if earlier is None else earlier.unusable, unusable.to_json()]
             )
             shard_user_counts = [user_counts for user_counts in users if user_counts is not None]
-            return Partitioned(
+            return PartitionResult(
                 seed,
                 sum(user_counts.named for user_counts in shard_user_counts),
                 sum(user_counts.featured for user_counts in shard_user_counts),
@@ -178,7 +178,7 @@ def partition(
 
 
 def _count_users(
-    folder: Path, shard: int, shards: int, unusable: Unusable, set_by_events: NDArray[np.uint64]
+    folder: Path, shard: int, shards: int, unusable: UnusableRows, set_by_events: NDArray[np.uint64]
 ) -> UserCounts | None:
     """The entities of a shard, None when two share a hash; who comes twice in a table is noted.
 
@@ -203,7 +203,7 @@ def _count_users(
     return UserCounts(users - uncounted, featured) if users == hashes else None
 
 
-def _note_again(source: str, table: Any, unusable: Unusable) -> None:
+def _note_again(source: str, table: Any, unusable: UnusableRows) -> None:
     """Rows of users that an earlier row named: the first one counts."""
     hashes = np.asarray(table.column(HASH))
     order = np.argsort(hashes, kind="stable")
@@ -211,7 +211,9 @@ def _note_again(source: str, table: Any, unusable: Unusable) -> None:
     repeated_rows = np.sort(order[1:][placed[1:] == placed[:-1]])
     if len(repeated_rows):
         named = table.column("user").take(pa.array(repeated_rows[:CASES])).to_pylist()
-        unusable.note(source, AGAIN, len(repeated_rows), ({"user": user_id} for user_id in named))
+        unusable.note(
+            source, LISTED_BEFORE, len(repeated_rows), ({"user": user_id} for user_id in named)
+        )
 
 
 def _write(
@@ -223,9 +225,9 @@ def _write(
     progress: Callable[[int], None],
     late: Callable[[Interactions], None],
     hasher: Hasher,
-    erased: Erased,
-    unusable: Unusable,
-    earlier: Earlier | None,
+    erased: ErasedEntities,
+    unusable: UnusableRows,
+    earlier: EarlierPartition | None,
     files: Sequence[SourceFile] | None,
     events: Sequence[SourceFile],
 ) -> InteractionCounts:
@@ -249,7 +251,7 @@ def _write(
         if earlier is not None:
             count = earlier.interactions
             row_counts = copy.deepcopy(earlier.row_counts)
-            popularity, without_item, unknown_hashes = earlier.counted(items.count)
+            popularity, without_item, unknown_hashes = earlier.remap_counts(items.count)
             unknown.add(unknown_hashes)
             touched = exit_stack.enter_context(_files(folder, TOUCHED, config.shards, _TOUCHED))
             earlier.take_over(config.shards, folder, rows, ids, touched)

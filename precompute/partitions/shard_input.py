@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from cache.model.tower import Histories
-from precompute.partitions.grouping import by_time, distinct, first_rows, latest_of_each, places_of
+from precompute.partitions.grouping import (
+    by_time,
+    distinct,
+    first_rows,
+    last_occurrence_mask,
+    places_of,
+)
 from precompute.partitions.shard_files import (
     HASH,
     POSITION,
@@ -87,10 +93,10 @@ class ShardInput:
     answers_without_history: bool = False
     """True if a model of histories and features answers an entity without a history by its features."""
 
-    def take(self, rows: NDArray[np.int64]) -> "ShardInput":
+    def select_rows(self, rows: NDArray[np.int64]) -> "ShardInput":
         """Some of the entities, in the order given."""
-        histories = Histories(self.indptr, self.ordinals).take(rows)
-        times = None if self.times is None else Histories(self.indptr, self.times).take(rows)
+        histories = Histories(self.indptr, self.ordinals).select_rows(rows)
+        times = None if self.times is None else Histories(self.indptr, self.times).select_rows(rows)
         return ShardInput(
             ids=self.ids.take(pa.array(rows)),
             hashes=self.hashes[rows],
@@ -410,7 +416,7 @@ def group_rows(
         positions = np.asarray(rows.column(POSITION))[is_known]
     order = by_time(users, times, positions)
     users, ordinals = users[order], ordinals[order]
-    keep = latest_of_each(users, ordinals)
+    keep = last_occurrence_mask(users, ordinals)
     users, ordinals = users[keep], ordinals[keep]
 
     row_of = first_rows(hashes, features)

@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
-def _once(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
+def _apply_popped(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
     """A list of the one result, for whoever wants it to take it out; the one value is taken out of its list."""
     return [function(values.pop())]
 
@@ -43,7 +43,7 @@ class Stages:
         futures = deque(thread.submit(self._next, remaining_values) for _ in range(depth + 1))
         return self._drain(thread, remaining_values, futures)
 
-    def each(
+    def map_values(
         self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
     ) -> Iterator[Result]:
         """Yields `function` of each value, in their order, computed by so many threads.
@@ -56,7 +56,7 @@ class Stages:
 
         def results() -> Iterator[Future[list[Result]]]:
             for value in values:
-                future = pool.submit(_once, function, [value])
+                future = pool.submit(_apply_popped, function, [value])
                 del value  # kept by nobody here, however long it is worked on
                 yield future
                 del future

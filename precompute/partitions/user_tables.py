@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.partitions.grouping import first_rows
 from precompute.partitions.shard_files import (
     HASH,
@@ -26,7 +26,7 @@ from precompute.sources.event_values import EntityValues, read_set_values, with_
 from precompute.sources.features import demand_type, read_values, without_long_texts
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import feature_schema, read_features
-from precompute.sources.unusable import TOO_LONG, Unusable
+from precompute.sources.unusable import TOO_LONG, UnusableRows
 
 IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
 """Columns that all files of a partition's users begin with."""
@@ -48,8 +48,8 @@ def write_features(
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
     values: EntityValues,
-    erased: Erased,
-    unusable: Unusable,
+    erased: ErasedEntities,
+    unusable: UnusableRows,
 ) -> None:
     """Write each shard's file of the columns, with what events set; values that an input cannot use are noted.
 
@@ -102,7 +102,7 @@ def note_event_values(
     columns: Sequence[str],
     inputs: Sequence[InputSpec],
     values: EntityValues,
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> None:
     """Notes what `write_features` would of the values that events set, where an earlier partition has the features."""
     if columns and values:
@@ -116,7 +116,7 @@ def _shortened(
     ids: Ids,
     columns: Mapping[str, Any],
     inputs: Sequence[InputSpec],
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> dict[str, Any]:
     """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
     shortened = dict(columns)
@@ -132,12 +132,14 @@ def _shortened(
     return shortened
 
 
-def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:
+def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: UnusableRows) -> int:
     """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
     values = read_values(column, spec)
     unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
-    if values.bad:
-        unusable.note_rows(source, values.bad, lambda row: {"user": ids.name_of(row)})
+    if values.unusable_mask_by_reason:
+        unusable.note_rows(
+            source, values.unusable_mask_by_reason, lambda row: {"user": ids.name_of(row)}
+        )
     return int(values.usable.sum())
 
 
@@ -146,8 +148,8 @@ def write_vectors(
     folder: Path,
     dims: int,
     hashes_of: Callable[[Ids], NDArray[np.uint64]],
-    erased: Erased,
-    unusable: Unusable,
+    erased: ErasedEntities,
+    unusable: UnusableRows,
 ) -> None:
     """Write each shard's file of the vectors that have `dims` finite numbers; the others are noted.
 
@@ -168,9 +170,9 @@ def write_vectors(
             rows_read += len(ids)
             unusable.looked_at(VECTOR_ROWS, len(ids))
             vector_values = read_values(values[column], spec)
-            if vector_values.bad:
+            if vector_values.unusable_mask_by_reason:
                 named = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
-                unusable.note_rows(VECTOR_ROWS, vector_values.bad, named)
+                unusable.note_rows(VECTOR_ROWS, vector_values.unusable_mask_by_reason, named)
             is_kept = vector_values.usable & erased.keeps_users(ids)
             used += int(is_kept.sum())
             hashes, rows = hashes_of(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel())

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from cache.errors import Refused
-from cache.l2.sync_clients import masters, shares
+from cache.l2.sync_clients import compute_keyspace_shares, masters
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from precompute.bulk.headroom import held_bytes, unevictable_bytes
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control, connect
-from precompute.experiments.room import ArmRoom, arms_room, mapped_beside
+from precompute.experiments.room import ArmRoom, arms_room, sum_mapped_bytes
 from precompute.gates.evidence.verdict import Verdict
 from precompute.gates.rules.host import disk_headroom, disk_room, memory_headroom, memory_room
 from precompute.gates.rules.in_redis import memory_limit, redis_headroom, redis_room
@@ -18,11 +18,11 @@ GB = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RedisNode:
     """Server of Redis: which share of the pages comes to it, its limit, and what else it holds."""
 
     name: str
-    share: float
+    page_share: float
     limit_bytes: int
     limit_is: str
     other_bytes: int = 0
@@ -35,7 +35,7 @@ class CapacityLimits:
     `arms` of experiments are served beside; what comes to their pages at a peak is among the nodes' other bytes.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[RedisNode, ...]
     memory_bytes: int
     disk_bytes: int
     arms: tuple[ArmRoom, ...] = ()
@@ -53,14 +53,14 @@ def verdicts(
     """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
     nodes = [
         redis_room(
-            node.name, node.other_bytes + round(generations * redis_bytes * node.share),
+            node.name, node.other_bytes + round(generations * redis_bytes * node.page_share),
             node.limit_bytes, f"{node.limit_is}, for {generations} generations", thresholds.redis_headroom,
         )
         for node in limits.nodes
     ]  # fmt: skip
     memory = memory_room(
         limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations,
-        arms_bytes=mapped_beside(limits.arms, generations),
+        arms_bytes=sum_mapped_bytes(limits.arms, generations),
     )  # fmt: skip
     disk = disk_room(
         limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
@@ -112,7 +112,7 @@ def limits_of(
             else (stated_bytes, "as given")
         )
         every = tuple(
-            Node(
+            RedisNode(
                 "primary" if count == 1 else f"primary {number + 1}", 1 / count, limit, limit_source
             )
             for number in range(count)
@@ -127,9 +127,11 @@ def limits_of(
     )
 
 
-def _nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[Node, ...], tuple[ArmRoom, ...]]:
+def _nodes(
+    config: NightConfig, record_bytes: int
+) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
-        control, share_by_node = Control(client, config.keyspace()), shares(client)
+        control, share_by_node = Control(client, config.keyspace()), compute_keyspace_shares(client)
         own_bytes, arms = held_bytes(config.store(), control), arms_room(config, client)
         growth = sum(arm.growth_bytes(generations_at_peak(config.keep)) for arm in arms)
         nodes = []
@@ -139,5 +141,5 @@ def _nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[Node, ...], tu
                 control, server, pages_bytes=own_node_bytes, record_bytes=record_bytes
             )
             other_bytes = max(0, round(used - own_node_bytes + growth * share_by_node[name]))
-            nodes.append(Node(name, share_by_node[name], *memory_limit(server), other_bytes))
+            nodes.append(RedisNode(name, share_by_node[name], *memory_limit(server), other_bytes))
         return tuple(nodes), arms

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from precompute.planning.sampling import Sample
-from precompute.planning.sizes import Shape
-from precompute.planning.spent import Spent
+from precompute.planning.sizes import NightShape
+from precompute.planning.spent import TimeSpent
 from precompute.planning.trial import Timings
 from precompute.reuse.lists import ENTERING_MAX
 from precompute.sources.moments import MICROSECONDS
@@ -36,7 +36,7 @@ class CopyingNight:
     inputs: float
     lost: float
     entered: float
-    scoring: Spent
+    scoring: TimeSpent
 
     @property
     def copied(self) -> float:
@@ -97,7 +97,7 @@ def touched(items: int, changed_share: float, width: int) -> float:
 
 def copying_night(
     timings: Timings,
-    shape: Shape,
+    shape: NightShape,
     users_changed: float,
     items_changed: float,
     histories: NDArray[np.int64],
@@ -128,7 +128,7 @@ def copying_night(
 
 def copying_nights(
     timings: Timings,
-    shape: Shape,
+    shape: NightShape,
     users_changed: float,
     items_changed: float | None,
     histories: NDArray[np.int64],
@@ -156,7 +156,7 @@ def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -
     return float(np.dot(touched_shares, counts)) / max(1, len(widths))
 
 
-def _computed(shape: Shape, entity: str, changed_share: float) -> tuple[float, float]:
+def _computed(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
     """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
     width = sum(
         layout.width

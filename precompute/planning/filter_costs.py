@@ -12,7 +12,7 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.night import LISTS
-from cache.filters.best import BestOf
+from cache.filters.best import SubsetSearch
 from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -21,13 +21,13 @@ from precompute.partitions.catalogue import open_items
 from precompute.partitions.named_filters import passing_filters
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
-from precompute.planning.sizes import Pages, Shape
+from precompute.planning.sizes import NightShape, Pages
 from precompute.planning.spent import timed
 from precompute.planning.trial import SEARCHED, Trial
 from precompute.scoring.users.reading import read_users
 from precompute.scoring.users.work import ShardWork
 
-FEW: Final = 10
+SHORT_LIST_ITEMS: Final = 10
 """Items that a page of an application shows, beside all of a list."""
 _SEARCHES: Final = 64
 _READS: Final = 200
@@ -43,7 +43,7 @@ class FilterCost:
 
     name: str
     is_made: bool
-    passing: int
+    passing_item_count: int
     pages: int
     redis_bytes: int
     night_s: float
@@ -63,12 +63,12 @@ class FilterCost:
         return {
             "table": self.name,
             "made": self.is_made,
-            "items_passing": self.passing,
+            "items_passing": self.passing_item_count,
             "pages": self.pages,
             "redis_bytes": self.redis_bytes,
             "night_cpu_s": self.night_s,
             "short_lists": self.cut,
-            f"short_lists_at_{FEW}": self.cut_few,
+            f"short_lists_at_{SHORT_LIST_ITEMS}": self.cut_few,
             "search_s": self.search_s,
             "read_s": self.read_s,
             "pays_from_lookups_a_day": None if math.isinf(self.pays_from) else self.pays_from,
@@ -80,10 +80,10 @@ Sampled = tuple[NDArray[np.float32], Histories]
 
 
 def filter_costs(
-    trial: Trial, shape: Shape, client: "redis.Redis", page_costs: Mapping[int, float]
+    trial: Trial, shape: NightShape, client: "redis.Redis", page_costs: Mapping[int, float]
 ) -> list[FilterCost]:
     """Costs of each declared filter for each table of lists, whether the night is told to make it or not."""
-    config, bundle, begin_report = trial.build.config, trial.bundle, trial.begun
+    config, bundle, begin_report = trial.build.config, trial.bundle, trial.begin_report
     if not config.filters:
         return []
     items = open_items(trial.build.root, begin_report, dims=bundle.dims)
@@ -128,7 +128,7 @@ def _users(trial: Trial) -> Sampled:
     with scratch_folder(trial.build.root / PARTITION) as scratch:
         chunk = work.encode(next(read_users(work, scratch)))
     rows = np.flatnonzero(chunk.answered["user_tower"])[:SEARCHED]
-    return chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
+    return chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
 
 
 def _items(vectors: NDArray[np.float32]) -> Sampled:
@@ -143,7 +143,7 @@ def _cut(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, flo
     is_full, width = used.all(axis=1), lists.shape[1]
     cuts: Sequence[float] = [
         float((is_full & (passing_counts < k)).mean()) if len(lists) else 0.0
-        for k in (width, min(FEW, width))
+        for k in (width, min(SHORT_LIST_ITEMS, width))
     ]
     return cuts[0], cuts[1]
 
@@ -156,12 +156,12 @@ def _search_s(
     metric: Metric,
 ) -> float:
     """Processor seconds of a search by one vector, as the service makes it."""
-    searcher, queries, exclusions = BestOf(vectors), sampled[0][:_SEARCHES], sampled[1]
+    searcher, queries, exclusions = SubsetSearch(vectors), sampled[0][:_SEARCHES], sampled[1]
     passing_ordinals = np.flatnonzero(mask)
 
     def search(row: int) -> None:
         excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
-        searcher.of(
+        searcher.search(
             queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric
         )
 

@@ -34,13 +34,13 @@ from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
 from precompute.planning.copies import CopyingNight, copying_nights, lengths, users_changed
 from precompute.planning.filter_costs import FilterCost, filter_costs
-from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
+from precompute.planning.hits import HitRates, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
 from precompute.planning.options import PlanParameters
 from precompute.planning.rehearsal import page_costs, time_load
 from precompute.planning.sampling import draw
-from precompute.planning.sizes import Shape
-from precompute.planning.spent import Spent
+from precompute.planning.sizes import NightShape
+from precompute.planning.spent import TimeSpent
 from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
 from precompute.scoring.inputs import demand_feature_types
 
@@ -61,15 +61,15 @@ class Forecast:
     sample_users: int
     source_users: int
     interactions: int
-    shape: Shape
+    shape: NightShape
     redis_bytes: int
     timings: Timings
-    load: Spent
+    load: TimeSpent
     floor_s: float
     """Seconds that loading may take at most beside readers."""
     gpu_s: float
     gpu_how: str
-    hits: Sequence[Hits]
+    hits: Sequence[HitRates]
     filters: Sequence[FilterCost] = ()
     copying: Sequence[CopyingNight] = ()
     copying_note: str = ""
@@ -155,7 +155,7 @@ def forecast(
                 seconds=parameters.seconds,
                 progress=progress,
             )
-            shape = replace(shape, users=round(source_users * timings.kept))
+            shape = replace(shape, users=round(source_users * timings.recorded_share))
             with connect(running.url, config.redis_timeout_s) as client:
                 pages = shape.pages().values()
                 sizes = {size for table_pages in pages for size in table_pages.sizes}
@@ -206,8 +206,8 @@ def _bundle(config: NightConfig, folder: Path, cutoff_at: datetime | None) -> Bu
     return Bundle.open(config.path(config.bundle))
 
 
-def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users: int) -> Shape:
-    bundle, begin_report, root = trial.bundle, trial.begun, trial.build.root
+def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users: int) -> NightShape:
+    bundle, begin_report, root = trial.bundle, trial.begin_report, trial.build.root
     items, dims = int(begin_report["items"]), parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
     sized = replace(bundle, dims=dims)
@@ -217,7 +217,7 @@ def _shape(config: NightConfig, trial: Trial, parameters: PlanParameters, users:
     list_tables = [
         table for table in tables.values() if table.kind in ("user_topk", "item_similar")
     ]
-    return Shape(
+    return NightShape(
         users=users,
         items=parameters.items or items,
         dims=dims,
@@ -261,7 +261,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def gpu_seconds(timings: Timings, users_per_s: float, shape: Shape) -> float:
+def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
     """Lists at this rate, items as users, beside the slowest of what the processor still does."""
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
@@ -270,7 +270,7 @@ def gpu_seconds(timings: Timings, users_per_s: float, shape: Shape) -> float:
 
 
 def _gpu_rate(
-    config: NightConfig, trial: Trial, shape: Shape, parameters: PlanParameters
+    config: NightConfig, trial: Trial, shape: NightShape, parameters: PlanParameters
 ) -> DeviceRate:
     if parameters.gpu_users_per_s is not None:
         return DeviceRate(
@@ -280,7 +280,7 @@ def _gpu_rate(
     return trial.on_devices(config.device, shape, max(widths, default=1))
 
 
-def _hits(shape: Shape, parameters: PlanParameters, popularity: Popularity) -> list[Hits]:
+def _hits(shape: NightShape, parameters: PlanParameters, popularity: Popularity) -> list[HitRates]:
     lists = [
         layout
         for entity, layout in shape.layouts.values()

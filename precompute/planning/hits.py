@@ -26,12 +26,12 @@ _CHURNED = (24_000, 28_000, 34_000, 40_000)
 class Popularity:
     """`keys[i]` keys are asked for with probability `shares[i]` each; all together 1."""
 
-    shares: NDArray[np.float64]
+    probabilities: NDArray[np.float64]
     keys: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
+class HitRates:
     """Rates, 0 to 1: in the long run, and over the first `requests` of an empty L1; `entries` once it is full."""
 
     max_bytes: int
@@ -78,7 +78,7 @@ def hits(
     record_bytes: int,
     answer_bytes: int = 0,
     requests: float | None = None,
-) -> Hits:
+) -> HitRates:
     """Hit rates of an L1 of `max_bytes` for one table of records.
 
     `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
@@ -90,7 +90,7 @@ def hits(
 
     def contents(time: float) -> tuple[float, float]:
         """(entries, bytes) expected."""
-        x = popularity.shares * time
+        x = popularity.probabilities * time
         absent_probability = np.exp(-x)
         if not answer:
             entries = float(popularity.keys @ (1 - absent_probability))
@@ -103,7 +103,7 @@ def hits(
     time = _characteristic(lambda time: contents(time)[1], max_bytes)
     everything = float(popularity.keys.sum()) * (2 if answer else 1)
     entries = everything if math.isinf(time) else contents(time)[0]
-    return Hits(
+    return HitRates(
         max_bytes, entries, _steady(popularity, time), _from_cold(popularity, time, requests)
     )
 
@@ -121,8 +121,8 @@ def _characteristic(bytes_at: Callable[[float], float], max_bytes: int) -> float
 def _steady(popularity: Popularity, time: float) -> float:
     if math.isinf(time):
         return 1.0
-    mass = popularity.shares * popularity.keys
-    return float(mass @ -np.expm1(-popularity.shares * time))
+    mass = popularity.probabilities * popularity.keys
+    return float(mass @ -np.expm1(-popularity.probabilities * time))
 
 
 def _from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
@@ -130,7 +130,7 @@ def _from_cold(popularity: Popularity, time: float, requests: float | None) -> f
     if requests is None or requests < 1:
         return None
     filling = min(time, requests)
-    first = filling - float(popularity.keys @ -np.expm1(-popularity.shares * filling))
+    first = filling - float(popularity.keys @ -np.expm1(-popularity.probabilities * filling))
     return (first + (requests - filling) * _steady(popularity, filling)) / requests
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
-from precompute.planning.sizes import HASH_BYTES, NUMBER_BYTES, Shape
+from precompute.planning.sizes import HASH_BYTES, NUMBER_BYTES, NightShape
 from precompute.scoring.users.work import CHUNK_BYTES, CHUNKS_MOST
 from precompute.sources.formats import BATCH_ROWS
 from precompute.sources.readers import BATCH_BYTES
@@ -31,7 +31,7 @@ TRAINED_BYTES: Final = 60
 """Bytes of an interaction in `train`: two codes, and the sparse matrix with its copies."""
 
 
-def step_bytes(shape: Shape) -> Mapping[str, int]:
+def step_bytes(shape: NightShape) -> Mapping[str, int]:
     """Resident memory at the peak of each step, by step; mapped files that the system may drop are counted as well.
 
     Vectors of items count once for each copy: as they are mapped, ready to be compared, inside a model or an index.
@@ -59,11 +59,11 @@ def step_bytes(shape: Shape) -> Mapping[str, int]:
     return {step: BASE_BYTES + peak_bytes for step, peak_bytes in steps.items()}
 
 
-def _batch_bytes(shape: Shape) -> int:
+def _batch_bytes(shape: NightShape) -> int:
     return max(BATCH_ROWS * ROW_BYTES, min(BATCH_BYTES, round(BATCH_ROWS * shape.feature_bytes)))
 
 
-def _slice_bytes(shape: Shape) -> int:
+def _slice_bytes(shape: NightShape) -> int:
     """A slice while it is grouped: its rows, and three copies of its features."""
     per_shard = -(-shape.interactions // shape.shards)
     features = round(shape.users / shape.shards * shape.feature_bytes)

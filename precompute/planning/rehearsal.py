@@ -15,8 +15,8 @@ from precompute.builds.tables import records_per_page
 from precompute.bulk.load import total_bytes
 from precompute.bulk.watch import cpu_s
 from precompute.config.settings import NightConfig
-from precompute.planning.sizes import Shape
-from precompute.planning.spent import Run, Spent, grown, middle, timed
+from precompute.planning.sizes import NightShape
+from precompute.planning.spent import TimedRun, TimeSpent, grown, middle, timed
 from precompute.steps import load
 
 GENERATION = "20000101T000000Z-000000000000"
@@ -37,7 +37,7 @@ def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> d
     return costs
 
 
-def time_load(config: NightConfig, shape: Shape, client: "redis.Redis") -> Spent:
+def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> TimeSpent:
     """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
 
     As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
@@ -49,7 +49,9 @@ def time_load(config: NightConfig, shape: Shape, client: "redis.Redis") -> Spent
     return grown(small, large, shape.payload_bytes)
 
 
-def _load(config: NightConfig, shape: Shape, payload_share: float, client: "redis.Redis") -> Run:
+def _load(
+    config: NightConfig, shape: NightShape, payload_share: float, client: "redis.Redis"
+) -> TimedRun:
     build = Build.of(config, {"generation": GENERATION})
     manifest = _manifest(config.namespace, shape, payload_share, build.root)
     build.store.write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
@@ -62,10 +64,10 @@ def _load(config: NightConfig, shape: Shape, payload_share: float, client: "redi
         )
         run_times.append(spent)
     client.flushall(asynchronous=False)
-    return Run(total_bytes(manifest), middle(run_times))
+    return TimedRun(total_bytes(manifest), middle(run_times))
 
 
-def _manifest(namespace: str, shape: Shape, payload_share: float, folder: Path) -> Manifest:
+def _manifest(namespace: str, shape: NightShape, payload_share: float, folder: Path) -> Manifest:
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -128,7 +128,10 @@ def draw(
             )
         )
         progress("draw the sample", sum(map(len, rows)), 0)
-    tables = [_kept(_features(config, columns), limit), _kept(_vectors(config), limit)]
+    tables = [
+        _read_sampled_rows(_features(config, columns), limit),
+        _read_sampled_rows(_vectors(config), limit),
+    ]
     return _sample(distinct_users.count, interactions, pa.concat_tables(rows), tables)
 
 
@@ -171,7 +174,7 @@ def _vectors(config: NightConfig) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
         yield from read_features(path, sources.user_column, (sources.vector_column,))
 
 
-def _kept(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
+def _read_sampled_rows(read: Iterator[tuple[Ids, Mapping[str, Any]]], limit: np.uint64) -> Any:
     parts = []
     for ids, values in read:
         is_sampled = pa.array(hashes_of(ids, SEED) <= limit)

@@ -61,7 +61,7 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class NightShape:
     """Shape of a night: entities with records, how they are laid out, and what the inputs' ids and models weigh.
 
     `model_bytes` and `defaults_bytes` are those at hand, with `model_items` of `model_dims`.

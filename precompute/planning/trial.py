@@ -24,8 +24,8 @@ from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sampling import Sample
-from precompute.planning.sizes import Shape
-from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.planning.sizes import NightShape
+from precompute.planning.spent import TimedRun, TimeSpent, grown, timed
 from precompute.scoring.items import score_items
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users.reading import read_users
@@ -46,20 +46,20 @@ EVER = "2000-01-01T00:00:00Z"
 class Timings:
     """Times of a night's scoring; `stages` are the busy seconds of its overlapping stages for all users."""
 
-    embed: Spent
-    prepare: Spent
-    shards: Spent
-    users: Spent
-    items: Spent
+    embed: TimeSpent
+    prepare: TimeSpent
+    shards: TimeSpent
+    users: TimeSpent
+    items: TimeSpent
     stages: Mapping[str, float]
-    kept: float
+    recorded_share: float
     """Share of the users that will have records."""
     note: str
-    seal: Spent
+    seal: TimeSpent
     """Time that the load takes before its first page."""
 
     @property
-    def all(self) -> Spent:
+    def all(self) -> TimeSpent:
         """Time from the item vectors to the last page."""
         total_spent = self.embed
         for step_spent in (self.prepare, self.shards, self.users, self.items):
@@ -75,24 +75,24 @@ class Trial:
     bundle: Bundle
     sample: Sample
     folder: Path
-    embedded: Spent
+    embedded: TimeSpent
     at_once: int = 1
     """Shards that the night's process will have under way at a time."""
     scorers: Scorers = field(default_factory=Scorers)
 
     @property
-    def begun(self) -> Mapping[str, Any]:
+    def begin_report(self) -> Mapping[str, Any]:
         """Report of the first step."""
         return self.build.need("begin")
 
-    def kept(self) -> float:
+    def measure_recorded_share(self) -> float:
         """Share of the sample's users that will have records; to be asked first."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
             kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept_count / max(1, work.counts["entities"])
 
-    def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
+    def users(self, count: int) -> tuple[TimeSpent, Mapping[str, float]]:
         """Scores so many users into pages; what that took, and how long each stage was busy.
 
         Where shards will overlap it is done so many times at once, and what it took is shared out.
@@ -100,8 +100,8 @@ class Trial:
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
         partition(
-            replace(config, sources=sources), open_items(self.build.root, self.begun),
-            self.build.root / PARTITION, cutoff_at=None, seed=self.begun["user_seed"],
+            replace(config, sources=sources), open_items(self.build.root, self.begin_report),
+            self.build.root / PARTITION, cutoff_at=None, seed=self.begin_report["user_seed"],
             feature_columns=feature_columns(self.bundle), dims=self.bundle.dims,
         )  # fmt: skip
 
@@ -114,15 +114,15 @@ class Trial:
             spent, seconds = timed(lambda: list(pool.map(score, range(self.at_once))))
         return spent.times(1 / self.at_once), seconds[0]
 
-    def items(self, count: int) -> Spent:
+    def items(self, count: int) -> TimeSpent:
         """Scores so many items into pages."""
         return timed(
             lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, limit=count)
         )[0]
 
-    def prepared(self) -> Spent:
+    def prepared(self) -> TimeSpent:
         """The items made ready to be compared: once for all shards that one process scores."""
-        items = open_items(self.build.root, self.begun, dims=self.bundle.dims)
+        items = open_items(self.build.root, self.begin_report, dims=self.bundle.dims)
         tables = configured_tables(self.build.config, self.bundle).values()
         metrics = {
             metric_of(self.bundle, table)
@@ -131,12 +131,12 @@ class Trial:
         }
         return timed(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
-    def opened(self) -> Spent:
+    def opened(self) -> TimeSpent:
         """Time to open what every shard opens before it begins: the bundle."""
         fetch_items(self.build)
         return timed(lambda: open_bundle(self.build))[0]
 
-    def sealed(self) -> Spent:
+    def sealed(self) -> TimeSpent:
         """Time of the load before its first page: the bundle opened, the items' files described."""
         files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
         return self.opened().and_(timed(lambda: [self.build.describe(file) for file in files])[0])
@@ -149,7 +149,7 @@ class Trial:
         users = chunk.outputs["user_tower"][chunk.answered["user_tower"]]
         return users, np.asarray(work.items.vectors)
 
-    def on_devices(self, device_setting: str, shape: Shape, k: int) -> DeviceRate:
+    def on_devices(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
         """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
         rate, table = None, by_table(shape.items, shape.dims, k)
         try:
@@ -206,18 +206,18 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 
 def time_scoring(
     trial: Trial,
-    shape: Shape,
+    shape: NightShape,
     *,
     source_users: int,
     seconds: float,
     progress: Progress = quiet,
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
-    kept_share, prepared, opened = trial.kept(), trial.prepared(), trial.opened()
-    per_shard, trial_item_count = -(-source_users // shape.shards), int(trial.begun["items"])
+    kept_share, prepared, opened = trial.measure_recorded_share(), trial.prepared(), trial.opened()
+    per_shard, trial_item_count = -(-source_users // shape.shards), int(trial.begin_report["items"])
     busy: list[tuple[int, Mapping[str, float]]] = []
 
-    def score(count: int) -> Spent:
+    def score(count: int) -> TimeSpent:
         spent, seconds_of = trial.users(count)
         busy.append((count, seconds_of))
         return spent
@@ -244,22 +244,25 @@ def time_scoring(
         items = items.times(growth)
         stages["topk"] *= growth
     return Timings(
-        trial.embedded.times(grows), prepared.times(grows), opened.times(grows).beside(shape.shards, trial.at_once),
+        trial.embedded.times(grows), prepared.times(grows),
+        opened.times(grows).in_parallel(shape.shards, trial.at_once),
         users, items, stages, kept_share, note,
         trial.sealed().times(grows),
     )  # fmt: skip
 
 
-def _of_one_shard(run: Callable[[int], Spent], count: int, seconds: float, at_most: int) -> Spent:
+def _of_one_shard(
+    run: Callable[[int], TimeSpent], count: int, seconds: float, at_most: int
+) -> TimeSpent:
     probe_count = min(PROBE, count, at_most)
-    small = large = Run(probe_count, run(probe_count))
+    small = large = TimedRun(probe_count, run(probe_count))
     rate = probe_count / max(small.spent.wall_s, 1e-6)
     if (more := int(min(count, at_most, rate * seconds))) > probe_count:
-        large = Run(more, run(more))
+        large = TimedRun(more, run(more))
     return grown(small, large, count)
 
 
-def _growth(trial: Trial, shape: Shape, trial_item_count: int) -> tuple[float, float]:
+def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
     """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
     lists = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
     measured = float(np.log2(trial.half_the_items(max(lists, default=1))))
@@ -268,7 +271,7 @@ def _growth(trial: Trial, shape: Shape, trial_item_count: int) -> tuple[float, f
 
 
 def _note(
-    shape: Shape, trial: Trial, trial_item_count: int, exponent: float, at_most: Spent
+    shape: NightShape, trial: Trial, trial_item_count: int, exponent: float, at_most: TimeSpent
 ) -> str:
     unmeasured = "; dimensions count in proportion, which was not measured"
     dims = "" if shape.dims == trial.bundle.dims else unmeasured

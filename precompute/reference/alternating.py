@@ -91,7 +91,7 @@ class _Side:
     histories: Histories
     lengths: NDArray[np.int64]
     pulls: NDArray[np.float32]
-    others: float
+    unobserved_weight: float
 
     @classmethod
     def of(cls, matrix: sp.csr_matrix, shape: AlternatingShape) -> "_Side":
@@ -112,7 +112,7 @@ class _Side:
                 rows[start : start + STRIP] = rows[start : start + STRIP] @ rotation.astype(
                     np.float32
                 )
-        diagonal = (self.others * np.maximum(squares, 0)).astype(np.float32)
+        diagonal = (self.unobserved_weight * np.maximum(squares, 0)).astype(np.float32)
         padded = np.concatenate([theirs, np.zeros((1, theirs.shape[1]), np.float32)])
         blocks, cores = self._blocks(theirs.shape[1]), usable_cores()
 

@@ -28,7 +28,7 @@ from precompute.reference.spectral import SpectralShape
 
 PARTS_OF_DIMS = (1, 2, 4, 8)
 """Divisors of the dimensions that are tried with the training that won."""
-HELD = 15_000
+TARGET_ITEMS_MIN = 15_000
 """Items that are to be found; where one cut at random holds out fewer, there are more cuts."""
 CUTS = 3
 """Cuts at most."""
@@ -49,7 +49,7 @@ class ShapeTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ShapeChoice:
     """The shape that won, all trials, and what they were made on; without trials it is the default."""
 
     shape: Shape
@@ -96,7 +96,7 @@ def choose(
     *,
     times: NDArray[np.int64] | None = None,
     progress: Progress = quiet,
-) -> Choice:
+) -> ShapeChoice:
     """The shape with the highest recall; `dims` is the most that its vectors may have. Pairs and times are [n] each.
 
     One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
@@ -105,21 +105,25 @@ def choose(
     sample = sample_of(user_rows, item_rows, times, rng)
     cuts = [Cut.of(sample, items, rng)]
     if not len(cuts[0].rows):
-        return Choice(SpectralShape(dims=dims))
+        return ShapeChoice(SpectralShape(dims=dims))
     if times is None:  # what is latest can be held out only once
-        more = min(CUTS, -(-HELD // len(cuts[0].held.indices))) - 1
+        more = min(CUTS, -(-TARGET_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
         cuts += [Cut.of(sample, items, rng) for _ in range(more)]
     recalls_by_shape: Recalls = {}
     _try(recalls_by_shape, first_tried(dims), cuts, rng, progress)
     for vary_shape in (regularized, folded):
         _try(
             recalls_by_shape,
-            [variant for shape in _best(recalls_by_shape) for variant in vary_shape(shape)],
+            [
+                variant
+                for shape in _best_of_methods(recalls_by_shape)
+                for variant in vary_shape(shape)
+            ],
             cuts,
             rng,
             progress,
         )
-    spectral, alternating = _best(recalls_by_shape)
+    spectral, alternating = _best_of_methods(recalls_by_shape)
     wins = _mean(recalls_by_shape[alternating]) > (1 + MARGIN) * _mean(recalls_by_shape[spectral])
     training = training_of(alternating if wins else spectral)
     narrow = [replace(training, dims=dims // part) for part in PARTS_OF_DIMS if dims >= part]
@@ -141,7 +145,7 @@ def choose(
         key=lambda trial: (trial.shape.dims, -trial.recall),
     )
     users = len(cuts[0].rows)
-    return Choice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
+    return ShapeChoice(won.shape, trials, users, len(cuts), len(sample[0]), times is not None)
 
 
 def _try(
@@ -163,7 +167,7 @@ def _mean(recalls: Sequence[NDArray[np.float64]]) -> float:
     return float(np.concatenate(recalls).mean())
 
 
-def _best(recalls_by_shape: Recalls) -> list[Shape]:
+def _best_of_methods(recalls_by_shape: Recalls) -> list[Shape]:
     """The first of each method, spectral before alternating."""
     return [
         _first(

@@ -16,7 +16,7 @@ USERS = 8_000
 """Users whose histories are cut: on Gowalla 3,000 chose other exponents with another seed."""
 SAMPLE = 1_500_000
 """Interactions at most on which shapes are compared."""
-LEAST = 5
+HISTORY_ITEMS_MIN = 5
 """Items of a user whose history is cut."""
 
 Interactions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
@@ -29,8 +29,8 @@ class Cut:
 
     data: UserItemMatrix
     rows: NDArray[np.int64]
-    kept: Histories
-    held: Histories
+    input_histories: Histories
+    targets: Histories
 
     @classmethod
     def of(cls, sample: Interactions, items: int, rng: np.random.Generator) -> Self:
@@ -46,7 +46,7 @@ class Cut:
             order = order[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
             users, columns = users[order], columns[order]
         counts = np.bincount(users)
-        enough = np.flatnonzero(counts >= LEAST)
+        enough = np.flatnonzero(counts >= HISTORY_ITEMS_MIN)
         rows = np.sort(rng.choice(enough, min(USERS, len(enough)), replace=False))
         ends = np.cumsum(counts)
         is_held = np.zeros(len(users), bool)
@@ -64,12 +64,15 @@ class Cut:
 
     def recalls(self, tables: Tables) -> NDArray[np.float64]:
         """Recall@20 of each user by these tables."""
-        ones = np.ones(len(self.kept.indices), np.float32)
+        ones = np.ones(len(self.input_histories.indices), np.float32)
         histories = sp.csr_matrix(
-            (ones, self.kept.indices, self.kept.indptr), (len(self.kept), self.data.items)
+            (ones, self.input_histories.indices, self.input_histories.indptr),
+            (len(self.input_histories), self.data.items),
         )
         rows, vectors = tables
-        return held_out.recalls(histories @ rows, vectors, self.kept, self.held, "inner_product")
+        return held_out.recalls(
+            histories @ rows, vectors, self.input_histories, self.targets, "inner_product"
+        )
 
 
 def sample_of(

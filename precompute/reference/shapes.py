@@ -23,7 +23,7 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 USER_EXPONENTS = (0.5, 0.25)
 ITEM_EXPONENTS = (0.5, 0.4, 0.3, 0.2)
-OTHERS = (0.003, 0.02, 0.1)
+UNOBSERVED_WEIGHTS = (0.003, 0.02, 0.1)
 REGULARIZATIONS = (0.003, 0.01, 0.03)
 SPECTRAL_RIDGES = (0.3, 0.1, 0.03, 0.01)
 FOLD_RIDGES = (0.3, 1.0, 3.0)
@@ -35,7 +35,7 @@ def first_tried(dims: int) -> list[Shape]:
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
         *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
-        *(AlternatingShape(others_weight, dims=dims) for others_weight in OTHERS),
+        *(AlternatingShape(others_weight, dims=dims) for others_weight in UNOBSERVED_WEIGHTS),
     ]
 
 

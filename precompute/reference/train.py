@@ -16,7 +16,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.progress import Progress, quiet
 from precompute.reference.affinity import affinities
-from precompute.reference.choice import Choice, choose
+from precompute.reference.choice import ShapeChoice, choose
 from precompute.reference.shapes import Shape, tables_of
 from precompute.reference.spectral import UserItemMatrix, matrix_of
 
@@ -70,7 +70,7 @@ def train(
             progress=progress,
         )
         if shape is None
-        else Choice(replace(shape, dims=dims))
+        else ShapeChoice(replace(shape, dims=dims))
     )
     matrix = matrix_of(data.user_rows, data.item_rows, (users, items))
     user_item_matrix = UserItemMatrix.of(matrix)

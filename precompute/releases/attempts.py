@@ -29,7 +29,7 @@ def earlier(
         (
             release
             for release in reversed(history)
-            if release.done and (release.action, release.attempt) == (action, attempt)
+            if release.is_done and (release.action, release.attempt) == (action, attempt)
             and generation in (None, release.generation) and percent in (None, release.percent)
         ),
         None,
@@ -60,7 +60,7 @@ def earlier(
 
 
 def _counts(release: Release) -> bool:
-    return release.done or release.action == "verify"
+    return release.is_done or release.action == "verify"
 
 
 def _undone(

@@ -6,10 +6,10 @@ from cache.errors import ConfigError, Conflict
 from cache.store.releases import Canary, Pointer
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import load_missing
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
-from precompute.releases.moves import Moved, Moves, Report, files_of
+from precompute.releases.moves import MoveResult, Moves, Report, files_of
 from precompute.releases.release_log import LOOK_TRIES, ReleaseView
 
 
@@ -25,7 +25,7 @@ class Canaries(Moves):
         verified: Report | None = None,
         event: str = "",
         governor: Governor | None = None,
-    ) -> Moved:
+    ) -> MoveResult:
         """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
 
         `verified`: see `prepare`.
@@ -36,10 +36,10 @@ class Canaries(Moves):
             raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
         view = self.view()
         if earlier(view.history, "canary", attempt, generation, percent) is not None:
-            return Moved(_followed(view), changed=False)
+            return MoveResult(_followed(view), has_moved=False)
         live = self._demand_canary(generation, view, verified)
         if view.ledger.canary is not None and view.ledger.canary.percent == percent:
-            return Moved(live, changed=False)
+            return MoveResult(live, has_moved=False)
         with files_of(generation):
             load_missing(self.control, self.store, generation, governor=governor)
         view = self.view()
@@ -78,19 +78,19 @@ class Canaries(Moves):
         self._know(generation, view)
         return view.pointer
 
-    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> Moved:
+    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
         """Let the live generation answer every request again; an abandoned canary needs another verification."""
         view = self.view()
         running = view.ledger.canary
         if earlier(view.history, "end_canary", attempt, None) is not None:
-            return Moved(_followed(view), changed=False)
+            return MoveResult(_followed(view), has_moved=False)
         if running is None:
             raise Conflict("no generation is being tried out")
         return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
 
     def _end_canary(
         self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
-    ) -> Moved:
+    ) -> MoveResult:
         view.demand_agreement()
         live, generation = _followed(view), running.generation
         release = self.record(
@@ -102,7 +102,7 @@ class Canaries(Moves):
             abandoned=abandon,
             expected=view.epoch,
         )
-        rows = {generation: Row(State.ABANDONED, release.at, reason)} if abandon else {}
+        rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
         to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
         return self._commit(to, view, rows, "end_canary", live=False)
 

@@ -6,7 +6,7 @@ from cache.errors import Conflict, UnknownGeneration
 from cache.store.artefacts import generation_path
 from cache.store.releases import Action
 from precompute.config.validation import demand_reason
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import UNFINISHED, State, demand
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
@@ -23,7 +23,7 @@ class Judgements(ReleaseLog):
         demand("override", generation, self.view().state(generation))
         self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
 
-    def _mark(
+    def _write_state(
         self, generation: str, state: State, reason: str = "", *, action: Action | None = None
     ) -> ReleaseView:
         for _ in range(LOOK_TRIES):
@@ -32,22 +32,22 @@ class Judgements(ReleaseLog):
                 raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
             if action is not None:
                 demand(action, generation, view.state(generation))
-            rows = {generation: Row(state, self.clock(), reason)}
+            rows = {generation: RegistryRow(state, self.clock(), reason)}
             # A refused one must not be what the pointer names as previous: answers would fall back to it.
             unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
-            if self.control.mark(rows, expected_epoch=view.epoch, unless=unless):
+            if self.control.write_rows(rows, expected_epoch=view.epoch, unless=unless):
                 return view
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
         """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
         # The row first: from here on no publisher that looked earlier can move the pointer to it.
-        self._mark(generation, State.REFUSED, reason, action="refuse")
+        self._write_state(generation, State.REFUSED, reason, action="refuse")
         self.record("refuse", generation, attempt=attempt, reason=reason)
         # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
         row = self.control.rows().get(generation)
         if row is None or row.state in (*UNFINISHED, State.LIVE):
-            self._mark(generation, State.REFUSED, reason)
+            self._write_state(generation, State.REFUSED, reason)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
         """A passed verification; recorded as a release when it lifts an earlier refusal or rollback."""
@@ -58,7 +58,7 @@ class Judgements(ReleaseLog):
             # Published by another run meanwhile: only its manifest, with the new verdicts, is another one.
             self.record("verify", generation, attempt=attempt, reason="verified once more")
             return
-        ledger = self._mark(generation, State.VERIFIED).ledger
+        ledger = self._write_state(generation, State.VERIFIED).ledger
         if ledger.state(generation) in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED):
             self.record("verify", generation, attempt=attempt, reason="verified again")
 

@@ -12,7 +12,7 @@ from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVES, Action, Pointer
 from precompute.control.reader_formats import MOVES as MOVE_FORMATS
 from precompute.control.reader_formats import demand_readers
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import ALLOWED, State, demand, fold
 from precompute.releases.judgements import Judgements
 from precompute.releases.release_log import ReleaseView, standing
@@ -22,11 +22,11 @@ Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Result of a move of the pointer; `changed` is False when this attempt, or another, had done it already."""
+class MoveResult:
+    """Result of a move of the pointer; `has_moved` is False when this attempt, or another, had done it already."""
 
     pointer: Pointer
-    changed: bool
+    has_moved: bool
 
 
 class Moves(Judgements):
@@ -69,18 +69,18 @@ class Moves(Judgements):
     def _know(self, generation: str, view: ReleaseView) -> None:
         state = view.ledger.state(generation)
         if generation not in view.rows and state is not None:
-            rows = {generation: Row(state, self.clock(), "restored")}
-            self.control.mark(rows, expected_epoch=view.epoch)
+            rows = {generation: RegistryRow(state, self.clock(), "restored")}
+            self.control.write_rows(rows, expected_epoch=view.epoch)
 
     def _commit(
         self,
         to: Pointer,
         view: ReleaseView,
-        rows: Mapping[str, Row],
+        rows: Mapping[str, RegistryRow],
         action: Action,
         *,
         live: bool = True,
-    ) -> Moved:
+    ) -> MoveResult:
         """Compare-and-set the pointer to what an intent says, then write down that it is done."""
         allowed = ALLOWED[action] if live else (State.LIVE,)
         # Much may have passed since the intent: what is superseded is superseded now.
@@ -94,7 +94,7 @@ class Moves(Judgements):
                 else "another publisher moved the pointer meanwhile; try again"
             )
         self.complete(moved.epoch)
-        return Moved(moved, changed=True)
+        return MoveResult(moved, has_moved=True)
 
     def _demand_still(self, to: Pointer, view: ReleaseView, action: Action) -> None:
         """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""

@@ -9,7 +9,7 @@ from precompute.bulk.reload import load_missing, repair
 from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.canaries import Canaries
-from precompute.releases.moves import Moved, Report, files_of
+from precompute.releases.moves import MoveResult, Report, files_of
 from precompute.releases.release_log import ReleaseView
 
 
@@ -23,16 +23,16 @@ class Releases(Canaries):
         attempt: str,
         verified: Report | None = None,
         governor: Governor | None = None,
-    ) -> Moved | None:
+    ) -> MoveResult | None:
         """Stream what Redis misses of a generation to be published; what happened if it was published already.
 
         With verify's report (`verified`), Conflict when something else is live than what it was compared with.
         """
         view = self.view()
         if (earlier_pointer := earlier(view.history, "publish", attempt, generation)) is not None:
-            return Moved(earlier_pointer, changed=False)
+            return MoveResult(earlier_pointer, has_moved=False)
         if (live := self._demand_publish(generation, view, verified)) is not None:
-            return Moved(live, changed=False)
+            return MoveResult(live, has_moved=False)
         with files_of(generation):
             load_missing(self.control, self.store, generation, governor=governor)
         return None
@@ -44,14 +44,14 @@ class Releases(Canaries):
         attempt: str,
         verified: Report | None = None,
         governor: Governor | None = None,
-    ) -> Moved:
+    ) -> MoveResult:
         """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
         moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
         if moved is not None:
             return moved
         view = self.view()
         if (live := self._demand_publish(generation, view, verified)) is not None:
-            return Moved(live, changed=False)
+            return MoveResult(live, has_moved=False)
         return self._move("publish", generation, view, attempt=attempt, governor=governor)
 
     def _demand_publish(
@@ -68,7 +68,7 @@ class Releases(Canaries):
         self._know(generation, view)
         return None
 
-    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> Moved:
+    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
         """Make an earlier generation live again; the one rolled back can never return without re-verification.
 
         Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
@@ -76,12 +76,12 @@ class Releases(Canaries):
         """
         view = self.view()
         if (earlier_pointer := earlier(view.history, "roll_back", attempt, to)) is not None:
-            return Moved(earlier_pointer, changed=False)
+            return MoveResult(earlier_pointer, has_moved=False)
         target = to or view.ledger.previous
         if target is None:
             raise Conflict("there is no earlier generation to roll back to")
         if (live := self._demand_roll_back(target, view)) is not None:
-            return Moved(live, changed=False)
+            return MoveResult(live, has_moved=False)
         rolled_back_id = view.ledger.live
         with files_of(target):
             self.check_manifest(target, view.history)
@@ -92,7 +92,7 @@ class Releases(Canaries):
                 f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
             )
         if (live := self._demand_roll_back(target, view)) is not None:
-            return Moved(live, changed=False)
+            return MoveResult(live, has_moved=False)
         return self._move("roll_back", target, view, attempt=attempt, reason=reason)
 
     def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
@@ -122,7 +122,7 @@ class Releases(Canaries):
         attempt: str,
         reason: str = "",
         governor: Governor | None = None,
-    ) -> Moved:
+    ) -> MoveResult:
         with files_of(generation):
             manifest = read_manifest(self.store, generation)
         after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)

@@ -24,7 +24,7 @@ from cache.store.releases import (
     released_manifest,
 )
 from precompute.control.control_keys import Control
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import TRANSITIONS, UNFINISHED, Ledger, State, fold
 
 EPOCH_TRIES = 100
@@ -46,7 +46,7 @@ class ReleaseView:
     """Pointer, registry and history that belong together: the pointer did not move while they were read."""
 
     pointer: Pointer | None
-    rows: dict[str, Row]
+    rows: dict[str, RegistryRow]
     history: list[Release]
     ledger: Ledger
 
@@ -86,11 +86,11 @@ class ReleaseLog:
         self.store = store
         self.control = control
         self.clock = clock or control.time
-        self._known: dict[int, Release] = {}
+        self._release_by_number: dict[int, Release] = {}
 
     def history(self) -> list[Release]:
         """Every record, oldest first, whether its move is settled or not."""
-        return all_releases(self.store, self._known, packs=True)
+        return all_releases(self.store, self._release_by_number, packs=True)
 
     def ledger(self) -> Ledger:
         """The settled history."""
@@ -103,14 +103,14 @@ class ReleaseLog:
         """
         releases = self.history()
         open_ones = [
-            release for release in releases if not release.done and release.action in POINTED
+            release for release in releases if not release.is_done and release.action in POINTED
         ]
         pointer = self.control.pointer() if open_ones else None
         if pointer is None:
             return releases
         for release in open_ones:
             if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
-                self.store.write_once(done_path(release.place), b"")
+                self.store.write_once(done_path(release.stored_number), b"")
                 return self.history()
         return releases
 
@@ -147,13 +147,15 @@ class ReleaseLog:
 
     def outcome(
         self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
-    ) -> tuple[Ledger, dict[str, Row]]:
+    ) -> tuple[Ledger, dict[str, RegistryRow]]:
         """The ledger that a move would lead to, and the rows that it changes."""
         moved_at, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
-        done_release = Release(epoch, action, generation, None, attempt, moved_at, done=True)
+        done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
         after = without_retired(fold([*view.history, done_release]), view.rows)
         rows = {
-            generation_id: Row(state, moved_at, "" if generation_id == generation else reason)
+            generation_id: RegistryRow(
+                state, moved_at, "" if generation_id == generation else reason
+            )
             for generation_id, state in after.states.items()
             if generation_id == generation or state is not view.ledger.state(generation_id)
         }
@@ -184,7 +186,7 @@ class ReleaseLog:
         for _ in range(EPOCH_TRIES):
             newest_release = next(reversed(self.history()), None)
             epoch, number = (
-                (newest_release.epoch, newest_release.place)
+                (newest_release.epoch, newest_release.stored_number)
                 if newest_release is not None
                 else (0, 0)
             )
@@ -216,7 +218,7 @@ class ReleaseLog:
         """Write down that the pointer moved by the intent of this epoch."""
         for release in self.history():
             if release.epoch == epoch:
-                self.store.write_once(done_path(release.place), b"")
+                self.store.write_once(done_path(release.stored_number), b"")
 
     def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
         """Write a step of the night into the registry; Conflict when the generation was retired meanwhile.
@@ -231,10 +233,10 @@ class ReleaseLog:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation
                 )
-            rows = {generation: Row(steps.get(current_state, state), self.clock())}
+            rows = {generation: RegistryRow(steps.get(current_state, state), self.clock())}
             if current_state in (State.LIVE, State.SUPERSEDED):
                 return
-            if self.control.mark(rows, expected_epoch=view.epoch, unless="live"):
+            if self.control.write_rows(rows, expected_epoch=view.epoch, unless="live"):
                 row = self.control.rows().get(generation)
                 if row is not None and row.state is State.RETIRED:
                     continue
@@ -263,7 +265,7 @@ class ReleaseLog:
         return self.store.read(generation_path(generation, "manifest.json"))
 
 
-def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
+def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
     """A retirement marks its row before it is written down; from then on nothing may land on it."""
     retired_ids = {
         generation_id for generation_id, row in rows.items() if row.state is State.RETIRED
@@ -275,7 +277,7 @@ def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
     return replace(ledger, states=states)
 
 
-def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
+def standing(generation: str, ledger: Ledger, row: RegistryRow | None) -> State | None:
     """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
     proven = ledger.state(generation)
     if row is not None and row.state is State.RETIRED and proven is not State.LIVE:

@@ -38,7 +38,7 @@ def run_ids(client: "redis.Redis") -> RunIds:
         info: Any = server.info("server")
         run_id_by_node[primary] = str(info.get("run_id", ""))
         for name, replica in _replicas(server).items():
-            run_id_by_node[name] = _ask(server, str(replica["ip"]), int(replica["port"]))
+            run_id_by_node[name] = _fetch_run_id(server, str(replica["ip"]), int(replica["port"]))
     return run_id_by_node
 
 
@@ -129,7 +129,7 @@ def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
         }
 
 
-def _ask(client: "redis.Redis", host: str, port: int) -> str:
+def _fetch_run_id(client: "redis.Redis", host: str, port: int) -> str:
     """A replica's run id, asked with the credentials of the primary's client."""
     option_names = (
         "username",

@@ -10,7 +10,7 @@ from cache.store.releases import Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Progress
 from precompute.bulk.reload import is_missing, reload
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import Ledger, State, fold
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView, without_retired
 from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
@@ -49,11 +49,11 @@ def restore(
         doubt = _roll_back_in_doubt(view)
         aim = ledger
         if doubt is not None:
-            carried_out = fold([*view.history, replace(doubt, done=True)])
+            carried_out = fold([*view.history, replace(doubt, is_done=True)])
             aim = without_retired(carried_out, view.rows)
         present = _restorable(releases, view, aim)
         # Rows first: no page may belong to a generation that the registry does not know.
-        if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
+        if not control.write_rows(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
         for generation_id, state in fold(view.history).states.items():
@@ -124,7 +124,7 @@ def _in_doubt(view: ReleaseView) -> list[Release]:
     return [
         release
         for release in view.history
-        if not release.done and release.expected == live_epoch and release.epoch > live_epoch
+        if not release.is_done and release.expected == live_epoch and release.epoch > live_epoch
     ]
 
 
@@ -137,7 +137,7 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     return None
 
 
-def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, Row]:
+def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, RegistryRow]:
     """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work.
 
     A row that says more than they prove stays: somebody may be about to write that refusal down.
@@ -155,11 +155,13 @@ def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict
         if GENERATION.fullmatch(generation_id)
     }
     rows = {
-        generation_id: Row(State.BEGUN, restored_at, "restored")
+        generation_id: RegistryRow(State.BEGUN, restored_at, "restored")
         for generation_id in stored_ids - set(view.rows)
     }
     return rows | {
-        generation_id: Row(state, ledger.superseded_at.get(generation_id, restored_at), "restored")
+        generation_id: RegistryRow(
+            state, ledger.superseded_at.get(generation_id, restored_at), "restored"
+        )
         for generation_id, state in ledger.states.items()
         if (
             generation_id not in view.rows and not (state is State.RETIRED and generation_id in old)
@@ -195,7 +197,7 @@ def _published_at(view: ReleaseView, generation: str) -> float | None:
         release.at
         for release in view.history
         if release.generation == generation
-        and release.done
+        and release.is_done
         and release.action in ("publish", "roll_back")
     ]
     return max(times, default=None)
@@ -219,11 +221,11 @@ def _point(
         # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
         expected=max(view.epoch, view.ledger.live_epoch),
     )
-    if releases.history()[-1].place != release.place:
+    if releases.history()[-1].stored_number != release.stored_number:
         return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
     published_at = _published_at(view, live) or releases.clock()
     to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
-    rows = {live: Row(State.LIVE, releases.clock())}
+    rows = {live: RegistryRow(State.LIVE, releases.clock())}
     if doubt is not None:
         _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
     try:

@@ -70,7 +70,7 @@ class Readiness:
             return False
         return not self.waiting or (is_over and flip.replicas_min > 0)
 
-    def told(self, generation: str) -> str:
+    def describe_waiting(self, generation: str) -> str:
         """Names of the replicas that are not ready, each with its reason, as text."""
         reasons = [
             f"{replica.name}: {replica.failed.get(generation, 'still loading')}"
@@ -164,7 +164,8 @@ def _gave_up(
     return Conflict(
         f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {replica_count} live "
         "replicas are "
-        f"ready, {flip.replicas_min or 'all'} must be ({readiness.told(generation)}); mend them or stop them, or set "
+        f"ready, {flip.replicas_min or 'all'} must be ({readiness.describe_waiting(generation)}); mend them or stop "
+        "them, or set "
         "[flip] replicas_min to publish without them",
         generation=generation,
         ready=[replica.name for replica in readiness.ready],

@@ -11,7 +11,7 @@ from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.generations_at_peak import retained
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
@@ -41,7 +41,12 @@ def sweepable(
         generation_id for generation_id, state in states.items() if state is State.SUPERSEDED
     ]
     superseded.sort(key=lambda generation_id: left_in.get(generation_id, 0), reverse=True)
-    protected = {ledger.live, ledger.previous, *superseded[: retained(keep)], *_held(releases)}
+    protected = {
+        ledger.live,
+        ledger.previous,
+        *superseded[: retained(keep)],
+        *_generations_in_use(releases),
+    }
     protected.add(making)  # made once more, perhaps, after it was refused
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
         protected |= {canary.generation} if canary is not None else set()
@@ -83,17 +88,17 @@ def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> flo
     later = [
         release.at
         for release in view.history
-        if release.done and release.action in POINTED and release.epoch > left_in
+        if release.is_done and release.action in POINTED and release.epoch > left_in
     ]
     return releases.clock() - min([left_at, *later])
 
 
-def _held(releases: ReleaseLog) -> Collection[str | None]:
+def _generations_in_use(releases: ReleaseLog) -> Collection[str | None]:
     replicas = releases.control.replicas()
     return {
         generation_id
         for replica in replicas
-        for generation_id in (*replica.holds, *replica.ready, replica.serving)
+        for generation_id in (*replica.held_generations, *replica.ready, replica.serving)
     }
 
 
@@ -117,8 +122,8 @@ def _is_abandoned(
         touched_at = float(read_manifest(releases.store, generation).created_at)
     except UnknownGeneration:
         # Nothing says how old it is, so its age counts from now.
-        releases.control.mark(
-            {generation: Row(State.BEGUN, releases.clock())}, expected_epoch=view.epoch
+        releases.control.write_rows(
+            {generation: RegistryRow(State.BEGUN, releases.clock())}, expected_epoch=view.epoch
         )
         return False
     return releases.clock() - touched_at > after_s
@@ -256,8 +261,8 @@ def _mark_retired(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,
                 )
-        rows = {generation: Row(State.RETIRED, releases.clock())}
-        if releases.control.mark(rows, expected_epoch=view.epoch, unless="previous"):
+        rows = {generation: RegistryRow(State.RETIRED, releases.clock())}
+        if releases.control.write_rows(rows, expected_epoch=view.epoch, unless="previous"):
             break
     else:
         raise Conflict("the pointer moved each time it was looked at; try again")
@@ -276,14 +281,16 @@ def _mark_retired(
         demand("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest(releases, generation)
-    pages = {table.name: table.pages for table in manifest.stored.values()} if manifest else None
+    pages = (
+        {table.name: table.pages for table in manifest.stored_tables.values()} if manifest else None
+    )
     releases.record("retire", generation, attempt=attempt, pages=pages)
 
 
 def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> None:
     if ledger.is_pinned(generation, releases.clock()):
         raise Conflict(f"cannot retire {generation}: it is pinned", generation=generation)
-    if generation in _held(releases):
+    if generation in _generations_in_use(releases):
         raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
 
 

@@ -39,11 +39,11 @@ def settings_digest(config: NightConfig) -> str:
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
-class Base:
+class BaseGeneration:
     """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
 
     build: Build
-    begun: Mapping[str, Any]
+    begin_report: Mapping[str, Any]
     manifest: Manifest
     has_lists: bool
 
@@ -85,7 +85,7 @@ class Base:
 
     def fetch_noted(self, name: str) -> Path:
         """A file that the report of `begin` lists with its checksum; raises CorruptArtefact likewise."""
-        file_entry = self.begun.get("kept", {}).get(name)
+        file_entry = self.begin_report.get("kept", {}).get(name)
         if file_entry is None:
             raise CorruptArtefact(f"{self.generation} has no {name}", path=name)
         return self.fetch(Artefact(name, **file_entry))
@@ -118,7 +118,7 @@ class Base:
 
 def choose_base(
     releases: ReleaseLog, config: NightConfig, bundle: Bundle, *, making: str
-) -> tuple[Base | None, str]:
+) -> tuple[BaseGeneration | None, str]:
     """(the base, why not all of it can be copied): the newest verified generation of the same bundle and settings.
 
     Where none is of the same bundle, the newest of the same settings: vectors of items and values may still fit.
@@ -139,7 +139,7 @@ def choose_base(
         generation_parts = _read(config, generation)
         if generation_parts is None or generation_parts[1].get("settings") != config_digest:
             continue
-        base = Base(
+        base = BaseGeneration(
             *generation_parts, has_lists=generation_parts[1]["bundle_digest"] == bundle.digest
         )
         if base.has_lists:

@@ -10,10 +10,10 @@ from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.events.reading import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
-from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, Earlier
+from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, EarlierPartition
 from precompute.partitions.shard_files import (
     PARTITION,
     POSITION,
@@ -22,7 +22,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
 from precompute.sources.formats import INTERACTIONS
@@ -35,7 +35,7 @@ FILES: Final = "source files changed, vanished or came in between"
 TABLES: Final = "another table of users' features or vectors"
 VALUES: Final = "events set features of users since"
 BACK: Final = "an item is new that earlier interactions name"
-LEFT: Final = "an item is gone that events name"
+NAMED_ITEM_GONE: Final = "an item is gone that events name"
 DAMAGED: Final = "a file of the base is damaged or gone"
 
 
@@ -77,22 +77,22 @@ def user_tables(config: NightConfig, inputs: Sequence[Mapping[str, Any]]) -> lis
 
 
 def earlier_partition(
-    base: Base,
+    base: BaseGeneration,
     config: NightConfig,
     items: ItemTable,
     inputs: Sequence[Mapping[str, Any]],
     *,
     cut: str | None,
-    erased: Erased,
+    erased: ErasedEntities,
     events: int = 0,
     user_values: str = "",
-) -> tuple[Earlier | None, str]:
+) -> tuple[EarlierPartition | None, str]:
     """(the base's partition as this night takes it over, "") or (None, why all source files are read).
 
     `events` is how many of the inputs are files of events; they stand behind the team's own. `user_values` is the
     digest of what events set for users of whatever the models take.
     """
-    begin_report = base.begun
+    begin_report = base.begin_report
     if list(begin_report.get("erased", ())) != list(erased.numbers):
         return None, ERASED
     if begin_report.get("late") != 0:
@@ -115,7 +115,7 @@ def earlier_partition(
     if begin_report.get("user_values", "") != user_values:
         return None, VALUES
     try:
-        return _taken(base, config, items, *map(len, theirs))
+        return _reuse_partition(base, config, items, *map(len, theirs))
     except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
         return None, DAMAGED
 
@@ -136,10 +136,10 @@ def _own_and_events(
     return checksums[:own_count], checksums[own_count:]
 
 
-def _taken(
-    base: Base, config: NightConfig, items: ItemTable, files: int, events: int
-) -> tuple[Earlier | None, str]:
-    begin_report, base_items = base.begun, base.items
+def _reuse_partition(
+    base: BaseGeneration, config: NightConfig, items: ItemTable, files: int, events: int
+) -> tuple[EarlierPartition | None, str]:
+    begin_report, base_items = base.begin_report, base.items
     for name in partition_files(begin_report, config.shards):
         base.fetch_noted(name)
     new_ordinals = places_of_items(items, base_items)
@@ -152,18 +152,18 @@ def _taken(
         and (new_ordinals < 0).any()
         and _named_by_events(base, config.shards, new_ordinals < 0)
     ):
-        return None, LEFT
+        return None, NAMED_ITEM_GONE
     stayed = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
     of_users = (INTERACTIONS, USER_ROWS, VECTOR_ROWS)
-    return Earlier(
+    return EarlierPartition(
         folder=base.build.root / PARTITION,
         seed=begin_report["user_seed"],
         files=files,
         event_files=events,
-        places=None if stayed else new_ordinals,
-        gone=_hashes(base_items, new_ordinals < 0),
+        new_ordinals=None if stayed else new_ordinals,
+        lost_item_hashes=_hashes(base_items, new_ordinals < 0),
         popularity=map_file(base.build.root / POPULARITY, "<i8"),
         unknown=unknown,
         interactions=begin_report["interactions"],
@@ -177,7 +177,7 @@ def _taken(
     ), ""
 
 
-def _named_by_events(base: Base, shards: int, item_mask: NDArray[np.bool_]) -> bool:
+def _named_by_events(base: BaseGeneration, shards: int, item_mask: NDArray[np.bool_]) -> bool:
     """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
     for shard in range(shards):
         (path,) = shard_paths(base.build.root / PARTITION, shard, ("rows",))

@@ -16,7 +16,7 @@ from precompute.builds.filtered_items import allowed_items
 from precompute.builds.tables import layout_of, metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.computed_by import computed_by
 from precompute.reuse.items import ItemChanges, digests_file, same_inputs, turned
 from precompute.reuse.kept_shard import table_records
@@ -25,7 +25,10 @@ from precompute.reuse.shard_reuse import ListRule
 
 
 class ItemRecords:
-    """Records of the base for one shard of items: `places` int64 [items of the shard] by table, -1 to be computed."""
+    """Records of the base for one shard of items.
+
+    `base_positions_by_table`: int64 [items of the shard] by table, -1 to be computed.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,10 @@ class ItemRecords:
         renumber: NDArray[np.int64] | None,
     ) -> None:
         self._records = records
-        self.places = base_positions_by_table
+        self.base_positions_by_table = base_positions_by_table
         self._renumber = renumber
 
-    def take(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
+    def select_records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
         """Some records of a table as this night has them, with its cut `at` (Unix seconds)."""
         records: NDArray[Any] = self._records[name][base_positions]
         records["scored_at"] = at
@@ -48,7 +51,7 @@ class ItemRecords:
 
 def item_records(
     build: Build,
-    base: Base | None,
+    base: BaseGeneration | None,
     bundle: Bundle,
     shard: int,
     tables: Mapping[str, TableConfig],
@@ -64,8 +67,8 @@ def item_records(
         if report.get("computed_by") != computed_by(device):
             return None
         changes, begin_report = ItemChanges.open(build), build.need("begin")
-        base_ordinals = turned(changes.places, items.count)
-        bounds, theirs = begin_report["bounds"], base.begun["bounds"]
+        base_ordinals = turned(changes.new_ordinals, items.count)
+        bounds, theirs = begin_report["bounds"], base.begin_report["bounds"]
         shard_ordinals = np.arange(bounds[shard], bounds[shard + 1])
         first, end = theirs[shard], theirs[shard + 1]
         base_positions = base_ordinals[shard_ordinals] - first
@@ -77,7 +80,7 @@ def item_records(
         allowed_by_table = allowed_items(build)
         was = base.allowed_items() if allowed_by_table else {}
         for name, table in tables.items():
-            base_table = base.manifest.stored.get(name)
+            base_table = base.manifest.stored_tables.get(name)
             if base_table is None or base_table.layout != layout_of(bundle, table):
                 continue
             if table.kind == "value":
@@ -87,7 +90,7 @@ def item_records(
                 digests = map_file(build.fetch(digests_file(model.name)), "<u8")
                 may = same_inputs(base, model, digests, base_ordinals)[shard_ordinals]
             else:
-                may = ~changes.changed[shard_ordinals]
+                may = ~changes.is_changed[shard_ordinals]
             records[name] = table_records(base, shard, base_table)
             copy_positions = np.where(may, base_positions, -1)
             has_any = copy_positions >= 0
@@ -105,7 +108,9 @@ def item_records(
             base_positions_by_table[name] = copy_positions
     except (CorruptArtefact, UnknownGeneration, FileNotFoundError):
         return None
-    return ItemRecords(records, base_positions_by_table, changes.places if changes.moved else None)
+    return ItemRecords(
+        records, base_positions_by_table, changes.new_ordinals if changes.moved else None
+    )
 
 
 def _lists(
@@ -120,7 +125,7 @@ def _lists(
     if len(rule.entering) > ENTERING_MAX * items.count:
         return copy_positions
     rows = np.flatnonzero(base_positions >= 0)
-    rows = rows[~holds_lost(records[base_positions[rows]], rule.lost)]
+    rows = rows[~holds_lost(records[base_positions[rows]], rule.is_unlistable)]
     vectors = np.asarray(items.vectors)
     itself = Histories(np.arange(len(rows) + 1), shard_ordinals[rows])
     enters = could_enter(

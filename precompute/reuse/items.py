@@ -16,13 +16,13 @@ from cache.store.artefacts import write_atomically
 from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.computed_by import computed_by
 from precompute.reuse.digests import Digests, mixed, of_columns
 
-PLACES = "work/base_items.i64"
+BASE_ITEMS_FILE = "work/base_items.i64"
 """Ordinals that the base's items have in this night, -1 for one that is gone; int64 [base items]."""
-CHANGED = "work/changed_items.u1"
+CHANGED_ITEMS_FILE = "work/changed_items.u1"
 """Flags of this night's items whose vector the base does not have: new ones, and changed ones; [items]."""
 
 _ROWS_AT_ONCE = 1 << 16
@@ -75,7 +75,7 @@ def turned(new_ordinals: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def same_inputs(
-    base: Base, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
+    base: BaseGeneration, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Mask of the items for which a model of items is given what the base's was; none where it is another model.
 
@@ -91,15 +91,20 @@ def same_inputs(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptVectors:
-    """Vectors of items that the base has already: row i of `places` is where, -1 for one to be computed."""
+class CopiedVectors:
+    """Vectors of items that the base has already: row i of `base_ordinals` is where, -1 for one to be computed."""
 
-    places: NDArray[np.int64]
+    base_ordinals: NDArray[np.int64]
     vectors: NDArray[np.float32]
 
     @classmethod
     def of(
-        cls, base: Base | None, bundle: Bundle, items: ItemTable, root: Path, device: str | None
+        cls,
+        base: BaseGeneration | None,
+        bundle: Bundle,
+        items: ItemTable,
+        root: Path,
+        device: str | None,
     ) -> Self | None:
         """Vectors that can be copied of the base, None if none can; `root` holds the digests of this night's inputs."""
         model = bundle.item_tower
@@ -118,7 +123,7 @@ class KeptVectors:
         return cls(base_ordinals, base_items.vectors) if (base_ordinals >= 0).any() else None
 
 
-def write_changes(base: Base, build: Build, items: ItemTable) -> list[str]:
+def write_changes(base: BaseGeneration, build: Build, items: ItemTable) -> list[str]:
     """Write where the base's items are now, and whose vectors it does not have; returns the files.
 
     Raises CorruptArtefact where the base's files are not as its manifest says.
@@ -134,50 +139,53 @@ def write_changes(base: Base, build: Build, items: ItemTable) -> list[str]:
             for vectors in (items.vectors[new_ordinals[rows]], base_items.vectors[rows])
         )
         is_changed[new_ordinals[rows]] = (new_bits != theirs).any(axis=1)
-    write_atomically(build.path(PLACES), new_ordinals.astype("<i8").tobytes())
-    write_atomically(build.path(CHANGED), is_changed.astype("u1").tobytes())
-    return [PLACES, CHANGED]
+    write_atomically(build.path(BASE_ITEMS_FILE), new_ordinals.astype("<i8").tobytes())
+    write_atomically(build.path(CHANGED_ITEMS_FILE), is_changed.astype("u1").tobytes())
+    return [BASE_ITEMS_FILE, CHANGED_ITEMS_FILE]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemChanges:
-    """Changes of the items since the base: `places` int64 [base items], `changed` bool [items] as they are written."""
+    """Changes of the items since the base.
 
-    places: NDArray[np.int64]
-    changed: NDArray[np.bool_]
+    `new_ordinals` is int64 [base items], `is_changed` bool [items] as they are written.
+    """
+
+    new_ordinals: NDArray[np.int64]
+    is_changed: NDArray[np.bool_]
 
     @classmethod
     def open(cls, build: Build) -> Self:
         """Changes as `embed_items` wrote them."""
         return cls(
-            map_file(build.fetch(PLACES), "<i8"),
-            map_file(build.fetch(CHANGED), "u1").astype(np.bool_),
+            map_file(build.fetch(BASE_ITEMS_FILE), "<i8"),
+            map_file(build.fetch(CHANGED_ITEMS_FILE), "u1").astype(np.bool_),
         )
 
     @property
     def moved(self) -> bool:
         """True if an ordinal of the base means another item now, or none."""
-        return len(self.places) != len(self.changed) or bool(
-            (self.places != np.arange(len(self.places))).any()
+        return len(self.new_ordinals) != len(self.is_changed) or bool(
+            (self.new_ordinals != np.arange(len(self.new_ordinals))).any()
         )
 
-    def lost(self, is_allowed: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    def compute_unlistable_mask(self, is_allowed: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
         """Mask [base items + 1] of those that no list may be copied with; the last one stands for a free place."""
-        is_lost = np.zeros(len(self.places) + 1, np.bool_)
-        is_gone = self.places < 0
-        is_lost[:-1] = is_gone | self.changed[np.where(is_gone, 0, self.places)]
+        is_lost = np.zeros(len(self.new_ordinals) + 1, np.bool_)
+        is_gone = self.new_ordinals < 0
+        is_lost[:-1] = is_gone | self.is_changed[np.where(is_gone, 0, self.new_ordinals)]
         if is_allowed is not None:
-            is_lost[:-1] |= ~is_allowed[np.where(is_gone, 0, self.places)]
+            is_lost[:-1] |= ~is_allowed[np.where(is_gone, 0, self.new_ordinals)]
         return is_lost
 
     def entering(
         self, was_allowed: NDArray[np.bool_] | None, is_allowed: NDArray[np.bool_] | None
     ) -> NDArray[np.int64]:
         """Ordinals of the items that were in no list of the base as they are now: new, changed, or newly allowed."""
-        could = self.changed.copy()
+        could = self.is_changed.copy()
         if is_allowed is not None and was_allowed is not None:
-            is_formerly_allowed = np.zeros(len(self.changed), np.bool_)
-            kept_ordinals = np.flatnonzero(self.places >= 0)
-            is_formerly_allowed[self.places[kept_ordinals]] = was_allowed[kept_ordinals]
+            is_formerly_allowed = np.zeros(len(self.is_changed), np.bool_)
+            kept_ordinals = np.flatnonzero(self.new_ordinals >= 0)
+            is_formerly_allowed[self.new_ordinals[kept_ordinals]] = was_allowed[kept_ordinals]
             could = (could | ~is_formerly_allowed) & is_allowed
         return np.flatnonzero(could)

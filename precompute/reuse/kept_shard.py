@@ -14,7 +14,7 @@ from cache.format.manifest_files import Artefact, SeenPart
 from cache.format.records.layout import ABSENT
 from cache.model.tower import Histories
 from precompute.builds.build import shard_report
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.digests import Digests
 
 PAIR = np.dtype([("hash", "<u8"), ("digest", "<u8")])
@@ -32,28 +32,28 @@ def reasons_file(shard: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptShard:
+class BaseShard:
     """Users of one shard of the base, each with a digest, and the records of those that have any.
 
-    `places` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table, `whole`
-    a mask [records] of the users with an answer in every table.
+    `base_positions` int64 [users] is where each one's records lie, -1 for who has none; `tables` are records by table,
+    `has_all_tables` a mask [records] of the users with an answer in every table.
     """
 
     pairs: NDArray[Any]
-    places: NDArray[np.int64]
+    base_positions: NDArray[np.int64]
     tables: Mapping[str, NDArray[Any]]
-    whole: NDArray[np.bool_]
-    seen: Histories | None = None
+    has_all_tables: NDArray[np.bool_]
+    seen_items: Histories | None = None
     """Items that users with records had, where filters or events ask for it."""
     times: Histories | None = None
-    """Times of these items, where events are taken in; `given` is JSON of what the user tower was given besides."""
-    given: Histories | None = None
-    brought: NDArray[np.uint8] | None = None
+    """Times of these items, where events are taken in; `feature_json`: what else the user tower was given."""
+    feature_json: Histories | None = None
+    has_own_vector: NDArray[np.uint8] | None = None
     """1 for each who brought a vector along, where users may, and events are taken in."""
 
     @classmethod
     def open(
-        cls, base: Base, shard: int, tables: Mapping[str, Table], computed_by: str
+        cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str
     ) -> Self | None:
         """The base's shard, every file verified; None where one is damaged or gone, or other programs made it."""
         try:
@@ -94,7 +94,7 @@ def _first(hashes: Digests, bound: int) -> int:
     return len(hashes) if bound >= 1 << 64 else int(hashes.searchsorted(np.uint64(bound)))
 
 
-def table_records(base: Base, shard: int, table: Table) -> NDArray[Any]:
+def table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any]:
     """Records of one shard of a table of the base; raises CorruptArtefact for a damaged file."""
     part = table.parts[shard]
     path = base.fetch(part.file)
@@ -103,7 +103,7 @@ def table_records(base: Base, shard: int, table: Table) -> NDArray[Any]:
     return np.asarray(np.memmap(path, table.layout.dtype, "r", shape=(part.count,)))
 
 
-def _published(base: Base, files: list[dict[str, Any]]) -> dict[str, Any]:
+def _published(base: BaseGeneration, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Fields of what the base published of the users with records; None for what it did not."""
     if not files:
         return {}
@@ -121,8 +121,8 @@ def _published(base: Base, files: list[dict[str, Any]]) -> dict[str, Any]:
         )
 
     return {
-        "seen": rows(part.ends, part.items, "<u4"), "times": rows(part.ends, part.times, "<i8"),
-        "given": rows(part.feature_ends, part.features, "u1"), "brought": mapped(part.brought, "u1"),
+        "seen_items": rows(part.ends, part.items, "<u4"), "times": rows(part.ends, part.times, "<i8"),
+        "feature_json": rows(part.feature_ends, part.features, "u1"), "has_own_vector": mapped(part.brought, "u1"),
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ _SUMS: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
 square, too."""
 _MORE_STEPS = 32
 """Roundings beside the sums: of lengths and of their quotient, for cosine."""
-_PLAIN: Final = (1e-15, 1e18)
+_SAFE_LENGTHS: Final = (1e-15, 1e18)
 """Lengths of vectors between which no square, and no sum of products in any order, vanishes or overflows in float32."""
 
 
@@ -106,5 +106,5 @@ def could_enter(
 
 
 def _are_plain(lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    is_in_range: NDArray[np.bool_] = (lengths > _PLAIN[0]) & (lengths < _PLAIN[1])
+    is_in_range: NDArray[np.bool_] = (lengths > _SAFE_LENGTHS[0]) & (lengths < _SAFE_LENGTHS[1])
     return is_in_range

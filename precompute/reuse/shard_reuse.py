@@ -20,12 +20,12 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.computed_by import computed_by
-from precompute.reuse.copied import Decisions, paired
+from precompute.reuse.copied import CopyDecisions, paired
 from precompute.reuse.digests import Digests
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.kept_shard import KeptShard
+from precompute.reuse.kept_shard import BaseShard
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
 
 
@@ -35,7 +35,7 @@ class ListRule:
 
     layout: Layout
     metric: Metric
-    lost: NDArray[np.bool_]
+    is_unlistable: NDArray[np.bool_]
     entering: NDArray[np.int64]
 
     @classmethod
@@ -48,7 +48,10 @@ class ListRule:
         is_allowed: NDArray[np.bool_] | None,
     ) -> Self:
         return cls(
-            layout, metric, changes.lost(is_allowed), changes.entering(was_allowed, is_allowed)
+            layout,
+            metric,
+            changes.compute_unlistable_mask(is_allowed),
+            changes.entering(was_allowed, is_allowed),
         )
 
 
@@ -56,7 +59,7 @@ class ListRule:
 class ShardReuse:
     """The base's shard beside this night's."""
 
-    kept: KeptShard
+    base_shard: BaseShard
     changes: ItemChanges | None
     lists: Mapping[str, ListRule]
     broken: NDArray[np.bool_]
@@ -70,7 +73,7 @@ class ShardReuse:
     def open(
         cls,
         build: Build,
-        base: Base,
+        base: BaseGeneration,
         bundle: Bundle,
         shard: int,
         tables: Mapping[str, TableConfig],
@@ -79,17 +82,21 @@ class ShardReuse:
         device: str | None,
     ) -> Self | None:
         """The base's shard of users beside this night's, None if nothing of it can be copied."""
-        if base.begun["user_seed"] != build.need("begin")["user_seed"]:
+        if base.begin_report["user_seed"] != build.need("begin")["user_seed"]:
             return None  # their hashes are of other users
-        if base.begun.get(FEATURED_USERS, False) != build.need("begin").get(FEATURED_USERS, False):
+        if base.begin_report.get(FEATURED_USERS, False) != build.need("begin").get(
+            FEATURED_USERS, False
+        ):
             return None  # who had no record there may have one now, of the same inputs
         fitting = _fitting(build, base, bundle, tables)
         base_table_by_name = {
-            name: base.manifest.stored[name] for name in fitting if name in base.manifest.stored
+            name: base.manifest.stored_tables[name]
+            for name in fitting
+            if name in base.manifest.stored_tables
         }
         if not base_table_by_name:
             return None
-        kept_shard = KeptShard.open(base, shard, base_table_by_name, computed_by(device))
+        kept_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(device))
         if kept_shard is None:
             return None
         tower = bundle.user_tower
@@ -99,10 +106,10 @@ class ShardReuse:
         lists = {name: table for name, table in tables.items() if table.kind == "user_topk"}
         changes = ItemChanges.open(build) if base.has_changes(build.need("embed_items")) else None
         if changes is None and (
-            kept_shard.seen is not None or lists.keys() & base_table_by_name.keys()
+            kept_shard.seen_items is not None or lists.keys() & base_table_by_name.keys()
         ):
             return None
-        broken, rules = ~kept_shard.whole, dict[str, ListRule]()
+        broken, rules = ~kept_shard.has_all_tables, dict[str, ListRule]()
         if changes is not None and lists.keys() <= base_table_by_name.keys():
             allowed_by_table = allowed_items(build)
             try:
@@ -117,14 +124,14 @@ class ShardReuse:
                     base_allowed_by_table.get(name),
                     allowed_by_table.get(name),
                 )
-                broken |= holds_lost(kept_shard.tables[name], rules[name].lost)
+                broken |= holds_lost(kept_shard.tables[name], rules[name].is_unlistable)
         entering_limit = ENTERING_MAX * items.count
         enter_most = (
             max((len(rule.entering) for rule in rules.values()), default=0) > entering_limit
         )
         if rules.keys() != lists.keys() or base_table_by_name.keys() != tables.keys() or enter_most:
             broken[:] = True
-        hashes = np.ascontiguousarray(kept_shard.pairs["hash"][kept_shard.places >= 0])
+        hashes = np.ascontiguousarray(kept_shard.pairs["hash"][kept_shard.base_positions >= 0])
         touched = None if _enters(rules) else _touched(build, shard, hashes[broken])
         if touched is not None and 2 * len(touched) > len(kept_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
@@ -137,20 +144,23 @@ class ShardReuse:
         """True if an item could enter lists: then the vectors of those who are copied are wanted, too."""
         return _enters(self.lists) and not self.broken.all()
 
-    def ask(self, entities: ShardInput, digests: Digests, hashes: range) -> Decisions:
+    def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
         """Users of a range of hashes, of whom these are the inputs: who is looked at, and who is copied unseen."""
-        window = self.kept.between(hashes)
-        pairs, base_positions = self.kept.pairs[window], self.kept.places[window]
-        at = self.kept.find(entities.hashes)
+        window = self.base_shard.between(hashes)
+        pairs, base_positions = (
+            self.base_shard.pairs[window],
+            self.base_shard.base_positions[window],
+        )
+        at = self.base_shard.find(entities.hashes)
         is_equal = at >= 0
-        is_equal[is_equal] = self.kept.pairs["digest"][at[is_equal]] == digests[is_equal]
+        is_equal[is_equal] = self.base_shard.pairs["digest"][at[is_equal]] == digests[is_equal]
         matched_positions = np.full(len(at), -1)
-        matched_positions[is_equal] = self.kept.places[at[is_equal]]
+        matched_positions[is_equal] = self.base_shard.base_positions[at[is_equal]]
         had_none = is_equal & (matched_positions < 0) & self.is_same_bundle  # and so has none now
         stays = matched_positions >= 0
         stays[stays] = ~self.broken[matched_positions[stays]]
         matched_positions[matched_positions >= 0] = np.where(
-            self.kept.whole[matched_positions[matched_positions >= 0]],
+            self.base_shard.has_all_tables[matched_positions[matched_positions >= 0]],
             matched_positions[matched_positions >= 0],
             -1,
         )
@@ -167,7 +177,7 @@ class ShardReuse:
             is_unread &= base_positions >= 0
             copied_positions = np.concatenate([copied_positions, base_positions[is_unread]])
             kept_hashes = np.concatenate([kept_hashes, pairs["hash"][is_unread]])
-        return Decisions(
+        return CopyDecisions(
             rows, matched_positions[rows], stays[rows], copied_positions, kept_hashes, all_pairs,
             int(entities.has_vector[is_copied].sum()),
         )  # fmt: skip
@@ -183,40 +193,41 @@ class ShardReuse:
         rule = self.lists[name]
         return could_enter(
             vectors, self.item_vectors[rule.entering], rule.entering,
-            floors(rule.layout, self.kept.tables[name][base_positions]), exclusions, rule.metric,
+            floors(rule.layout, self.base_shard.tables[name][base_positions]), exclusions, rule.metric,
         )  # fmt: skip
 
     def records(self, name: str, base_positions: NDArray[np.int64], at: int) -> NDArray[Any]:
         """Records of the base as this night has them: with its cut `at` (Unix seconds) and its numbers of items."""
-        copied_records: NDArray[Any] = self.kept.tables[name][base_positions]
+        copied_records: NDArray[Any] = self.base_shard.tables[name][base_positions]
         copied_records["scored_at"] = at  # a copy: an index of numbers makes one
         if name in self.lists and self.changes is not None and self.changes.moved:
-            renumbered(copied_records, self.changes.places)
+            renumbered(copied_records, self.changes.new_ordinals)
         return copied_records
 
-    def seen(self, base_positions: NDArray[np.int64]) -> Histories:
+    def read_seen_items(self, base_positions: NDArray[np.int64]) -> Histories:
         """Items that users of the base had, by this night's numbers of items."""
-        assert self.kept.seen is not None  # noqa: S101 - or nobody asks
+        assert self.base_shard.seen_items is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
-        base_histories = self.kept.seen.take(base_positions)
+        base_histories = self.base_shard.seen_items.select_rows(base_positions)
         return Histories(
-            base_histories.indptr, self.changes.places[base_histories.indices.astype(np.int64)]
+            base_histories.indptr,
+            self.changes.new_ordinals[base_histories.indices.astype(np.int64)],
         )
 
-    def times(self, base_positions: NDArray[np.int64]) -> Histories:
+    def read_times(self, base_positions: NDArray[np.int64]) -> Histories:
         """Times of these items, when each happened last."""
-        assert self.kept.times is not None  # noqa: S101 - or nobody asks
-        return self.kept.times.take(base_positions)
+        assert self.base_shard.times is not None  # noqa: S101 - or nobody asks
+        return self.base_shard.times.select_rows(base_positions)
 
-    def given(self, base_positions: NDArray[np.int64]) -> Histories:
+    def read_feature_json(self, base_positions: NDArray[np.int64]) -> Histories:
         """JSON of what the user tower was given of users of the base besides."""
-        assert self.kept.given is not None  # noqa: S101 - or nobody asks
-        return self.kept.given.take(base_positions)
+        assert self.base_shard.feature_json is not None  # noqa: S101 - or nobody asks
+        return self.base_shard.feature_json.select_rows(base_positions)
 
-    def brought(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def read_own_vector_mask(self, base_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Users of the base who brought a vector along."""
-        assert self.kept.brought is not None  # noqa: S101 - or nobody asks
-        has_vector: NDArray[np.bool_] = self.kept.brought[base_positions] > 0
+        assert self.base_shard.has_own_vector is not None  # noqa: S101 - or nobody asks
+        has_vector: NDArray[np.bool_] = self.base_shard.has_own_vector[base_positions] > 0
         return has_vector
 
 
@@ -225,7 +236,7 @@ def _enters(rules: Mapping[str, ListRule]) -> bool:
 
 
 def _fitting(
-    build: Build, base: Base, bundle: Bundle, tables: Mapping[str, TableConfig]
+    build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
     """Tables whose records may be copied: lists of the same bundle, all others of the same model."""
     embedded = build.need("embed_items")

@@ -64,7 +64,7 @@ def favourites_of(
     return items.ids_of(ordinals[0]), scores[0].tolist()
 
 
-def shares(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
+def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
     """Share of each item in all interactions, float32 [items], which is its score in the defaults."""
     item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(
         np.float32

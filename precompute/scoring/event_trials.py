@@ -20,10 +20,10 @@ from cache.process.host import usable_cores
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.partitions.catalogue import feature_inputs
 from precompute.scoring.inputs import bind
-from precompute.sources.columns import Bad, Ids, as_rows
+from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
 from precompute.sources.event_values import (
     EntityValues,
     EventValues,
@@ -36,7 +36,7 @@ from precompute.sources.event_values import (
 from precompute.sources.features import read_values
 from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
-from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, Unusable
+from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows
 
 AT_ONCE: Final = 4_096
 """Users, or items, that are tried together."""
@@ -53,14 +53,14 @@ _TABLE_ROWS: Final = 64
 class NightValues(NamedTuple):
     """Values that events set, as a night takes them over: models' inputs, and `attributes` of items for filters.
 
-    `brought` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
+    `event_item_ids` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
     `users_digest` is that of the users' values.
     """
 
     users: EntityValues
     items: EntityValues
     attributes: EntityValues
-    brought: frozenset[bytes]
+    event_item_ids: frozenset[bytes]
     unlisted: frozenset[bytes]
     users_digest: str
 
@@ -69,8 +69,8 @@ def values_of_night(
     config: NightConfig,
     bundle: Bundle,
     files: Sequence[SourceFile],
-    erased: Erased,
-    unusable: Unusable,
+    erased: ErasedEntities,
+    unusable: UnusableRows,
     cut_s: int,
 ) -> NightValues:
     """Values in files of events but for who was erased, and those that a model cannot use, which are noted.
@@ -94,7 +94,7 @@ def values_of_night(
     users = _usable(config, bundle, "user", event_values.users, unusable)
     items = _usable(config, bundle, "item", event_values.items, unusable)
     return NightValues(
-        users, items, event_values.items, event_values.brought, _unlisted(config, event_values.brought),
+        users, items, event_values.items, event_values.event_item_ids, _unlisted(config, event_values.event_item_ids),
         digest_of(users, inputs["user"]),
     )  # fmt: skip
 
@@ -123,21 +123,23 @@ def _unlisted(config: NightConfig, event_item_ids: Collection[bytes]) -> frozens
 
 
 def _note_left_out(
-    bundle: Bundle, vectors: Mapping[bytes, Sequence[float]], unusable: Unusable
+    bundle: Bundle, vectors: Mapping[bytes, Sequence[float]], unusable: UnusableRows
 ) -> None:
     """Notes vectors of new items that the bundle was made without: they would not do beside its table's."""
     raws = sorted(vectors)
     if not raws:
         return
-    is_out = bundle.vocabulary.places(pa.array([raw.decode() for raw in raws], pa.string())) < 0
+    is_out = (
+        bundle.vocabulary.find_positions(pa.array([raw.decode() for raw in raws], pa.string())) < 0
+    )
     is_wide = np.array([len(vectors[raw]) != bundle.dims for raw in raws])
     unusable.looked_at(VECTORS, len(raws))
-    bad_mask_by_reason: Bad = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
+    bad_mask_by_reason: UnusableMaskByReason = {WIDTH: is_out & is_wide, BEYOND_TABLE: is_out}
     unusable.note_rows(VECTORS, bad_mask_by_reason, lambda row: {"item": raws[row].decode()})
 
 
 def _usable(
-    config: NightConfig, bundle: Bundle, kind: Kind, values: EntityValues, unusable: Unusable
+    config: NightConfig, bundle: Bundle, kind: Kind, values: EntityValues, unusable: UnusableRows
 ) -> EntityValues:
     for model in bundle.models:
         if not values or model.entity != kind or not model.spec.features:
@@ -164,8 +166,8 @@ def _usable(
 class _Trial:
     """Trial of one model: what events set for each, the table's values of another one besides, and one item before.
 
-    `row` is that other one, whom the model answers; None where the table has nobody like that. `most` is the largest
-    number that an output may have.
+    `row` is that other one, whom the model answers; None where the table has nobody like that. `output_abs_max` is the
+    largest number that an output may have.
     """
 
     model: BundleModel
@@ -173,7 +175,7 @@ class _Trial:
     layouts: list[Layout]
     columns: tuple[str, ...]
     row: Mapping[str, Any] | None
-    most: float
+    output_abs_max: float
 
     @classmethod
     def of(cls, config: NightConfig, bundle: Bundle, model: BundleModel) -> Self:
@@ -197,7 +199,7 @@ class _Trial:
                     name: column.take(pa.array(rows[good[:1]])) for name, column in table.items()
                 }
                 is_bounded = model is bundle.item_tower and _largest(outputs[good]) <= OUTPUT_MAX
-                return replace(blank, row=row, most=OUTPUT_MAX if is_bounded else np.inf)
+                return replace(blank, row=row, output_abs_max=OUTPUT_MAX if is_bounded else np.inf)
         return blank
 
     @property
@@ -234,7 +236,7 @@ class _Trial:
         )  # fmt: skip
         return rows, *run_apart(self.tower, inputs)
 
-    def left_out(self, values: EntityValues, unusable: Unusable) -> Iterator[bytes]:
+    def left_out(self, values: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
         """Ids of those with a value that the model cannot use, which are noted."""
         raws = sorted(values)
         ids = Ids.of(pa.array([raw.decode() for raw in raws], pa.string()))
@@ -244,7 +246,7 @@ class _Trial:
         }
         # What is of another kind is noted where the columns are made.
         ((_, table),) = with_event_values(
-            [(ids, repeated_columns)], values, kind=self.model.entity, unusable=Unusable(),
+            [(ids, repeated_columns)], values, kind=self.model.entity, unusable=UnusableRows(),
             inputs=self.model.spec.features,
         )  # fmt: skip
         rows, outputs, raised = self.outputs(table)
@@ -252,8 +254,10 @@ class _Trial:
             return
         finite = np.asarray(np.isfinite(outputs).all(axis=1))
         finite_outputs = np.where(finite[:, None], outputs, 0)
-        bad_mask_by_reason: Bad = {RAISES: raised, NOT_FINITE: ~finite}
-        bad_mask_by_reason[BEYOND] = np.asarray(np.abs(finite_outputs).max(axis=1) > self.most)
+        bad_mask_by_reason: UnusableMaskByReason = {RAISES: raised, NOT_FINITE: ~finite}
+        bad_mask_by_reason[BEYOND] = np.asarray(
+            np.abs(finite_outputs).max(axis=1) > self.output_abs_max
+        )
         for layout in self.layouts:
             bad_mask_by_reason[UNFIT] = bad_mask_by_reason.get(UNFIT, raised) | unfit(
                 layout, outputs

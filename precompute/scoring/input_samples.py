@@ -28,7 +28,7 @@ from precompute.partitions.shard_input import (
     slice_shard,
     users_alone,
 )
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.regrouping import ROWS, is_regrouped_alike
 from precompute.scoring.drawn_histories import with_drawn_histories
 from precompute.scoring.inputs import bind, computes_featured, usable_inputs
@@ -139,7 +139,7 @@ def probe_inputs(
 
 
 def regrouped_alike(
-    build: Build, base: Base, bundle: Bundle, items: ItemTable, device: str | None
+    build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
 ) -> dict[str, bool]:
     """By model: that its rows have the same bits beside any others, tried on real inputs where it will run.
 
@@ -161,7 +161,7 @@ def regrouped_alike(
         else:
             rows, histories, columns = usable_inputs(items, users, {model.name: model.spec})
             user_features = {name: column[rows] for name, column in columns[model.name].items()}
-            inputs = bind(model.spec, histories=histories.take(rows), features=user_features)
+            inputs = bind(model.spec, histories=histories.select_rows(rows), features=user_features)
         alike_by_model[model.name] = bool(len(rows)) and is_regrouped_alike(tower.run, inputs)
     return alike_by_model
 

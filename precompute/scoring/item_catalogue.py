@@ -16,12 +16,12 @@ from precompute.config.devices import device_of
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_features import ItemFeatures, write_item_features
-from precompute.reuse.base import Base
-from precompute.reuse.items import KeptVectors, write_item_digests
+from precompute.reuse.base import BaseGeneration
+from precompute.reuse.items import CopiedVectors, write_item_digests
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.shard import embed_catalogue
 from precompute.sources.event_values import NO_VALUES, EntityValues
-from precompute.sources.unusable import NOT_FINITE, Unusable
+from precompute.sources.unusable import NOT_FINITE, UnusableRows
 
 
 def lay_out_items(
@@ -30,8 +30,8 @@ def lay_out_items(
     root: Path,
     *,
     erased: Collection[bytes],
-    unusable: Unusable,
-    base: Base | None = None,
+    unusable: UnusableRows,
+    base: BaseGeneration | None = None,
     values: EntityValues = NO_VALUES,
     event_item_ids: Collection[bytes] = (),
 ) -> tuple[dict[str, Any], str | None]:
@@ -85,10 +85,10 @@ def lay_out_items(
 
 
 def _not_finite(
-    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: Base | None
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: BaseGeneration | None
 ) -> NDArray[np.bool_]:
     model, threads = bundle.item_tower, config.threads or usable_cores()
-    kept_vectors = KeptVectors.of(base, bundle, items, root, device_of(config.device, 0))
+    kept_vectors = CopiedVectors.of(base, bundle, items, root, device_of(config.device, 0))
     tower = Tower.open(model.path, model.spec, threads=threads)
     features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
     nonfinite_masks = [

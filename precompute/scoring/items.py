@@ -20,19 +20,19 @@ from precompute.config.settings import TableConfig
 from precompute.events.marks import are_marked, marks_file
 from precompute.partitions.catalogue import VECTORS, open_items
 from precompute.partitions.item_features import ItemFeatures
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.item_records import ItemRecords, item_records
 from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.shard import (
-    Place,
     Scorers,
+    ScoringDevice,
     described,
     item_chunks,
     item_outputs,
     open_item_features,
 )
 from precompute.scoring.tables import PageFile
-from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
+from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +41,14 @@ class ItemWork:
 
     build: Build
     bundle: Bundle
-    place: Place
+    scoring_device: ScoringDevice
     items: ItemTable
     tables: Mapping[str, TableConfig]
     allowed: Mapping[str, NDArray[np.bool_]]
     models: Mapping[str, BundleModel]
     towers: Mapping[str, AnyTower]
     features: Mapping[str, ItemFeatures]
-    unusable: Unusable
+    unusable: UnusableRows
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
@@ -64,7 +64,7 @@ class ItemWork:
             build, bundle, scoring_device, items, tables, allowed_items(build), models,
             {name: scoring_device.tower(build, model) for name, model in models.items()},
             {name: open_item_features(build, model.spec, items.count) for name, model in models.items()},
-            Unusable(),
+            UnusableRows(),
         )  # fmt: skip
 
     def records(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -79,8 +79,8 @@ class ItemWork:
         answers: Answers = vectors
         if table.kind == "item_similar":
             itself = Histories(np.arange(len(rows) + 1), rows)
-            with self.place.turn:
-                answers = self.place.of(items, metric_of(self.bundle, table)).top(
+            with self.scoring_device.compute_slots:
+                answers = self.scoring_device.of(items, metric_of(self.bundle, table)).top(
                     vectors, table.k, itself, allowed=self.allowed.get(name),
                     threads=self.build.config.threads or None,
                 )  # fmt: skip
@@ -101,14 +101,16 @@ class ItemWork:
         self, name: str, rows: NDArray[np.int64], base_records: ItemRecords | None, first: int
     ) -> tuple[NDArray[Any], int]:
         """(records of these items, how many were copied); `first` is the first item of the shard."""
-        base_positions = None if base_records is None else base_records.places.get(name)
+        base_positions = (
+            None if base_records is None else base_records.base_positions_by_table.get(name)
+        )
         if base_records is None or base_positions is None:
             return self.records(name, rows), 0
         base_positions = base_positions[rows - first]
         is_kept = base_positions >= 0
         records = np.empty(len(rows), layout_of(self.bundle, self.tables[name]).dtype)
         records[~is_kept] = self.records(name, rows[~is_kept])
-        records[is_kept] = base_records.take(
+        records[is_kept] = base_records.select_records(
             name, base_positions[is_kept], cut_of(self.build.generation)
         )
         copied = int(is_kept.sum())
@@ -143,7 +145,7 @@ def score_items(
     progress: Progress,
     *,
     limit: int | None = None,
-    base: Base | None = None,
+    base: BaseGeneration | None = None,
 ) -> dict[str, Any]:
     """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report.
 
@@ -154,7 +156,7 @@ def score_items(
     end = end if limit is None else min(end, start + limit)
     work = ItemWork.of(build, bundle, shard, scorers)
     base_records = item_records(
-        build, base, bundle, shard, work.tables, work.items, work.place.device
+        build, base, bundle, shard, work.tables, work.items, work.scoring_device.device
     )
     entry_by_table, copied = {}, 0
     for name, table in work.tables.items():

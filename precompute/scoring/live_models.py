@@ -12,7 +12,7 @@ from cache.errors import BundleError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.builds.build import Build, fetch_model
-from precompute.bundles.agreement import agreement, take
+from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.item_features import ItemFeatures
@@ -101,10 +101,10 @@ def _user_inputs(
     rows = _spread(usable)
     inputs = bind(
         model.spec,
-        histories=histories.take(rows),
+        histories=histories.select_rows(rows),
         features={name: value[rows] for name, value in features[model.name].items()},
     )
-    return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
+    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(rows)
 
 
 def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -120,7 +120,7 @@ def _with_answers(
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if len(rows) == rows_of(inputs):
         return inputs, exclusions
-    return take(inputs, rows), None if exclusions is None else exclusions.take(rows)
+    return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
 
 
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:

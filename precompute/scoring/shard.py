@@ -18,8 +18,8 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, share_memory
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.item_features import ItemFeatures
-from precompute.reuse.base import Base
-from precompute.reuse.items import KeptVectors
+from precompute.reuse.base import BaseGeneration
+from precompute.reuse.items import CopiedVectors
 from precompute.scoring.inputs import bind
 from precompute.scoring.tables import PageFile, sums_path
 from precompute.scoring.towers import open_tower, run_named
@@ -32,14 +32,14 @@ def embed_catalogue(
     tower: AnyTower,
     items: ItemTable,
     features: ItemFeatures,
-    kept_vectors: KeptVectors | None = None,
+    kept_vectors: CopiedVectors | None = None,
 ) -> Iterator[NDArray[np.float32]]:
     """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
     for rows in item_chunks(np.arange(items.count)):
         if kept_vectors is None:
             yield item_outputs(tower, items, features, rows)[0]
             continue
-        base_ordinals = kept_vectors.places[rows]
+        base_ordinals = kept_vectors.base_ordinals[rows]
         vectors = np.asarray(kept_vectors.vectors[base_ordinals])
         if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
             vectors[uncopied_rows] = item_outputs(tower, items, features, rows[uncopied_rows])[0]
@@ -60,19 +60,19 @@ def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeature
     return ItemFeatures.open(file, spec, count)
 
 
-class Place:
+class ScoringDevice:
     """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
 
-    Who asks for a scorer and uses it holds `turn`: several at once would only share what computes. On a device two may:
-    while the lists of one are copied the other's are computed.
+    Who asks for a scorer and uses it holds `compute_slots`: several at once would only share what computes. On a device
+    two may: while the lists of one are copied the other's are computed.
     """
 
     def __init__(self, device: str | None, tasks: int = 1) -> None:
         self.device = device
         if device is not None:
             share_memory(device, tasks)
-        self.turn = threading.BoundedSemaphore(1 if device is None else 2)
-        self._made: dict[Metric, AnyScorer] = {}
+        self.compute_slots = threading.BoundedSemaphore(1 if device is None else 2)
+        self._scorer_by_metric: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}
         self._opening, self._making = threading.Lock(), threading.Lock()
 
@@ -86,9 +86,9 @@ class Place:
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
         """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
         with self._making:
-            if metric not in self._made:
-                self._made[metric] = self._make(items, metric)
-            return self._made[metric]
+            if metric not in self._scorer_by_metric:
+                self._scorer_by_metric[metric] = self._make(items, metric)
+            return self._scorer_by_metric[metric]
 
     def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
         if self.device is not None:
@@ -105,11 +105,11 @@ class Scorers:
     def __init__(self, device: str = OFF, tasks: int = 1) -> None:
         self._device = device
         self._tasks = tasks
-        self._places: dict[str | None, Place] = {}
+        self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
         self._at: dict[int, str | None] = {}
-        self._done: set[int] = set()
+        self._finished_shards: set[int] = set()
         self._bundle: Bundle | None = None
-        self._bases: list[Base | None] = []
+        self._bases: list[BaseGeneration | None] = []
         self._opening = threading.Lock()
 
     def bundle(self, build: Build) -> Bundle:
@@ -119,33 +119,33 @@ class Scorers:
                 self._bundle = open_bundle(build)
             return self._bundle
 
-    def base(self, build: Build) -> Base | None:
+    def base(self, build: Build) -> BaseGeneration | None:
         """The base that `begin` chose for the one build, opened when first wanted."""
         with self._opening:
             if not self._bases:
-                self._bases.append(Base.open(build.config, build.need("begin")))
+                self._bases.append(BaseGeneration.open(build.config, build.need("begin")))
             return self._bases[0]
 
-    def at(self, shard: int) -> Place:
+    def at(self, shard: int) -> ScoringDevice:
         """The place of one shard, always the same: at first the one with the fewest that are not done."""
         with self._opening:
             if shard not in self._at:
                 busy = [
                     device
                     for assigned_shard, device in self._at.items()
-                    if assigned_shard not in self._done
+                    if assigned_shard not in self._finished_shards
                 ]
                 device_names: tuple[str | None, ...] = devices(self._device) or (None,)
                 self._at[shard] = min(device_names, key=busy.count)
             device = self._at[shard]
-            if device not in self._places:
-                self._places[device] = Place(device, self._tasks)
-            return self._places[device]
+            if device not in self._scoring_device_by_name:
+                self._scoring_device_by_name[device] = ScoringDevice(device, self._tasks)
+            return self._scoring_device_by_name[device]
 
-    def done(self, shard: int) -> None:
+    def mark_finished(self, shard: int) -> None:
         """Notes that nothing of a shard is left to do."""
         with self._opening:
-            self._done.add(shard)
+            self._finished_shards.add(shard)
 
 
 def item_inputs(

@@ -29,8 +29,8 @@ class GrowingFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: a task that was given up on may still be writing while its retry runs.
-        self._beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        self._file = self._beside.open("wb")
+        self._temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        self._file = self._temporary_path.open("wb")
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +52,7 @@ class GrowingFile:
             with disk_errors(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
-                self._beside.replace(self.path)
+                self._temporary_path.replace(self.path)
                 sync_folder(self.path.parent)
         finally:
             self._drop()
@@ -61,7 +61,7 @@ class GrowingFile:
         # Closing writes what is buffered, which fails once more where the disk is full.
         with suppress(OSError):
             self._file.close()
-        self._beside.unlink(missing_ok=True)
+        self._temporary_path.unlink(missing_ok=True)
 
 
 class PageFile(GrowingFile):

@@ -16,7 +16,7 @@ from precompute.bundles.bundle import BundleModel
 from precompute.bundles.digests import demand_sha256
 from precompute.config.devices import AUTO, share_memory
 from precompute.device.towers import DeviceTower, OnnxOnGpu, OnTheDevice
-from precompute.sources.unusable import shown
+from precompute.sources.unusable import format_case_value
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +86,13 @@ def run_named(tower: AnyTower, inputs: Inputs, name: Callable[[int], str]) -> ND
             str(feature.column): np.asarray(inputs[feature.name])[row]
             for feature in tower.spec.features
         }
-        inputs_text = ", ".join(f"{column} {shown(value)}" for column, value in values.items())
+        inputs_text = ", ".join(
+            f"{column} {format_case_value(value)}" for column, value in values.items()
+        )
         error_lines = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise SourceError(
-            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} ({shown(error_lines[0])}); correct "
+            f"{name(row)}: the model cannot be run on {inputs_text or 'its input'} "
+            f"({format_case_value(error_lines[0])}); correct "
             "the table, or "
             "leave the value out of it",
             columns=sorted(values),

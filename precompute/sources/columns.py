@@ -15,7 +15,7 @@ from cache.native import loader
 from precompute.sources import unusable
 from precompute.sources.files import SourceFile
 
-Bad = dict[str, NDArray[np.bool_]]
+UnusableMaskByReason = dict[str, NDArray[np.bool_]]
 """Reason -> the rows that cannot be used for it; no reason without a row."""
 
 # Of Unicode 15, table 3-7; RE2 takes binary as bytes.
@@ -35,10 +35,10 @@ WORDS_FOR_NOTHING = (
 _DECIMAL_DIGITS_MAX = 76
 _FLOAT = r"^[+-]?(\d+[.,]0+|\d(\.\d+)?[eE][+]\d+)$"
 """Texts that programs make of whole numbers which they took for fractions."""
-_WHOLE = r"^[+-]?\d+$"
+_WHOLE_NUMBER = r"^[+-]?\d+$"
 _SHARE_OF_FLOATS = 0.9
 """Share of a column's ids that must be such texts for it to be refused."""
-_SHARE_BESIDE_WHOLE = 0.05
+_SHARE_AMONG_WHOLE_NUMBERS = 0.05
 """The same where all others are whole numbers, as in files that were joined: 17 and 17.0 are then one id."""
 
 
@@ -173,15 +173,15 @@ def demand_once(column_names: Sequence[str], name: str, path: SourceFile) -> Non
         )
 
 
-def plain(column: Any) -> Any:
+def normalise_column(column: Any) -> Any:
     """A column in a type that readers know: views as texts, runs and nested dictionaries written out."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
-        return plain(column.storage)
+        return normalise_column(column.storage)
     if pa.types.is_run_end_encoded(kind):
-        return plain(pc.run_end_decode(column))
+        return normalise_column(pc.run_end_decode(column))
     if pa.types.is_dictionary(kind):
-        values = plain(column.dictionary)
+        values = normalise_column(column.dictionary)
         if values.type == kind.value_type:
             return column
         return pa.DictionaryArray.from_arrays(column.indices, values)
@@ -192,12 +192,12 @@ def plain(column: Any) -> Any:
 def plain_batch(batch: Any) -> Any:
     """A record batch with plain columns: of others, not all can be filtered."""
     return pa.RecordBatch.from_arrays(
-        [plain(column) for column in batch.columns], batch.schema.names
+        [normalise_column(column) for column in batch.columns], batch.schema.names
     )
 
 
 def plain_type(kind: Any) -> Any:
-    """Type of `plain` columns of a type."""
+    """Type of `normalise_column` columns of a type."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
     if pa.types.is_run_end_encoded(kind):
@@ -215,7 +215,7 @@ def plain_type(kind: Any) -> Any:
 
 def without_codes(column: Any) -> Any:
     """A plain column without a dictionary: each row with its value."""
-    column = plain(column)
+    column = normalise_column(column)
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
@@ -231,12 +231,12 @@ def _whole_texts(column: Any, path: SourceFile, name: str) -> Any:
         ) from None
 
 
-def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMaskByReason]:
     """The ids of a column, and which rows have none that can be used (their ids mean nothing).
 
     Raises SourceError for a column of a type that holds no ids.
     """
-    column = plain(column)
+    column = normalise_column(column)
     is_coded = pa.types.is_dictionary(column.type)
     kind = column.type.value_type if is_coded else column.type
     if pa.types.is_decimal(kind):
@@ -268,12 +268,12 @@ def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> Non
     """Raises SourceError for texts such as 42.0, of which no request will ask for any."""
     if not is_text(kind) or not len(names):
         return
-    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_BESIDE_WHOLE:
+    if as_rows(pc.match_substring_regex(names[:100], _FLOAT)).mean() < _SHARE_AMONG_WHOLE_NUMBERS:
         return  # a look at all of them takes as long as the rest of reading
     is_float = as_rows(pc.match_substring_regex(names, _FLOAT))
     float_share = is_float.mean()
-    is_mixed = float_share >= _SHARE_BESIDE_WHOLE and bool(
-        (is_float | as_rows(pc.match_substring_regex(names, _WHOLE))).all()
+    is_mixed = float_share >= _SHARE_AMONG_WHOLE_NUMBERS and bool(
+        (is_float | as_rows(pc.match_substring_regex(names, _WHOLE_NUMBER))).all()
     )
     if float_share >= _SHARE_OF_FLOATS or is_mixed:
         example = names[int(is_float.argmax())].as_py()
@@ -285,7 +285,7 @@ def _demand_no_floats(names: Any, kind: Any, path: SourceFile, name: str) -> Non
         )
 
 
-def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, UnusableMaskByReason]:
     if pa.types.is_dictionary(column.type):
         codes = pc.min_max(column.indices).as_py()
         if len(column) and not 0 <= (codes["min"] or 0) <= (codes["max"] or 0) < max(

@@ -66,10 +66,10 @@ class Dialect:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quoting:
+class QuotePositions:
     """Quotes of a text that begins with a row: where they are, and whether each leaves the reader within a value."""
 
-    places: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     is_inside: NDArray[np.bool_]
     """State behind each quote."""
 
@@ -94,24 +94,24 @@ class Quoting:
 
     def inside(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mask of the places that are within a quoted value."""
-        if not len(self.places):
+        if not len(self.offsets):
             return np.zeros(len(offsets), np.bool_)
-        count = np.searchsorted(self.places, offsets)
+        count = np.searchsorted(self.offsets, offsets)
         return np.asarray((count > 0) & self.is_inside[count - 1])
 
     @property
     def open_at(self) -> int | None:
         """Place of the quote whose value is not closed at the end of the text."""
-        if not len(self.places) or not self.is_inside[-1]:
+        if not len(self.offsets) or not self.is_inside[-1]:
             return None
         outside = np.flatnonzero(~self.is_inside)
-        return int(self.places[outside[-1] + 1 if len(outside) else 0])
+        return int(self.offsets[outside[-1] + 1 if len(outside) else 0])
 
     @property
     def closing(self) -> NDArray[np.int64]:
         """Places of the quotes that end a value."""
         was_inside = np.concatenate([np.zeros(1, np.bool_), self.is_inside[:-1]])
-        return self.places[was_inside & ~self.is_inside]
+        return self.offsets[was_inside & ~self.is_inside]
 
 
 _OUTSIDE, _INSIDE, _FIRST_OF_TWO = 0, 1, 2
@@ -211,7 +211,7 @@ class CsvFile:
 
     def __init__(self, raw: Any, path: SourceFile, dialect: Dialect) -> None:
         self._raw, self._path, self._dialect = raw, path, dialect
-        self._rest, self._line, self._line_break = b"", 1, b"\n"
+        self._unparsed_bytes, self._line, self._line_break = b"", 1, b"\n"
         header, self._first = self._read_header()
         self.names: list[str] = _names_in(header, dialect, path)
         """Names of the columns, without blanks around them."""
@@ -310,8 +310,8 @@ class CsvFile:
             start = start.removeprefix(UTF_8_MARK)
         if b"\n" not in start and b"\r" in start:
             self._line_break = b"\r"
-        self._rest = start.lstrip(b"\r\n")
-        self._line += start.count(self._line_break, 0, len(start) - len(self._rest))
+        self._unparsed_bytes = start.lstrip(b"\r\n")
+        self._line += start.count(self._line_break, 0, len(start) - len(self._unparsed_bytes))
         first = next(self._pieces_of_file(), None)
         if first is None:
             raise SourceError(
@@ -328,13 +328,13 @@ class CsvFile:
         """The rest of the file in pieces that end with a row."""
         is_over = False
         while not is_over:
-            block = self._read(max(PIECE_BYTES, len(self._rest)))
+            block = self._read(max(PIECE_BYTES, len(self._unparsed_bytes)))
             is_over = not block
-            text = self._dialect.with_bare_quotes(self._rest + block)
+            text = self._dialect.with_bare_quotes(self._unparsed_bytes + block)
             if not text:
                 return
             end, row_ends = self._end_of_rows(text, is_over)
-            self._rest = text[end:]
+            self._unparsed_bytes = text[end:]
             if end:
                 yield Piece(text[:end], self._line, self._line_break, row_ends)
                 self._line += text.count(self._line_break, 0, end)
@@ -356,7 +356,7 @@ class CsvFile:
             ), None
         data = np.frombuffer(text, np.uint8)
         escaped = _escaped(data, dialect.escape)
-        quoting = Quoting.of(data, dialect, escaped)
+        quoting = QuotePositions.of(data, dialect, escaped)
         if dialect.quote and not dialect.escape and b"\\" + dialect.quote in text:
             self._demand_plain_quotes(data, quoting)
         ends = _line_ends(text, self._line_break, is_over=is_over)
@@ -381,7 +381,7 @@ class CsvFile:
             )
         return end
 
-    def _demand_plain_quotes(self, data: NDArray[np.uint8], quoting: Quoting) -> None:
+    def _demand_plain_quotes(self, data: NDArray[np.uint8], quoting: QuotePositions) -> None:
         """Raises SourceError where a backslash stands before a quote that is not the end of its field."""
         closing = quoting.closing
         closing = closing[(closing > 0) & (closing + 1 < len(data))]

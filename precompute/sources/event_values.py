@@ -23,25 +23,25 @@ from precompute.sources.features import read_values
 from precompute.sources.files import SourceFile, readable
 from precompute.sources.formats import BATCH_ROWS
 from precompute.sources.readers import reading
-from precompute.sources.unusable import EVENTS, Unusable
+from precompute.sources.unusable import EVENTS, UnusableRows
 
 Kind = Literal["user", "item"]
 EntityValues = Mapping[bytes, Mapping[str, Any]]
 """Newest values by id and attribute, None for one that was cleared."""
 NO_VALUES: Final[EntityValues] = MappingProxyType({})
 
-_Found = tuple[Ids, dict[str, Any]]
+_FeatureBatch = tuple[Ids, dict[str, Any]]
 
 
 class EventValues(NamedTuple):
     """Values that events set for users and for items; the newest position counts, whatever a table says.
 
-    Items that events `brought`, with features or a vector, get a row where no table has one.
+    Items that events `event_item_ids`, with features or a vector, get a row where no table has one.
     """
 
     users: EntityValues = NO_VALUES
     items: EntityValues = NO_VALUES
-    brought: frozenset[bytes] = frozenset()
+    event_item_ids: frozenset[bytes] = frozenset()
 
     @classmethod
     def read(
@@ -133,14 +133,14 @@ def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
 
 
 def with_event_values(
-    batches: Iterable[_Found],
+    batches: Iterable[_FeatureBatch],
     values: EntityValues,
     *,
     kind: Kind,
-    unusable: Unusable,
+    unusable: UnusableRows,
     inputs: Iterable[InputSpec] = (),
     adds: Collection[bytes] = (),
-) -> Iterator[_Found]:
+) -> Iterator[_FeatureBatch]:
     """Batches of a feature table whose columns have the values that events set.
 
     A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
@@ -195,7 +195,7 @@ def read_set_values(
     values: EntityValues,
     kind: Kind,
     inputs: Sequence[InputSpec],
-    unusable: Unusable,
+    unusable: UnusableRows,
 ) -> dict[str, dict[bytes, Any]]:
     """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
     columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
@@ -210,7 +210,7 @@ def read_set_values(
         if value_by_id := columns.get(str(spec.column)):
             unfit = read_values(
                 _array(list(value_by_id.values()), types[str(spec.column)]), spec
-            ).bad
+            ).unusable_mask_by_reason
             for reason, rows in unfit.items():
                 for row in np.flatnonzero(rows).tolist():
                     reasons_by_column[str(spec.column)].setdefault(list(value_by_id)[row], reason)

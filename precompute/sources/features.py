@@ -10,23 +10,25 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
-from precompute.sources.columns import Bad, as_rows, is_text, is_utf_8
+from precompute.sources.columns import UnusableMaskByReason, as_rows, is_text, is_utf_8
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Values:
-    """Model input, a row each: [n], or [n, width]; those of rows that are `missing` or `bad` mean nothing."""
+class FeatureValues:
+    """Model input, a row each: [n], or [n, width]; rows missing or in `unusable_mask_by_reason` mean nothing."""
 
     numbers: NDArray[Any]
     missing: NDArray[np.bool_]
-    bad: Bad
+    unusable_mask_by_reason: UnusableMaskByReason
 
     @property
     def usable(self) -> NDArray[np.bool_]:
         """Mask of the rows that are neither missing nor bad, bool [n]."""
-        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.bad.values()])
+        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce(
+            [self.missing, *self.unusable_mask_by_reason.values()]
+        )
         return is_usable
 
 
@@ -79,7 +81,7 @@ def _is_list(kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in _LISTS)
 
 
-def read_values(column: Any, spec: InputSpec) -> Values:
+def read_values(column: Any, spec: InputSpec) -> FeatureValues:
     """An Arrow array as an input; raises SourceError for what `demand_type` refuses, never for a row."""
     demand_type(column.type, spec, "features")
     if spec.width is None:
@@ -92,11 +94,11 @@ def read_values(column: Any, spec: InputSpec) -> Values:
     fitting_lists = column if is_wide.all() else column.filter(pa.array(is_wide))
     inner = _scalars(fitting_lists.flatten(), replace(spec, width=None))
     numbers = inner.numbers.reshape(-1, spec.width)
-    rows: Bad = {
+    rows: UnusableMaskByReason = {
         reason: np.asarray(element_mask.reshape(-1, spec.width).any(axis=1))
         for reason, element_mask in {
             f"{spec.column}: a null in a list": inner.missing,
-            **inner.bad,
+            **inner.unusable_mask_by_reason,
         }.items()
     }
     if not is_wide.all():
@@ -106,7 +108,7 @@ def read_values(column: Any, spec: InputSpec) -> Values:
         numbers = spread
         rows = {reason: _spread(row_mask, is_wide) for reason, row_mask in rows.items()}
     rows[f"{spec.column}: not of width {spec.width}"] = ~is_wide & ~missing
-    return Values(
+    return FeatureValues(
         numbers, missing, {reason: row_mask for reason, row_mask in rows.items() if row_mask.any()}
     )
 
@@ -117,14 +119,14 @@ def _spread(partial_mask: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArra
     return full_mask
 
 
-def _scalars(column: Any, spec: InputSpec) -> Values:
+def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     missing = as_rows(column.is_null())
     if spec.dtype == "string":
         is_read = is_utf_8(column.cast(pa.large_binary()))
         is_kept = pa.array(is_read & ~missing)
         texts = pc.if_else(is_kept, column, pa.scalar("", column.type))
         bad_mask_by_reason = {} if is_read.all() else {f"{spec.column}: not UTF-8": ~is_read}
-        return Values(np.array(texts.to_pylist(), object), missing, bad_mask_by_reason)
+        return FeatureValues(np.array(texts.to_pylist(), object), missing, bad_mask_by_reason)
     source_numbers = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = source_numbers.astype(spec.dtype)
@@ -132,4 +134,6 @@ def _scalars(column: Any, spec: InputSpec) -> Values:
         reason, fits = "not finite as float32", np.isfinite(numbers)
     else:
         reason, fits = f"too large for {spec.dtype}", np.asarray(numbers == source_numbers)
-    return Values(numbers, missing, {} if fits.all() else {f"{spec.column}: {reason}": ~fits})
+    return FeatureValues(
+        numbers, missing, {} if fits.all() else {f"{spec.column}: {reason}": ~fits}
+    )

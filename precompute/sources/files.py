@@ -184,7 +184,7 @@ def copies_in_words(file_entries: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def copies_beside(files: Sequence[SourceFile]) -> list[str]:
+def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
     """The same remarks before a night, from the files of this host that are of one size."""
     sizes: dict[int, list[Path]] = {}
     for file in files:

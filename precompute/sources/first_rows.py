@@ -9,7 +9,7 @@ from cache.errors import LarderError
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.plausibility import Shape, odd_in_words
 from precompute.sources.readers import read_interactions
-from precompute.sources.unusable import HEADER, Unusable, remedy
+from precompute.sources.unusable import HEADER, UnusableRows, remedy
 
 
 def first_rows_in_words(
@@ -19,7 +19,7 @@ def first_rows_in_words(
 
     Empty where it reads them all as they are. Reasons that were `reported_reasons` already are left out.
     """
-    unusable, odd = Unusable(), list[str]()
+    unusable, odd = UnusableRows(), list[str]()
     try:
         for rows in islice(read_interactions(sources, base, unusable=unusable), 1):
             shape = Shape.of_batch(rows)

@@ -18,7 +18,7 @@ from precompute.sources.columns import demand_once, plain_batch
 from precompute.sources.csv_files import BLANKS, CsvFile
 from precompute.sources.files import SourceFile, readable
 from precompute.sources.unread import UTF_8_MARK
-from precompute.sources.unusable import BREAK, COLUMNS, Unusable, shown
+from precompute.sources.unusable import BREAK, COLUMNS, UnusableRows, format_case_value
 
 INTERACTIONS = "interactions"
 """Name of the interactions in reports."""
@@ -98,7 +98,8 @@ def demand_lines(path: SourceFile) -> None:
         head = [line.strip(b"\r\n") for line in islice(_lines_of(path, raw), LINES_LOOKED_AT)]
     if head and head[0].startswith(_COMMENTS):
         raise SourceError(
-            f"{path} begins with a comment, {shown(head[0])!r}: lines are read as `user item item ...`, so leave "
+            f"{path} begins with a comment, {format_case_value(head[0])!r}: lines are read as `user item item ...`, so "
+            "leave "
             "comments out"
         )
     if reason := unlike_lines([line for line in head if line.strip()]):
@@ -162,7 +163,7 @@ def _is_padded(name: str) -> bool:
     return name != name.strip()
 
 
-def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+def csv_batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iterator[Any]:
     """Batches of the columns of a CSV file that settings name, as strings that may not be UTF-8."""
 
     def skip_line(line: int) -> None:
@@ -188,7 +189,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Itera
             yield rows
 
 
-def _less(rows: Any, reason: str, mask: Any, path: SourceFile, unusable: Unusable) -> Any:
+def _less(rows: Any, reason: str, mask: Any, path: SourceFile, unusable: UnusableRows) -> Any:
     """Rows without those of a mask, which are noted."""
     if count := pc.sum(mask).as_py():
         unusable.looked_at(INTERACTIONS, count)

@@ -14,7 +14,7 @@ MERGED_AT_ONCE: Final = 64
 
 
 @dataclass(slots=True, eq=False)
-class Numbered:
+class NumberedIds:
     """Ids in the order in which they first came; 4 bytes for each row, and each text once."""
 
     names: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
@@ -50,7 +50,7 @@ class Numbered:
 
 
 @dataclass(slots=True, eq=False)
-class Counted:
+class HashedIds:
     """Ids told apart by their hashes alone: enough to group rows, where nobody asks for a name."""
 
     _hashes: list[NDArray[np.uint64]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from precompute.config.settings import Sources
 from precompute.sources import unusable
 from precompute.sources.columns import (
     WORDS_FOR_NOTHING,
-    Bad,
+    UnusableMaskByReason,
     as_rows,
     is_text,
     is_utf_8,
@@ -26,7 +26,7 @@ MICROSECONDS = 1_000_000
 YEAR_2200_S = 7_258_118_400
 YEAR_1_S = -62_135_596_800
 
-_NOTHING = pa.array(["", *WORDS_FOR_NOTHING])
+_MISSING_SPELLINGS = pa.array(["", *WORDS_FOR_NOTHING])
 """Spellings that programs use for a missing number or time."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _ISO = (
@@ -98,7 +98,7 @@ _JUDGED_DISTINCT = 5
 """Numbers of a column below which a form of digits that they have may be chance."""
 
 
-class Clock:
+class TimeScale:
     """Meaning of the numbers in a column of times, decided by the first that it holds and kept to its end."""
 
     def __init__(
@@ -180,7 +180,9 @@ def _day_form(numbers: NDArray[np.float64]) -> str | None:
     return None
 
 
-def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDArray[np.bool_], Bad]:
+def are_positive(
+    weights: Any, path: SourceFile, sources: Sources
+) -> tuple[NDArray[np.bool_], UnusableMaskByReason]:
     """Masks of the rows with a weight above 0 (a missing one is not), and of those whose weight says nothing."""
     weights = without_codes(weights)
     kind, name, reason = (
@@ -206,13 +208,13 @@ def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDAr
 
 
 def microseconds(
-    times: Any, path: SourceFile, name: str, clock: Clock | None = None
-) -> tuple[NDArray[np.int64], Bad]:
+    times: Any, path: SourceFile, name: str, clock: TimeScale | None = None
+) -> tuple[NDArray[np.int64], UnusableMaskByReason]:
     """int64 microseconds since 1970, and which rows have no time that can be used (theirs mean nothing).
 
     `clock` is that of the column's batches before. Raises SourceError for a column of a type that holds no times.
     """
-    clock = Clock(path, name) if clock is None else clock
+    clock = TimeScale(path, name) if clock is None else clock
     times = without_codes(times)
     kind = times.type
     missing = as_rows(times.is_null())
@@ -275,11 +277,11 @@ def _of_seconds(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bo
 
 
 def times_of_texts(
-    texts: Any, clock: Clock | None = None
+    texts: Any, clock: TimeScale | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
     """(microseconds, which rows hold a time, which hold nothing) of texts: numbers as in other columns, or ISO 8601."""
     texts = _readable(texts)
-    missing = as_rows(pc.is_in(texts, value_set=_NOTHING))
+    missing = as_rows(pc.is_in(texts, value_set=_MISSING_SPELLINGS))
     texts = pc.if_else(pa.array(missing), "0", texts)
     numbers, is_number = _numbers_of(texts)
     values = np.asarray(pc.fill_null(numbers, 0))
@@ -302,7 +304,7 @@ def _numbers_of(texts: Any) -> tuple[Any, NDArray[np.bool_]]:
     """(float64, null where there is none; which rows hold a finite number or nothing) of texts."""
     texts = pc.utf8_trim_whitespace(_readable(texts))
     is_missing, is_numeric = (
-        pc.is_in(texts, value_set=_NOTHING),
+        pc.is_in(texts, value_set=_MISSING_SPELLINGS),
         pc.match_substring_regex(texts, _NUMBER),
     )
     numbers = pc.if_else(is_numeric, texts, pa.scalar(None, pa.string())).cast(pa.float64())

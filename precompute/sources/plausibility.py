@@ -61,7 +61,7 @@ class RowCounts:
             (hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_BUCKETS
         )
         self.untimed += int((times == 0).sum())
-        self.newest_us = max(self.newest_us, _newest(times))
+        self.newest_us = max(self.newest_us, _newest_us(times))
 
     def to_json(self) -> dict[str, Any]:
         """Counts for a report."""
@@ -98,7 +98,7 @@ class Shape:
             most_of_user=int(users.max(initial=0)),
             most_of_item=int(items.max(initial=0)),
             untimed=int((batch.times == 0).sum()),
-            newest_us=_newest(batch.times),
+            newest_us=_newest_us(batch.times),
             user=str(batch.users.names[int(users.argmax())]) if len(users) else None,
             item=str(batch.items.names[int(items.argmax())]) if len(items) else None,
             holds_lists=hold_lists(batch.items.texts()),
@@ -174,7 +174,7 @@ def demand_least(users: int, items: int) -> None:
         )
 
 
-def _newest(times: NDArray[np.int64]) -> int:
+def _newest_us(times: NDArray[np.int64]) -> int:
     return int(times[times != 0].max(initial=_NO_TIME_US))
 
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from cache.errors import SourceError, StoreError
 from precompute.config.settings import Sources
 from precompute.sources.columns import (
-    Bad,
     Ids,
+    UnusableMaskByReason,
     as_rows,
     demand_columns,
     demand_once,
@@ -46,9 +46,9 @@ from precompute.sources.formats import (
     parquet_batches,
     read_lines,
 )
-from precompute.sources.moments import MICROSECONDS, Clock, are_positive, microseconds
+from precompute.sources.moments import MICROSECONDS, TimeScale, are_positive, microseconds
 from precompute.sources.unread import NOT_GZIP
-from precompute.sources.unusable import HEADER, Case, Unusable, shown
+from precompute.sources.unusable import HEADER, Case, UnusableRows, format_case_value
 
 BATCH_BYTES = 128 << 20
 READ_BYTES = 1 << 20
@@ -85,7 +85,7 @@ def read_interactions(
     *,
     cutoff_at: datetime | None = None,
     late: Callable[[Interactions], None] = lambda _late: None,
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
     skip: int = 0,
     files: Sequence[SourceFile] | None = None,
 ) -> Iterator[Interactions]:
@@ -97,7 +97,7 @@ def read_interactions(
     and column, or where no row can be used.
     """
     cut = None if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
-    unusable = Unusable() if unusable is None else unusable
+    unusable = UnusableRows() if unusable is None else unusable
     named = source_files(sources.interactions, base) if files is None else files
     paths, alike = named[skip:], SameColumns(sources)
     if paths and (skipped := named[:skip]):
@@ -105,7 +105,7 @@ def read_interactions(
             alike.add(skipped[0], column_names(skipped[0], sources) or ())
     for path in paths:
         remark = partial(unusable.remark, INTERACTIONS)
-        clock, is_first = Clock(path, sources.timestamp_column, remark), True
+        clock, is_first = TimeScale(path, sources.timestamp_column, remark), True
         with reading(path):
             for columns in _batches(path, sources, unusable):
                 if len(columns):
@@ -138,7 +138,7 @@ def _remark_on_blanks(batch: Interactions, sources: Sources, remark: Callable[[s
             )
 
 
-def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+def _batches(path: SourceFile, sources: Sources, unusable: UnusableRows) -> Iterator[Any]:
     match format_of(path, sources):
         case "lines":
             return read_lines(path, sources)
@@ -148,13 +148,13 @@ def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator
 
 
 def _usable(
-    batch: Any, path: SourceFile, sources: Sources, unusable: Unusable, clock: Clock
+    batch: Any, path: SourceFile, sources: Sources, unusable: UnusableRows, clock: TimeScale
 ) -> Interactions:
     """Ids and times of a batch of rows, less those that cannot be used, which are noted."""
     names = batch.schema.names
     users, items, weight = sources.user_column, sources.item_column, sources.weight_column
     demand_columns(names, (users, items), path)
-    bad_mask_by_reason: Bad = {}
+    bad_mask_by_reason: UnusableMaskByReason = {}
     unusable.looked_at(INTERACTIONS, len(batch))
     if weight in names:
         positive, bad_mask_by_reason = are_positive(batch.column(weight), path, sources)
@@ -168,7 +168,7 @@ def _usable(
                 batch.filter(pa.array(keep_mask)),
                 {reason: rows[keep_mask] for reason, rows in bad_mask_by_reason.items()},
             )
-    times, no_time = np.zeros(len(batch), np.int64), Bad()
+    times, no_time = np.zeros(len(batch), np.int64), UnusableMaskByReason()
     if (name := sources.timestamp_column) in names:
         times, no_time = microseconds(batch.column(name), path, name, clock)
     user_ids, bad_users = read_ids(batch.column(users), path, users)
@@ -187,13 +187,15 @@ def _usable(
         return interactions
 
     def case(row: int) -> Case:
-        ids = (shown(_value(batch.column(column), row)) for column in (users, items))
+        ids = (format_case_value(_value(batch.column(column), row)) for column in (users, items))
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
     return interactions.only(~unusable.note_rows(INTERACTIONS, bad_mask_by_reason, case))
 
 
-def _header_again(users: Ids, user_column: str, items: Ids, item_column: str) -> Bad:
+def _header_again(
+    users: Ids, user_column: str, items: Ids, item_column: str
+) -> UnusableMaskByReason:
     """Rows that are the names of the columns once more, in whatever case, as files that were joined have them."""
     is_header = np.ones(len(users), np.bool_)
     for ids, column in ((items, item_column), (users, user_column)):  # items are fewer
@@ -223,13 +225,13 @@ def read_features(
     columns: Sequence[str],
     *,
     source: str = "features",
-    unusable: Unusable | None = None,
+    unusable: UnusableRows | None = None,
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named.
 
     Rows without an id that can be used are left out, and noted in `unusable` under `source`.
     """
-    unusable = Unusable() if unusable is None else unusable
+    unusable = UnusableRows() if unusable is None else unusable
     # Without a buffer a whole row group of a column is read at once.
     opened = partial(
         pa.parquet.ParquetFile, buffer_size=READ_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
@@ -244,7 +246,7 @@ def read_features(
             if bad_mask_by_reason:
 
                 def case(row: int, id_values: Any = id_values) -> dict[str, str | None]:
-                    return {"id": shown(_value(id_values, row)), "file": path.name}
+                    return {"id": format_case_value(_value(id_values, row)), "file": path.name}
 
                 is_usable = ~unusable.note_rows(source, bad_mask_by_reason, case)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))

@@ -29,7 +29,7 @@ UNFIT = "a number that does not fit its table's precision (store it as f4)"
 COLUMNS = "more or fewer columns than the header"
 HEADER = "the header again"
 BREAK = "an id with a line break"
-AGAIN = "listed before"
+LISTED_BEFORE = "listed before"
 TOO_LONG = "a text longer than feature_text_bytes"
 
 _SECONDS = (
@@ -56,7 +56,7 @@ Case = Mapping[str, str | None]
 """Fields that name a row: `user`, `item`, `file`, `line`, whatever is known of it."""
 
 
-class Unusable:
+class UnusableRows:
     """Rows that were looked at and left out, by source (or table) and reason; threads may note at once.
 
     Cases with one of the `hidden` ids are counted, not named.
@@ -146,7 +146,7 @@ class Unusable:
         if not rows or self.left_out(source) < rows:
             return
         reasons_text = "; ".join(
-            f"{reason} ({reason_report['rows']:,}{_shown(reason_report['cases'])}){remedy(reason)}"
+            f"{reason} ({reason_report['rows']:,}{_format_example(reason_report['cases'])}){remedy(reason)}"
             for reason, reason_report in self._reasons[source].items()
         )
         raise SourceError(
@@ -171,7 +171,7 @@ class Unusable:
 
 def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Several `to_json` as one."""
-    unusable = Unusable()
+    unusable = UnusableRows()
     for report in reports:
         unusable.take_in(report)
     return unusable.to_json()
@@ -189,7 +189,7 @@ def ids_in(report: Mapping[str, Any]) -> set[str]:
     }
 
 
-def shown(value: Any) -> str | None:
+def format_case_value(value: Any) -> str | None:
     """A value as a case shows it: text, at most TEXT_MAX characters of it."""
     if value is None:
         return None
@@ -197,7 +197,7 @@ def shown(value: Any) -> str | None:
     return text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}..."
 
 
-def _shown(cases: list[dict[str, str | None]]) -> str:
+def _format_example(cases: list[dict[str, str | None]]) -> str:
     named = [
         f"{key} {value!r}"
         for key, value in (cases[0] if cases else {}).items()

@@ -23,7 +23,7 @@ class Vocabulary:
     texts: Any
     _seed: int
     _hashes: NDArray[np.uint64]
-    _marks: NDArray[np.uint64]
+    _fingerprints: NDArray[np.uint64]
     _order: NDArray[np.int64]
 
     @classmethod
@@ -42,14 +42,14 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def places(self, texts: Any) -> NDArray[np.int64]:
+    def find_positions(self, texts: Any) -> NDArray[np.int64]:
         """int64[n]: the place of each of some Arrow strings, -1 where it is not among these."""
         if not len(self):
             return np.full(len(texts), -1, np.int64)
         hashes = text_hashes(texts, self._seed)
         sorted_positions = np.minimum(self._hashes.searchsorted(hashes), len(self) - 1)
         is_match = self._hashes[sorted_positions] == hashes
-        is_match &= self._marks[sorted_positions] == text_hashes(texts, FINGERPRINT_SEED)
+        is_match &= self._fingerprints[sorted_positions] == text_hashes(texts, FINGERPRINT_SEED)
         return np.where(is_match, self._order[sorted_positions], -1)
 
 

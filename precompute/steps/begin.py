@@ -27,7 +27,7 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.control.reader_formats import demand_readers, demand_readers_of_night
 from precompute.control.states import State, demand
-from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.events.files import EventFiles, event_files
 from precompute.events.marks import write_marks
@@ -37,23 +37,23 @@ from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
 from precompute.partitions.item_attributes import paths_of, write_item_attributes
 from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.partition import PartitionResult, partition
 from precompute.partitions.shard_files import TOUCHED
 from precompute.releases.cuts import demand_publishable
 from precompute.releases.registry import open_releases
-from precompute.reuse.base import Base, choose_base, settings_digest
+from precompute.reuse.base import BaseGeneration, choose_base, settings_digest
 from precompute.reuse.inputs import earlier_partition, partition_files
 from precompute.reuse.items import digests_files
 from precompute.reuse.words import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
-from precompute.scoring.defaults import shares, write_defaults, write_facets
+from precompute.scoring.defaults import compute_popularity_scores, write_defaults, write_facets
 from precompute.scoring.event_trials import unlisted_in_words, values_of_night
 from precompute.scoring.inputs import demand_feature_types
 from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import InputFiles, copies_in_words, digest_of, pin
 from precompute.sources.formats import INTERACTIONS
 from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
-from precompute.sources.unusable import Unusable, merged
+from precompute.sources.unusable import UnusableRows, merged
 from precompute.steps import take_events
 
 ERASURE_LOOKS = 10
@@ -91,7 +91,11 @@ def run(
             # a time would keep all nights before it from being published.
             clock_time = datetime.fromtimestamp(int(releases.clock()), UTC)
             # What it has is as new as its events.
-            newest_input_at = cut if events.until is None else max(cut, _moment_of(events.until))
+            newest_input_at = (
+                cut
+                if events.until_position is None
+                else max(cut, _moment_of(events.until_position))
+            )
             cut = min(newest_input_at, clock_time)
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
@@ -178,7 +182,7 @@ def _featured_in_words(begin_report: Mapping[str, Any]) -> str:
     )
 
 
-def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: Partitioned) -> bool:
+def _computes_featured(config: NightConfig, bundle: Bundle, partitioned: PartitionResult) -> bool:
     """Whether users whom the feature table alone names are computed by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
@@ -209,9 +213,12 @@ def _read(begin_report: Mapping[str, Any]) -> str:
     )
 
 
-def _shape(partitioned: Partitioned, items: int) -> Shape:
+def _shape(partitioned: PartitionResult, items: int) -> Shape:
     """Shape of all rows that were read; no id is named, since reports outlive an erasure."""
-    counts, rows = partitioned.counted, partitioned.counted.rows or RowCounts()
+    counts, rows = (
+        partitioned.interaction_counts,
+        partitioned.interaction_counts.rows or RowCounts(),
+    )
     named = int((counts.popularity > 0).sum()) + len(counts.unknown)
     return Shape(
         rows=int(rows.user_rows.sum()),
@@ -254,7 +261,7 @@ def _begin(
     sources_digest, inputs = pinned or pin(files.all)
     store = config.store()
     for _ in range(ERASURE_LOOKS):
-        erased = Erased.of(all_erasures(store))
+        erased = ErasedEntities.of(all_erasures(store))
         inputs_digest = erased.digest(sources_digest)
         generation = generation_id(cut, config, bundle.digest, inputs_digest)
         build = Build(config, store, generation)
@@ -275,7 +282,7 @@ def _begin(
             sweep(config, releases, attempt=generation, making=generation)
             base, base_reason = choose_base(releases, config, bundle, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
-        if Erased.of(all_erasures(store)) == erased:
+        if ErasedEntities.of(all_erasures(store)) == erased:
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
@@ -292,11 +299,11 @@ def _begin(
 def _prepare(
     build: Build,
     bundle: Bundle,
-    base: Base | None,
+    base: BaseGeneration | None,
     base_reason: str,
     *,
     cut: str | None,
-    erased: Erased,
+    erased: ErasedEntities,
     sources_digest: str,
     facts: Step,
     events: EventFiles,
@@ -304,11 +311,11 @@ def _prepare(
     progress: Progress,
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
-    if events.until is not None:
-        read = {"until": str(events.until), "files": len(events.files)}
+    if events.until_position is not None:
+        read = {"until": str(events.until_position), "files": len(events.files)}
         facts = {**facts, "events": read, "events_namespace": config.of_events().namespace}
     inputs = catalogue.feature_inputs(bundle, "user")
-    unusable = Unusable(erased.users | erased.items)
+    unusable = UnusableRows(erased.users | erased.items)
     unchanged = unchanged_sources(sources_digest, input_files.all)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
         pinning = bundle_executor.submit(pin_bundle, build, bundle)
@@ -326,7 +333,7 @@ def _prepare(
         ] if config.events.enabled else []  # fmt: skip
         laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable, base=base,
-            values=values.items, event_item_ids=values.brought,
+            values=values.items, event_item_ids=values.event_item_ids,
         )  # fmt: skip
         items = catalogue.open_items(build.root, laid)
         attributes = write_item_attributes(
@@ -363,20 +370,23 @@ def _prepare(
         demand_least(partitioned.users, items.count)
     lists = [table for table in config.tables.values() if table.kind != "value"]
     odd = []
-    if partitioned.counted.rows is not None and (lists or config.sources.interactions):
+    if partitioned.interaction_counts.rows is not None and (lists or config.sources.interactions):
         odd = remarks(_shape(partitioned, items.count))
     odd += [*bundle.training.get("remarks", []), *_learnt_too_much(bundle, cut)]
     odd += copies_in_words(facts["inputs"][: len(input_files.interactions)])
     counts_clicks = bool(config.sources.interactions)  # else `embed_items` makes the defaults
     if counts_clicks:
-        popular = partial(catalogue.popular, items, partitioned.counted.popularity)
+        popular = partial(catalogue.popular, items, partitioned.interaction_counts.popularity)
         write_defaults(build, bundle, lambda table: popular(table.k))
         facts = facts | write_facets(
-            build, attributes, items, shares(partitioned.counted.popularity)
+            build,
+            attributes,
+            items,
+            compute_popularity_scores(partitioned.interaction_counts.popularity),
         )
     facts = {**facts, "user_vectors": config.sources.user_vectors is not None}
     kept_files = [
-        *write_counts(build.root, partitioned.counted),
+        *write_counts(build.root, partitioned.interaction_counts),
         *digests_files(bundle),
         *partition_files(facts, config.shards),
     ]
@@ -394,7 +404,10 @@ def _prepare(
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
-    counts, is_computed = partitioned.counted, _computes_featured(config, bundle, partitioned)
+    counts, is_computed = (
+        partitioned.interaction_counts,
+        _computes_featured(config, bundle, partitioned),
+    )
     is_answered = is_computed or not bundle.needs_history
     build.report("begin", {
         **facts, **laid, "user_values": values.users_digest,

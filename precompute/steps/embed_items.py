@@ -19,9 +19,9 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.item_attributes import paths_of
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.computed_by import computed_by
-from precompute.reuse.items import KeptVectors, digests_files, write_changes
+from precompute.reuse.items import CopiedVectors, digests_files, write_changes
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import (
     favourites_of,
@@ -53,7 +53,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     )
     fetch_items(generation_build)
     items, model = catalogue.open_items(generation_build.root, begin_report), bundle.item_tower
-    device, base = device_of(config.device, 0), Base.open(config, begin_report)
+    device, base = device_of(config.device, 0), BaseGeneration.open(config, begin_report)
     tower = open_tower(generation_build, model, device)
     features = open_item_features(generation_build, model.spec, items.count)
     regrouped = (
@@ -63,7 +63,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
     if regrouped.get(model.name):
         for name in digests_files(bundle):
             generation_build.fetch(name)
-        kept_vectors = KeptVectors.of(base, bundle, items, generation_build.root, device)
+        kept_vectors = CopiedVectors.of(base, bundle, items, generation_build.root, device)
     with GrowingFile(generation_build.path(catalogue.VECTORS)) as file:
         written = 0
         for vectors in embed_catalogue(tower, items, features, kept_vectors):
@@ -95,13 +95,13 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         "items": items.count, "dims": bundle.dims, "seconds": seconds, **facets,
         "computed_by": computed_by(device), "regrouped": regrouped, "changes": changes,
         "base": None if base is None else base.manifest.generation,
-        "copied": 0 if kept_vectors is None else int((kept_vectors.places >= 0).sum()),
+        "copied": 0 if kept_vectors is None else int((kept_vectors.base_ordinals >= 0).sum()),
     }  # fmt: skip
     generation_build.report("embed_items", report)
     return report
 
 
-def _write_changes(build: Build, base: Base | None, items: ItemTable) -> bool:
+def _write_changes(build: Build, base: BaseGeneration | None, items: ItemTable) -> bool:
     """Writes how the items differ from the base's; False where there is none to compare with, or it is damaged."""
     if base is None or base.manifest.items.dims != items.vectors.shape[1]:
         return False

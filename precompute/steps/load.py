@@ -92,7 +92,7 @@ def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:
     mark_by_part: Any = control.client.hgetall(control.keys.loaded(build.generation))
     todo_bytes = 0
     for part in parts_of(manifest):
-        if mark_by_part.get(part.name.encode()) != part.mark:
+        if mark_by_part.get(part.name.encode()) != part.loaded_digest:
             loaded_page_count = loaded_pages(control.client, control.keys, manifest, part)
             todo_bytes += sum(
                 part.size_of(page) for page in range(loaded_page_count, part.pages.pages)
@@ -101,5 +101,5 @@ def _demand_room(build: Build, manifest: Manifest, control: Control) -> None:
         demand_redis(
             control, build.generation, todo_bytes,
             pages_bytes=held_bytes(build.store, control, but=build.generation),
-            record_bytes=max(table.layout.size_bytes for table in manifest.stored.values()),
+            record_bytes=max(table.layout.size_bytes for table in manifest.stored_tables.values()),
         )  # fmt: skip

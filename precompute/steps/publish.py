@@ -51,7 +51,7 @@ def run(
                 for part in entities.parts:
                     fetch_checked(build.store, build.generation, part.file)
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
-            for table in manifest.stored.values():
+            for table in manifest.stored_tables.values():
                 _read_back(build, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
             wait_s = config.flip.wait_s
@@ -72,12 +72,12 @@ def run(
         live_pointer = releases.control.pointer()
         if live_pointer is None or live_pointer.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
-        audit_details["changed"] = moved.changed
+        audit_details["changed"] = moved.has_moved
     return {
         "generation": moved.pointer.generation,
         "epoch": moved.pointer.epoch,
         "previous": moved.pointer.previous,
-        "changed": moved.changed,
+        "changed": moved.has_moved,
     }
 
 
@@ -85,7 +85,7 @@ def _read_back(build: Build, manifest: Manifest, table: Table, control: Control)
     directory = Directory.open(build.root, manifest.entity_sets[table.entity])
     if not directory.count:
         return
-    page, offset = table.locate(*directory.place(directory.count - 1))
+    page, offset = table.locate(*directory.locate(directory.count - 1))
     name = control.keys.page(manifest.generation, table.name, page)
     raw: Any = control.client.getrange(name, offset, offset + table.layout.size_bytes - 1)
     if len(raw) != table.layout.size_bytes:

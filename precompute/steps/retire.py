@@ -10,7 +10,7 @@ from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.erasing.erasing import settle
-from precompute.events.stores import Stores
+from precompute.events.stores import EventStores
 from precompute.events.trimming import trim
 from precompute.experiments.exposures import erased_users, gather
 from precompute.releases.registry import open_releases
@@ -30,7 +30,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
             rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(
-            erasure_status.word == "pending" for erasure_status in settle(config, releases)
+            erasure_status.state == "pending" for erasure_status in settle(config, releases)
         )
         store, at = config.store(), releases.clock()
         exposures = gather(store, at=at, erased=erased_users(store))["parts"]
@@ -40,7 +40,7 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
         own_events_config = replace(config, events=replace(config.events, namespace=""))
         with connect_events(own_events_config) as client:
             trimmed = trim(
-                Stores.of(own_events_config), client, own_events_config.keyspace(),
+                EventStores.of(own_events_config), client, own_events_config.keyspace(),
                 keep_s=config.events.keep_s, stream_bytes=config.events.stream_bytes,
             )  # fmt: skip
     return {

@@ -67,7 +67,7 @@ def run_shard(
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
         generation_build.report(shard_report(shard), report)
-        scorers.done(shard)
+        scorers.mark_finished(shard)
     return {
         "shard": shard,
         "users": report["users"]["scored"],

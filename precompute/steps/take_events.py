@@ -16,12 +16,12 @@ from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
 from precompute.control.states import UNFINISHED
-from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.events.files import event_files
 from precompute.events.forgetting import forget_in_files
 from precompute.events.merging import merge
-from precompute.events.stores import Stores
-from precompute.events.taking import take
+from precompute.events.stores import EventStores
+from precompute.events.taking import take_events
 from precompute.releases.registry import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.sources.files import all_files, pin
@@ -39,19 +39,22 @@ def run(config: NightConfig) -> Step:
         raise ConfigError(
             "[events] enabled is false: there are no events to take over", field="events"
         )
-    stores, keys = Stores.of(config), config.of_events().keyspace()
-    store = stores.own
-    erased = Erased.of(all_erasures(store))
+    stores, keys = EventStores.of(config), config.of_events().keyspace()
+    store = stores.home_store
+    erased = ErasedEntities.of(all_erasures(store))
     forget_in_files(
         store, erased, newest_alone=True
     )  # who wrote it may have been killed before it looked again
     with connect_events(config) as client:
-        taken_events = take(store, client, keys, erased=erased)
+        taken_events = take_events(store, client, keys, erased=erased)
     merge(stores)
-    if (latest_erased := Erased.of(all_erasures(store))) != erased:  # written down while files were
+    if (
+        latest_erased := ErasedEntities.of(all_erasures(store))
+    ) != erased:  # written down while files were
         forget_in_files(store, latest_erased)
     return {
-        "events_until": str(taken_events.until), "events": taken_events.events, "left_out": taken_events.left_out,
+        "events_until": str(taken_events.until_position), "events": taken_events.events,
+        "left_out": taken_events.left_out,
         "unreadable": taken_events.unreadable,
     }  # fmt: skip
 

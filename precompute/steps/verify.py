@@ -25,7 +25,7 @@ from precompute.experiments.room import ArmRoom, arms_room
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.limits import TimeLimits
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Measured, Verdict
+from precompute.gates.evidence.verdict import Measurement, Verdict
 from precompute.gates.judge import (
     FILES,
     GATES,
@@ -187,7 +187,7 @@ def _judged(
     opened: list[Candidate] = []
     pages_bytes = _pages_bytes(build, releases)
 
-    def opens() -> Measured:
+    def opens() -> Measurement:
         try:
             candidate, missing = _candidate(build, manifest, releases, live, pages_bytes)
         except LarderError:
@@ -196,10 +196,10 @@ def _judged(
             if is_unanswered(error):
                 raise
             # Whether it can be opened is what this rule asks.
-            return Measured(False, f"{type(error).__name__}: {error}", "readable")
+            return Measurement(False, f"{type(error).__name__}: {error}", "readable")
         opened.append(candidate)
         note = "the manifest of the live generation cannot be read" if missing else ""
-        return Measured(not missing, live, "readable", note)
+        return Measurement(not missing, live, "readable", note)
 
     open_verdict = run_within(OPENS, opens, limit_s)
     if not opened:

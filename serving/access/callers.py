@@ -32,7 +32,7 @@ REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_f
 """Reasons for which a request with a known token is refused."""
 
 
-class Asked:
+class CallerCounts:
     """Requests of one token, and those refused, by reason; kept while its name is in the file."""
 
     __slots__ = ("refused", "requests")
@@ -45,18 +45,18 @@ class Asked:
 class Caller:
     """Owner of a token: its name, scopes, expiry (Unix seconds) and quota, never the token itself."""
 
-    __slots__ = ("_clock", "asked", "expires_at", "is_bounded", "name", "quota", "scopes")
+    __slots__ = ("_clock", "counts", "expires_at", "is_bounded", "name", "quota", "scopes")
 
     def __init__(
         self,
         name: str,
         scopes: Iterable[str],
-        request_counts: Asked,
+        request_counts: CallerCounts,
         expires_at: float = float("inf"),
         quota: Quota | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self.scopes, self.asked = name, frozenset(scopes), request_counts
+        self.name, self.scopes, self.counts = name, frozenset(scopes), request_counts
         self.expires_at, self.quota = expires_at, quota
         self.is_bounded = quota is not None or expires_at != float("inf")
         self._clock = clock
@@ -80,10 +80,10 @@ class Caller:
         if not self.scopes:
             raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
         if self.is_expired:
-            self.asked.refused["expired"] += 1
+            self.counts.refused["expired"] += 1
             raise Problem(401, "token_expired", "this token has expired: ask for another one")
         if scope not in self.scopes:
-            self.asked.refused["scope_missing"] += 1
+            self.counts.refused["scope_missing"] += 1
             raise Problem(
                 403, "scope_missing", f"this needs a token with the scope {scope}", scope=scope,
                 scopes=sorted(self.scopes),
@@ -91,7 +91,7 @@ class Caller:
 
     def refused(self, short: Shortage) -> Problem:
         """Refusal of a request that the quota has no room for, counted."""
-        self.asked.refused[short.kind] += 1
+        self.counts.refused[short.kind] += 1
         return exceeded(short)
 
 
@@ -134,7 +134,7 @@ class Callers:
         self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
     ) -> None:
         """`token_owners`: SHA-256 of each token, and its owner. `is_open`: nobody has to say who they are."""
-        self._known = tuple(token_owners)
+        self._digest_caller_pairs = tuple(token_owners)
         self._is_open = is_open
 
     @classmethod
@@ -143,7 +143,7 @@ class Callers:
         token: str,
         tokens: Tokens | None,
         rows: QuotaRows,
-        request_counts_by_name: MutableMapping[str, Asked],
+        request_counts_by_name: MutableMapping[str, CallerCounts],
         *,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
@@ -154,11 +154,13 @@ class Callers:
         """
         token_owners: list[tuple[bytes, Caller]] = []
         if token:
-            default = Caller(DEFAULT, SCOPES, request_counts_by_name.setdefault(DEFAULT, Asked()))
+            default = Caller(
+                DEFAULT, SCOPES, request_counts_by_name.setdefault(DEFAULT, CallerCounts())
+            )
             token_owners += [(digest, default) for digest in digests(token)]
         for name, entry in (tokens or {}).items():
             quota = Quota(key_of(name), entry.limits, rows, timer) if entry.limits else None
-            counts = request_counts_by_name.setdefault(name, Asked())
+            counts = request_counts_by_name.setdefault(name, CallerCounts())
             caller = Caller(name, entry.scopes, counts, entry.expires_s, quota, clock)
             token_owners.append((bytes.fromhex(entry.sha256), caller))
         return cls(token_owners, is_open=not token and tokens is None)
@@ -182,7 +184,7 @@ class Callers:
     def _judged(self, authorization: bytes) -> Caller:
         digest = hashlib.sha256(authorization[len(_BEARER) :][:TOKEN_BYTES_MAX]).digest()
         owner = STRANGER
-        for known_digest, caller in self._known:  # all of them, whichever fits
+        for known_digest, caller in self._digest_caller_pairs:  # all of them, whichever fits
             if hmac.compare_digest(digest, known_digest):
                 owner = caller
         # The scheme's name is compared without its case (RFC 9110, 11.1), the token as it is.
@@ -199,7 +201,7 @@ def digests(token: str) -> tuple[bytes, ...]:
     return tuple(sorted(hashlib.sha256(form).digest() for form in forms))
 
 
-ANYBODY = Caller("", SCOPES, Asked())
+ANYBODY = Caller("", SCOPES, CallerCounts())
 """Whoever asks a service that knows no tokens."""
-STRANGER = Caller("", (), Asked())
+STRANGER = Caller("", (), CallerCounts())
 """Whoever sends no token, or one that is nobody's."""

@@ -41,7 +41,7 @@ class Shortage(NamedTuple):
     wait_s: float
 
 
-class Taken(NamedTuple):
+class QuotaState(NamedTuple):
     """Amounts that a token has taken: moments (monotonic) until which its rates are paid for, requests in flight."""
 
     requests_until: float = 0.0
@@ -56,7 +56,7 @@ class Taken(NamedTuple):
 class QuotaRows(Protocol):
     """State of quotas, shared by the workers of a service."""
 
-    def take(
+    def charge(
         self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
         """Takes from the standing under `key`, or tells why not; requests stay in flight until given back."""
@@ -69,8 +69,8 @@ class QuotaRows(Protocol):
 
 
 def after_taking(
-    standing: Taken, limits: QuotaLimits, now_s: float, requests: int, entities: int
-) -> Taken | Shortage:
+    standing: QuotaState, limits: QuotaLimits, now_s: float, requests: int, entities: int
+) -> QuotaState | Shortage:
     """The standing after so much more was taken; all of it or nothing.
 
     What alone is more than a burst is taken once a whole burst is there, and is paid for afterwards.
@@ -84,7 +84,7 @@ def after_taking(
     for_entities = _paid(standing.entities_until, now_s, entities, limits.entities_per_s)
     if isinstance(for_entities, _Wait):
         return Shortage("entities_per_s", limits.entities_per_s or 0.0, for_entities.seconds)
-    return Taken(for_requests, for_entities, standing.in_flight + requests)
+    return QuotaState(for_requests, for_entities, standing.in_flight + requests)
 
 
 class _Wait(NamedTuple):
@@ -118,13 +118,13 @@ class Quota:
 
     def enter(self, entities: int) -> Shortage | None:
         """Takes one request, and the entities known so far; in flight until `close` or `give_back`."""
-        return self._rows.take(self._key, self.limits, self._timer(), 1, entities)
+        return self._rows.charge(self._key, self.limits, self._timer(), 1, entities)
 
     def spend(self, entities: int) -> Shortage | None:
         """Takes entities of a request that has entered."""
         if self.limits.entities_per_s is None:
             return None
-        return self._rows.take(self._key, self.limits, self._timer(), 0, entities)
+        return self._rows.charge(self._key, self.limits, self._timer(), 0, entities)
 
     def close(self) -> None:
         """Ends a request in flight."""

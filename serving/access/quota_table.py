@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from cache.errors import ConfigError
-from serving.access.quota import QuotaLimits, Shortage, Taken, after_taking
+from serving.access.quota import QuotaLimits, QuotaState, Shortage, after_taking
 
 ROWS = 512
 """Places for tokens, twice as many as a file may hold. One whose token is gone is used again once it is fresh."""
@@ -44,7 +44,7 @@ class QuotaTable:
         self._memory = memory
         self._moments = memoryview(memory).cast("d")
         self._counts = memoryview(memory).cast("I")
-        self._places: dict[bytes, int] = {}
+        self._row_by_key: dict[bytes, int] = {}
 
     @classmethod
     def private(cls) -> Self:
@@ -80,14 +80,14 @@ class QuotaTable:
         for row in range(ROWS):
             self._counts[self._count_at(row) + column] = 0
 
-    def take(
+    def charge(
         self, key: bytes, limits: QuotaLimits, now_s: float, requests: int, entities: int
     ) -> Shortage | None:
         """Takes from a token's standing, or tells why not; requests stay in flight until they end."""
         row = self._lock(key, now_s)
         try:
             standing_or_shortage = after_taking(
-                self._standing(row), limits, now_s, requests, entities
+                self._read_state(row), limits, now_s, requests, entities
             )
             if isinstance(standing_or_shortage, Shortage):
                 return standing_or_shortage
@@ -101,7 +101,7 @@ class QuotaTable:
         """Takes back what was taken in vain; the requests are no longer in flight."""
         row = self._lock(key, 0.0)
         try:
-            standing = self._standing(row)
+            standing = self._read_state(row)
             self._pay(row, standing._replace(
                 requests_until=standing.requests_until - requests / (limits.requests_per_s or 1e300),
                 entities_until=standing.entities_until - entities / (limits.entities_per_s or 1e300),
@@ -112,28 +112,28 @@ class QuotaTable:
 
     def leave(self, key: bytes) -> None:
         """Ends one request in flight: its row stays its own, for none with requests in flight is given away."""
-        self._counts[self._count_at(self._places[key]) + self._column] -= 1
+        self._counts[self._count_at(self._row_by_key[key]) + self._column] -= 1
 
-    def standing(self, key: bytes, now_s: float) -> Taken:
+    def read_state(self, key: bytes, now_s: float) -> QuotaState:
         """Standing of a token."""
         row = self._lock(key, now_s)
         try:
-            return self._standing(row)
+            return self._read_state(row)
         finally:
             self._release(row)
 
     def _lock(self, key: bytes, now_s: float) -> int:
         """The token's row, which is locked and to be released."""
         while True:
-            if (row := self._places.get(key)) is None:
-                row = self._places[key] = self._place(key, now_s)
+            if (row := self._row_by_key.get(key)) is None:
+                row = self._row_by_key[key] = self._find_or_claim_row(key, now_s)
             self._acquire(row)
             if self._key(row) == key:
                 return row
             self._release(row)  # another token has it since
-            del self._places[key]
+            del self._row_by_key[key]
 
-    def _place(self, key: bytes, now_s: float) -> int:
+    def _find_or_claim_row(self, key: bytes, now_s: float) -> int:
         """The row of this key, else an empty one or one nobody would miss, which it gets."""
         self._acquire(ROWS)  # finding a place is for one at a time
         try:
@@ -157,7 +157,7 @@ class QuotaTable:
         """Gives a row to this key; False if it is another's who would miss it."""
         self._acquire(row)
         try:
-            if not self._standing(row).is_fresh(now_s):
+            if not self._read_state(row).is_fresh(now_s):
                 return False
             at = self._at(row)
             self._memory[at : at + _FIXED_BYTES] = key.ljust(_FIXED_BYTES, b"\0")
@@ -173,12 +173,12 @@ class QuotaTable:
         if self._file is not None:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
-    def _standing(self, row: int) -> Taken:
+    def _read_state(self, row: int) -> QuotaState:
         at, first = self._at(row) // 8, self._count_at(row)
         in_flight = sum(self._counts[first : first + self._columns])
-        return Taken(self._moments[at + 2], self._moments[at + 3], in_flight)
+        return QuotaState(self._moments[at + 2], self._moments[at + 3], in_flight)
 
-    def _pay(self, row: int, standing: Taken) -> None:
+    def _pay(self, row: int, standing: QuotaState) -> None:
         at = self._at(row) // 8
         self._moments[at + 2] = standing.requests_until
         self._moments[at + 3] = standing.entities_until

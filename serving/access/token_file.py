@@ -18,7 +18,7 @@ from pydantic import Field
 
 from cache.config.section import section
 from cache.errors import ConfigError
-from cache.store.local_files import written_beside
+from cache.store.local_files import open_draft
 from serving.access.quota import QuotaLimits
 from serving.access.scopes import SCOPES
 
@@ -167,17 +167,17 @@ def write_tokens(path: Path, tokens: Tokens) -> None:
     """Replaces the file whole, for its owner alone; raises ConfigError for more tokens than it may hold."""
     if len(tokens) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
-    fields_by_name = {name: _kept(entry) for name, entry in sorted(tokens.items())}
+    fields_by_name = {name: _entry_to_json(entry) for name, entry in sorted(tokens.items())}
     body = orjson.dumps(
         {"version": VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
     )
-    with written_beside(path) as temporary_path:
+    with open_draft(path) as temporary_path:
         temporary_path.touch(mode=0o600)
         temporary_path.write_bytes(body)
 
 
-def _kept(entry: TokenEntry) -> dict[str, object]:
+def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
     value_by_field = {name: getattr(entry, name) for name in TokenEntry.__annotations__}
     return {name: value for name, value in value_by_field.items() if value not in (None, "")}
 

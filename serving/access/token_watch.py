@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.local_files import file_version
-from serving.access.callers import Asked, Callers
+from serving.access.callers import CallerCounts, Callers
 from serving.access.quota import QuotaRows
 from serving.access.token_file import DEFAULT, Tokens, read_tokens
 
@@ -42,10 +42,10 @@ class TokenWatch(Collector):
         """Reads the file; raises ConfigError if that cannot be done, or if it holds anything wrong."""
         self._token, self._path = token, Path(file) if file else None
         self._rows, self._clock, self._timer = rows, clock, timer
-        self._asked: dict[str, Asked] = {}
-        self._seen = self._version()
+        self._counts_by_name: dict[str, CallerCounts] = {}
+        self._loaded_version = self._version()
         self.is_stale = False
-        self.callers = self._made(None if self._path is None else read_tokens(self._path))
+        self.callers = self._build_callers(None if self._path is None else read_tokens(self._path))
 
     @contextlib.asynccontextmanager
     async def followed(
@@ -63,7 +63,7 @@ class TokenWatch(Collector):
             version_and_tokens = await asyncio.get_running_loop().run_in_executor(
                 executor, self._read
             )
-            if version_and_tokens is not None and self._take(*version_and_tokens):
+            if version_and_tokens is not None and self._apply(*version_and_tokens):
                 on_change(self.callers)
 
         task = loops.start("tokens", keep_up, wait=lambda: asyncio.sleep(LOOK_S))
@@ -73,28 +73,28 @@ class TokenWatch(Collector):
             await stop([task])
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def look(self) -> bool:
+    def reload_if_changed(self) -> bool:
         """Reads the file again if it is another one; returns whether other callers are in force now."""
         version_and_tokens = self._read()
-        return version_and_tokens is not None and self._take(*version_and_tokens)
+        return version_and_tokens is not None and self._apply(*version_and_tokens)
 
     def _read(self) -> tuple[FileVersion, Tokens | ConfigError] | None:
         """A file that is another one than before, or what is wrong with it; changes nothing here."""
-        if self._path is None or (version := self._version()) == self._seen:
+        if self._path is None or (version := self._version()) == self._loaded_version:
             return None
         try:
             return version, read_tokens(self._path)
         except ConfigError as error:
             return version, error
 
-    def _take(self, version: FileVersion, tokens: Tokens | ConfigError) -> bool:
+    def _apply(self, version: FileVersion, tokens: Tokens | ConfigError) -> bool:
         self.is_stale = isinstance(tokens, ConfigError)
         if isinstance(tokens, ConfigError):
             log.error("the tokens in force stay as they were: %s", tokens.message)
-            self._seen = version
+            self._loaded_version = version
             return False
-        self.callers = self._made(tokens)
-        self._seen = (
+        self.callers = self._build_callers(tokens)
+        self._loaded_version = (
             version  # last of all: what was not put in force is read again at the next look
         )
         log.info("%d tokens of %s are in force", len(tokens), self._path)
@@ -112,7 +112,7 @@ class TokenWatch(Collector):
             "Requests refused by expiry, scope or quota",
             labels=["token", "reason"],
         )
-        for name, request_counts in self._asked.items():
+        for name, request_counts in self._counts_by_name.items():
             requests.add_metric([name], request_counts.requests)
             for reason, count in request_counts.refused.items():
                 refused.add_metric([name, reason], count)
@@ -123,11 +123,16 @@ class TokenWatch(Collector):
             value=float(self.is_stale),
         )  # fmt: skip
 
-    def _made(self, tokens: Tokens | None) -> Callers:
-        for name in self._asked.keys() - {DEFAULT} - set(tokens or {}):
-            del self._asked[name]  # names that come and go must not fill metrics
+    def _build_callers(self, tokens: Tokens | None) -> Callers:
+        for name in self._counts_by_name.keys() - {DEFAULT} - set(tokens or {}):
+            del self._counts_by_name[name]  # names that come and go must not fill metrics
         return Callers.of(
-            self._token, tokens, self._rows, self._asked, clock=self._clock, timer=self._timer
+            self._token,
+            tokens,
+            self._rows,
+            self._counts_by_name,
+            clock=self._clock,
+            timer=self._timer,
         )
 
     def _version(self) -> FileVersion:

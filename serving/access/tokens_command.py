@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
                 "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
             )
         if options.command == "list":
-            print(printable_lines(_listed(read_tokens(path), as_json=options.json)))
+            print(printable_lines(_format_tokens(read_tokens(path), as_json=options.json)))
         elif options.command == "add":
             token = _added(config, path, options)
             print(json_text({"name": options.name, "token": token}) if options.json else token)
@@ -131,7 +131,7 @@ def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) ->
         write_tokens(path, tokens)
 
 
-def _listed(tokens: Tokens, *, as_json: bool) -> str:
+def _format_tokens(tokens: Tokens, *, as_json: bool) -> str:
     if as_json:
         names = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
         fields_by_name = {

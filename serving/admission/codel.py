@@ -18,11 +18,11 @@ class Valve:
 
     def __init__(self, target: float, interval_s: float) -> None:
         self.target = target
-        self.share = 1.0
+        self.admitted_share = 1.0
         self.wait = 0.0
         """The shortest wait of the interval before, in the unit of `target`."""
         self._interval_s = interval_s
-        self._least, self._since = inf, 0.0
+        self._shortest_wait, self._interval_began_at = inf, 0.0
         self._step, self._credit = _OPEN, 0.0
 
     def observe(self, wait: float, now_s: float) -> None:
@@ -31,27 +31,27 @@ class Valve:
         An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
         that where samples are rare each of them is judged.
         """
-        if self._least == inf:
-            self._since = now_s
-        self._least = min(self._least, wait)
-        if now_s - self._since < self._interval_s:
+        if self._shortest_wait == inf:
+            self._interval_began_at = now_s
+        self._shortest_wait = min(self._shortest_wait, wait)
+        if now_s - self._interval_began_at < self._interval_s:
             return
-        self.wait = self._least
+        self.wait = self._shortest_wait
         if self.wait <= self.target:
-            self.share = min(1.0, self.share + self._step)
+            self.admitted_share = min(1.0, self.admitted_share + self._step)
             self._step = min(1.0, 2 * self._step)
         else:
             self._step = _OPEN
-            self.share *= max(_CLOSE_MOST, self.target / self.wait)
-            if self.share < _SHUT:
-                self.share = 0.0
-        self._least, self._since = wait, now_s
+            self.admitted_share *= max(_CLOSE_MOST, self.target / self.wait)
+            if self.admitted_share < _SHUT:
+                self.admitted_share = 0.0
+        self._shortest_wait, self._interval_began_at = wait, now_s
 
     def admit(self) -> bool:
         """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
-        if self.share >= 1.0:
+        if self.admitted_share >= 1.0:
             return True
-        self._credit += self.share
+        self._credit += self.admitted_share
         if self._credit < 1.0:
             return False
         self._credit -= 1.0

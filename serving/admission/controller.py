@@ -48,7 +48,7 @@ class Admission:
 
     def admit_costly(self) -> bool:
         """Returns whether a request costing many times what its refusal does may go on; else it is counted as shed."""
-        if self.costly.share >= 1.0 or self.costly.admit():
+        if self.costly.admitted_share >= 1.0 or self.costly.admit():
             return True
         self.shed["queue"] += 1
         return False
@@ -86,7 +86,7 @@ class Admission:
     @property
     def live_share(self) -> float:
         """Share of the inputs, 0 to 1, that may go to the model."""
-        return self.loop.share * self.model.share
+        return self.loop.admitted_share * self.model.admitted_share
 
     def observe(self, turn_s: float, model_wait: float, now_s: float) -> None:
         """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited.
@@ -96,6 +96,6 @@ class Admission:
         turn_s = max(turn_s, self.work.waited_s())
         self.loop.observe(turn_s, now_s)
         target = self.costly.target
-        is_queue_standing = self.loop.share <= LEFT_OUT or turn_s > URGENT * target
+        is_queue_standing = self.loop.admitted_share <= LEFT_OUT or turn_s > URGENT * target
         self.costly.observe(turn_s if is_queue_standing else min(turn_s, target), now_s)
         self.model.observe(model_wait, now_s)

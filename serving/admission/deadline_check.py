@@ -9,7 +9,7 @@ from serving.access.callers import caller_of
 from serving.admission.controller import Admission
 from serving.requests.content import peek
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers
+from serving.requests.fast_parse import HeaderJudge
 from serving.requests.models import Limits
 from serving.requests.negotiation import forms
 from serving.requests.options import body_deadline_s, query_options, text_options
@@ -18,11 +18,11 @@ _MENTION = b"deadline_ms"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lateness:
+class DeadlineCheck:
     """Deadline check of requests, asked only while requests stand before the loop."""
 
     admission: Admission
-    headers: Headers
+    headers: HeaderJudge
     limits: Limits
 
     def is_late(
@@ -51,7 +51,7 @@ class Lateness:
             return limits.deadline_ms / 1000
         if is_get:
             return query_options(scope["query_string"], limits).deadline_s
-        form = forms(scope["headers"]).sent
+        form = forms(scope["headers"]).request_form
         parsed_body = peek(scope, body, form, limits)
         if form == "arrow":
             return text_options(parsed_body.options, limits).deadline_s

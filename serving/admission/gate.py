@@ -8,11 +8,11 @@ from starlette.types import Receive, Scope
 
 from serving.access.callers import caller_of
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import Lateness
+from serving.admission.deadline_check import DeadlineCheck
 from serving.requests.bodies import Messages, is_longer, refused, whole_body
-from serving.requests.content import LARGE, beside
+from serving.requests.content import LARGE, run_in_thread_if_large
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers
+from serving.requests.fast_parse import HeaderJudge
 
 
 def refusal_of(problem: Problem) -> Messages:
@@ -31,14 +31,14 @@ class AdmissionGate:
     """Gate of one service."""
 
     admission: Admission
-    headers: Headers
-    lateness: Lateness
+    headers: HeaderJudge
+    lateness: DeadlineCheck
     requested: Callable[[str, int], None]
     """(route, status): counts a request."""
     body_bytes: int
     body_timeout_s: float
 
-    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Returns whether the headers are those of a plain lookup."""
         return self.headers.deadline_s(headers) is not None
 
@@ -54,10 +54,12 @@ class AdmissionGate:
         body: bytes | None = b""
         # Of a stranger nothing is read.
         is_read = scope["method"] == "POST" and caller_of(scope).is_known
-        if is_read and self.takes(scope["headers"]):
+        if is_read and self.can_use_fast_path(scope["headers"]):
             body, receive = await self.body(scope, receive)
             if body is not None and len(body) > LARGE:
-                await beside(body, functools.partial(self.lateness.read, scope, body))
+                await run_in_thread_if_large(
+                    body, functools.partial(self.lateness.read, scope, body)
+                )
         return None if self.is_late(scope, body, waited_s) else receive
 
     async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
@@ -66,7 +68,7 @@ class AdmissionGate:
             return None, receive
         return await whole_body(receive, self.body_bytes, self.body_timeout_s)
 
-    def counted(self, answer: Messages) -> Messages:
+    def count_if_refused(self, answer: Messages) -> Messages:
         """The same response; one that refuses before anybody looked for the route is counted."""
         if (status := answer[0]["status"]) != 200:
             self.requested("any", status)

@@ -11,7 +11,7 @@ Observe = Callable[[float, float, float], None]
 
 
 @dataclass(slots=True, eq=False)
-class Pulse:
+class LoopLagSampler:
     """Periodic sampler: calls `observe` with the seconds of one turn of the event loop, `model_wait()` and the time.
 
     A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is

@@ -33,7 +33,7 @@ _QUIET_S = 50e-6
 _RELEASED_MAX = 64
 """Waiting portions that are looked at in one iteration; those beyond its time are put off."""
 
-_TURN = 64
+_PORTION_ENTITIES = 64
 """Entities of a request that are worked on in one portion."""
 _HEAVY = 16
 """Entities that one counts as where its list is put in another order."""
@@ -45,10 +45,10 @@ class CallerGone(Exception):
 
 
 class _Waiter:
-    __slots__ = ("future", "is_gone", "since")
+    __slots__ = ("future", "is_gone", "waiting_since")
 
     def __init__(self, future: "asyncio.Future[None]", queued_at: float, is_gone: IsGone) -> None:
-        self.future, self.since, self.is_gone = future, queued_at, is_gone
+        self.future, self.waiting_since, self.is_gone = future, queued_at, is_gone
 
 
 class WorkPacer:
@@ -66,7 +66,7 @@ class WorkPacer:
         self._first: deque[_Waiter] = deque()
         self._next: deque[_Waiter] = deque()
         self._put_off: list[tuple[deque[_Waiter], _Waiter]] = []
-        self._until: float | None = None  # None: nothing was begun in this iteration
+        self._budget_ends_at: float | None = None  # None: nothing was begun in this iteration
         self._turned_at = self._begun_at = -inf
         self._work_s = 0.0  # begun since the loop last found nothing to do at its sockets
         self._is_armed = False
@@ -74,9 +74,9 @@ class WorkPacer:
 
     def waited_s(self) -> float:
         """Seconds that the oldest request has waited for its work to begin; 0 where none waits."""
-        waiting = [waiter.since for queue, waiter in self._put_off if queue is self._next]
+        waiting = [waiter.waiting_since for queue, waiter in self._put_off if queue is self._next]
         if self._next:
-            waiting.append(self._next[0].since)
+            waiting.append(self._next[0].waiting_since)
         return self._timer() - min(waiting) if waiting else 0.0
 
     @property
@@ -126,11 +126,11 @@ class WorkPacer:
 
     def _is_within_budget(self) -> bool:
         now_s = self._timer()
-        if self._until is None:
-            self._until = now_s + self._budget_s
+        if self._budget_ends_at is None:
+            self._budget_ends_at = now_s + self._budget_s
             self._arm()
             return True
-        return now_s < self._until
+        return now_s < self._budget_ends_at
 
     async def _wait(self, queue: deque[_Waiter], queued_at: float, is_gone: IsGone) -> None:
         loop = asyncio.get_running_loop()
@@ -146,15 +146,15 @@ class WorkPacer:
     def _arm(self) -> None:
         if not self._is_armed:
             self._is_armed = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._end_iteration)
 
-    def _turn(self) -> None:
+    def _end_iteration(self) -> None:
         """End an iteration's budget, and wake those who may work in the next one unless the sockets come first."""
         now_s = self._timer()
         is_quiet, self._turned_at = now_s - self._turned_at < _QUIET_S, now_s
-        if self._until is not None:
-            self._work_s += now_s - (self._until - self._budget_s)
-            self._until, is_quiet = None, False
+        if self._budget_ends_at is not None:
+            self._work_s += now_s - (self._budget_ends_at - self._budget_s)
+            self._budget_ends_at, is_quiet = None, False
         self._is_armed = False
         put_off, self._put_off = self._put_off, []
         for queue, waiter in reversed(put_off):
@@ -164,7 +164,7 @@ class WorkPacer:
         self._arm()
         released = _wake_some(self._first, _RELEASED_MAX)
         if self._next and not is_quiet:
-            waited_s = now_s - max(self._begun_at, self._next[0].since)
+            waited_s = now_s - max(self._begun_at, self._next[0].waiting_since)
             if waited_s < _SOCKETS_FIRST_S:
                 return
         if self._next:
@@ -213,18 +213,18 @@ class YieldPacer:
 
     def __init__(self, options: RequestOptions | None = None) -> None:
         is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
-        self._each = _HEAVY if is_heavy else 1
-        self._done = 0
+        self._entity_weight = _HEAVY if is_heavy else 1
+        self._worked_entities = 0
 
     async def step(self, entity: RequestedEntity) -> None:
         """Counts one more entity, a long input and an order by likeness as several."""
-        self._done += self._each
+        self._worked_entities += self._entity_weight
         if entity.history or entity.features:
             features = (entity.features or {}).values()
             numbers = sum([len(feature) if type(feature) is tuple else 1 for feature in features])
-            self._done += (len(entity.history or ()) + numbers) // 16
-        if self._done >= _TURN:
-            self._done = 0
+            self._worked_entities += (len(entity.history or ()) + numbers) // 16
+        if self._worked_entities >= _PORTION_ENTITIES:
+            self._worked_entities = 0
             await go_on()
 
 

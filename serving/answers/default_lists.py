@@ -14,7 +14,7 @@ from cache.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Default:
+class DefaultList:
     """Default list of a top-K table when nothing better exists: ordinals and scores, best first."""
 
     items: NDArray[np.uint32]
@@ -28,7 +28,7 @@ class Default:
         return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
 
 
-def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Default]:
+def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
     """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
 
     Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
@@ -44,7 +44,7 @@ def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str,
             ordinals = items.ordinals_of(raws)
             if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
                 raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
-            defaults[name] = Default(
+            defaults[name] = DefaultList(
                 ordinals.astype(np.uint32),
                 np.array(default_list["scores"], np.float32),
                 dict(zip(raws, ordinals.tolist(), strict=True)),

@@ -19,13 +19,13 @@ Numbers = NDArray[np.float32]
 ProducedBy = Literal["batch", "live", "defaults"]
 When = Literal["always", "told", "topk", "vector", "value"]
 """Answers that have a field: all; those with something to tell; or all of one kind of tables."""
-TOLD: When = "told"
+WHEN_SET: When = "told"
 
 _NO_NUMBERS = np.zeros(0, np.float32)
 _NO_NUMBERS.setflags(write=False)
 
 
-class Say(NamedTuple):
+class FieldDeclaration(NamedTuple):
     """Facts of a field besides name and type; one that is not there is null in Arrow, as what may be `null` is."""
 
     meaning: str
@@ -39,58 +39,74 @@ class Say(NamedTuple):
 class Origin:
     """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
 
-    id: Annotated[str | None, Say("Id as it was asked; null: only an input was sent", null=True)]
-    table: Annotated[str, Say("Table that was asked")]
-    source: Annotated[Source, Say("Rung of the ladder that answered")]
-    producer: Annotated[ProducedBy | None, Say("What computed it; null: nothing did", null=True)] = None
-    generation: Annotated[str, Say("Generation that all of the answer is of")]
-    age_seconds: Annotated[float, Say("Now minus the generation's data_until")]
-    published_at: Annotated[str, Say("Time of publication, RFC 3339, UTC", format="date-time")]
-    reason: Annotated[str | None, Say("Why this is not a plain hit", TOLD)] = None
-    live: Annotated[str | None, Say("Why live did not answer, though there was an input", TOLD)] = None
-    dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
-    reranked: Annotated[str | None, Say("What changed the order: `boost`, `diversify` or both, with `+`", TOLD)] = None
-    near: Annotated[
-        float | None, Say("Distance of the input whose live answer this reuses, in lengths of its vector", TOLD)
+    id: Annotated[str | None, FieldDeclaration("Id as it was asked; null: only an input was sent", null=True)]
+    table: Annotated[str, FieldDeclaration("Table that was asked")]
+    source: Annotated[Source, FieldDeclaration("Rung of the ladder that answered")]
+    producer: Annotated[ProducedBy | None, FieldDeclaration("What computed it; null: nothing did", null=True)] = None
+    generation: Annotated[str, FieldDeclaration("Generation that all of the answer is of")]
+    age_seconds: Annotated[float, FieldDeclaration("Now minus the generation's data_until")]
+    published_at: Annotated[str, FieldDeclaration("Time of publication, RFC 3339, UTC", format="date-time")]
+    reason: Annotated[str | None, FieldDeclaration("Why this is not a plain hit", WHEN_SET)] = None
+    live: Annotated[str | None, FieldDeclaration("Why live did not answer, though there was an input", WHEN_SET)] = None
+    dropped_history: Annotated[int, FieldDeclaration("History ids the model does not know", WHEN_SET)] = 0
+    reranked: Annotated[
+        str | None, FieldDeclaration("What changed the order: `boost`, `diversify` or both, with `+`", WHEN_SET)
     ] = None
-    events: Annotated[int, Say("Events of the user that are counted, and newer than the generation", TOLD)] = 0
+    near: Annotated[
+        float | None,
+        FieldDeclaration("Distance of the input whose live answer this reuses, in lengths of its vector", WHEN_SET),
+    ] = None
+    events: Annotated[
+        int, FieldDeclaration("Events of the user that are counted, and newer than the generation", WHEN_SET)
+    ] = 0
     as_of: Annotated[
-        str | None, Say("Time when the newest of them was accepted, RFC 3339, UTC", TOLD, format="date-time")
+        str | None,
+        FieldDeclaration("Time when the newest of them was accepted, RFC 3339, UTC", WHEN_SET, format="date-time"),
     ] = None
     approximate: Annotated[
-        bool, Say("Not surely what a night with these events would answer: found by the index, or stored before", TOLD)
+        bool,
+        FieldDeclaration(
+            "Not surely what a night with these events would answer: found by the index, or stored before", WHEN_SET
+        ),
     ] = False
-    stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
-    experiment: Annotated[str | None, Say("Experiment that the request's key is in", TOLD)] = None
-    arm: Annotated[str | None, Say("Arm of it that answered", TOLD)] = None
+    stale: Annotated[str | None, FieldDeclaration("Why this replica may lag behind", WHEN_SET)] = None
+    experiment: Annotated[str | None, FieldDeclaration("Experiment that the request's key is in", WHEN_SET)] = None
+    arm: Annotated[str | None, FieldDeclaration("Arm of it that answered", WHEN_SET)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer(Origin):
     """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
 
-    items: Annotated[tuple[str, ...] | None, Say("Item ids, best first", "topk")] = None
-    scores: Annotated[Numbers | None, Say("Scores of the items", "topk")] = None
-    short: Annotated[bool, Say("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
-    vector: Annotated[Numbers | None, Say("Embedding; null: there is none", "vector", null=True)] = None
-    values: Annotated[Numbers | None, Say("Model outputs; null: there are none", "value", null=True)] = None
-    labels: Annotated[tuple[str, ...] | None, Say("Names of the values", "value")] = None
+    items: Annotated[tuple[str, ...] | None, FieldDeclaration("Item ids, best first", "topk")] = None
+    scores: Annotated[Numbers | None, FieldDeclaration("Scores of the items", "topk")] = None
+    short: Annotated[bool, FieldDeclaration("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
+    vector: Annotated[Numbers | None, FieldDeclaration("Embedding; null: there is none", "vector", null=True)] = None
+    values: Annotated[
+        Numbers | None, FieldDeclaration("Model outputs; null: there are none", "value", null=True)
+    ] = None
+    labels: Annotated[tuple[str, ...] | None, FieldDeclaration("Names of the values", "value")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranking(Origin):
     """Candidates of one user in rank order, and those that could not be ranked."""
 
-    items: Annotated[tuple[str, ...], Say("Candidates, best first")] = ()
-    scores: Annotated[Numbers, Say("Scores of the candidates")] = field(default_factory=lambda: _NO_NUMBERS)
+    items: Annotated[tuple[str, ...], FieldDeclaration("Candidates, best first")] = ()
+    scores: Annotated[Numbers, FieldDeclaration("Scores of the candidates")] = field(
+        default_factory=lambda: _NO_NUMBERS
+    )
     score_tolerance: Annotated[
-        float | None, Say("How far scores may be off, relative to the vector's largest part; 0 for float32", TOLD)
+        float | None,
+        FieldDeclaration("How far scores may be off, relative to the vector's largest part; 0 for float32", WHEN_SET),
     ] = None
-    unknown: Annotated[tuple[str, ...], Say("Candidates that the generation does not have")] = ()
-    blocked: Annotated[tuple[str, ...], Say("Candidates on the blocklist")] = ()
-    excluded: Annotated[tuple[str, ...], Say("Candidates in the sent history")] = ()
-    filtered: Annotated[tuple[str, ...], Say("Candidates that do not pass the filter", TOLD)] = ()
-    unscored: Annotated[tuple[str, ...], Say("Candidates for which there is no vector of the user", TOLD)] = ()
+    unknown: Annotated[tuple[str, ...], FieldDeclaration("Candidates that the generation does not have")] = ()
+    blocked: Annotated[tuple[str, ...], FieldDeclaration("Candidates on the blocklist")] = ()
+    excluded: Annotated[tuple[str, ...], FieldDeclaration("Candidates in the sent history")] = ()
+    filtered: Annotated[tuple[str, ...], FieldDeclaration("Candidates that do not pass the filter", WHEN_SET)] = ()
+    unscored: Annotated[
+        tuple[str, ...], FieldDeclaration("Candidates for which there is no vector of the user", WHEN_SET)
+    ] = ()
 # fmt: on
 
 
@@ -105,7 +121,7 @@ class AnswerField:
 
     name: str
     type: Any
-    said: Say
+    declaration: FieldDeclaration
 
     @property
     def key(self) -> bytes:
@@ -115,7 +131,7 @@ class AnswerField:
     @property
     def arrow(self) -> Field:
         """Arrow column; of numbers a list, which may have its table's width instead of any."""
-        is_nullable = self.said.null or self.said.when == TOLD
+        is_nullable = self.declaration.null or self.declaration.when == WHEN_SET
         if self.type is Numbers or get_origin(self.type) is tuple:
             child = Field("item", "f4" if self.type is Numbers else "utf8")
             return Field(self.name, "list", is_nullable, child)
@@ -127,22 +143,22 @@ class AnswerField:
         arrow = self.arrow
         if arrow.child is None:
             return _ARROW_NAMES[arrow.kind]
-        is_of_the_table = self.said.when in ("vector", "value") and self.type is Numbers
+        is_of_the_table = self.declaration.when in ("vector", "value") and self.type is Numbers
         return f"{'fixed_size_' * is_of_the_table}list<{_ARROW_NAMES[arrow.child.kind]}>"
 
     @property
     def schema(self) -> dict[str, Any]:
         """JSON schema of the value."""
-        value_schema: dict[str, Any] = {"description": self.said.meaning}
-        if self.said.format is not None:
-            value_schema["format"] = self.said.format
+        value_schema: dict[str, Any] = {"description": self.declaration.meaning}
+        if self.declaration.format is not None:
+            value_schema["format"] = self.declaration.format
         choices = list(Source) if self.type is Source else get_args(self.type)
         if choices and get_origin(self.type) is not tuple and self.type is not Numbers:
-            return value_schema | {"enum": [*map(str, choices), *[None] * self.said.null]}
+            return value_schema | {"enum": [*map(str, choices), *[None] * self.declaration.null]}
         type_ = _JSON.get(self.type, "array")
         if type_ == "array":
             value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
-        return value_schema | {"type": [type_, "null"] if self.said.null else type_}
+        return value_schema | {"type": [type_, "null"] if self.declaration.null else type_}
 
 
 def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
@@ -166,7 +182,11 @@ ORIGIN = fields_of(Origin)[2:]
 
 PREDICTION: Mapping[str, tuple[AnswerField, ...]] = {
     kind: tuple(
-        [answer_field for answer_field in fields_of(Answer) if answer_field.said.when == kind]
+        [
+            answer_field
+            for answer_field in fields_of(Answer)
+            if answer_field.declaration.when == kind
+        ]
     )
     for kind in ("topk", "vector", "value")
 }

@@ -1,15 +1,15 @@
 """Words for what is unusual about an answer, each listed once: fields `live` and `stale`. Pure.
 
-Those of `reason` are the `MissReason` of the tiers that `TOLD` lists.
+Those of `reason` are the `MissReason` of the tiers that `PUBLIC_REASONS` lists.
 """
 
-from cache.tiers.results import TOLD_AS, MissReason, Word
+from cache.tiers.results import PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
 
-TOLD = tuple([reason for reason in MissReason if reason not in TOLD_AS])
+PUBLIC_REASONS = tuple([reason for reason in MissReason if reason not in PUBLIC_BY_INTERNAL_REASON])
 """Words of an answer's `reason`, as metrics and explanations have them too."""
 
 
-class LiveReason(Word):
+class LiveReason(DescribedEnum):
     """Words of an answer's `live`: why live inference did not answer, though there was something to compute from."""
 
     OVERLOADED = "overloaded", "Left out under overload"
@@ -25,7 +25,7 @@ class LiveReason(Word):
     EXHAUSTED = "exhausted", "Nothing of the list that was computed is left"
 
 
-class Stale(Word):
+class StaleReason(DescribedEnum):
     """Words of an answer's `stale`, with commas between: why this replica may lag behind."""
 
     STARTING = "starting", "The pointer was not read yet"

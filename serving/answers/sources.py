@@ -13,8 +13,8 @@ class Source(StrEnum):
     DEFAULT = "default"
 
 
-STORED = (Source.L1, Source.L2)
+STORED_SOURCES = (Source.L1, Source.L2)
 """Sources that hold records of the live generation, ready to be read."""
 
-FALLBACKS = tuple([source for source in Source if source not in (*STORED, Source.LIVE)])
+FALLBACKS = tuple([source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)])
 """Sources that answer when the live generation cannot."""

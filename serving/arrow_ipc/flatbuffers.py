@@ -11,7 +11,7 @@ class Malformed(ValueError):
     """Bytes that are no valid message; the text says why."""
 
 
-class Flat:
+class FlatTable:
     """Table of a flatbuffer; raises Malformed for whatever points outside."""
 
     def __init__(self, raw: bytes | memoryview, at: int) -> None:
@@ -34,12 +34,12 @@ class Flat:
         at = self.at(slot)
         return self._read(struct.Struct(layout), at) if at else 0
 
-    def table(self, slot: int) -> "Flat":
+    def table(self, slot: int) -> "FlatTable":
         """The table that a field points at."""
         at = self.at(slot)
         if not at:
             raise Malformed(f"a message lacks what belongs into its slot {slot}")
-        return Flat(self._raw, at + self._read(_U32, at))
+        return FlatTable(self._raw, at + self._read(_U32, at))
 
     def has(self, slot: int) -> bool:
         """True if the field is present."""
@@ -56,13 +56,13 @@ class Flat:
             raise Malformed("a vector reaches beyond its message")
         return start + 4, count
 
-    def tables(self, slot: int, count_max: int) -> list["Flat"]:
+    def tables(self, slot: int, count_max: int) -> list["FlatTable"]:
         """A vector of tables."""
         first, count = self.vector(slot, 4)
         if count > count_max:
             raise Malformed(f"{count} where at most {count_max} are read")
         offset_positions = range(first, first + 4 * count, 4)
-        return [Flat(self._raw, at + self._read(_U32, at)) for at in offset_positions]
+        return [FlatTable(self._raw, at + self._read(_U32, at)) for at in offset_positions]
 
     def pairs(self, slot: int, count_max: int) -> list[tuple[int, int]]:
         """A vector of structs of two int64."""
@@ -87,8 +87,8 @@ class Flat:
         return number
 
 
-def root(raw: bytes | memoryview) -> Flat:
+def root(raw: bytes | memoryview) -> FlatTable:
     """The outermost table."""
     if len(raw) < _U32.size:
         raise Malformed("a message is too short for what it says it is")
-    return Flat(raw, _U32.unpack_from(raw)[0])
+    return FlatTable(raw, _U32.unpack_from(raw)[0])

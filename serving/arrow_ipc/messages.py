@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from serving.arrow_ipc import schema as arrow
-from serving.arrow_ipc.flatbuffers import Flat, Malformed, root
+from serving.arrow_ipc.flatbuffers import FlatTable, Malformed, root
 from serving.arrow_ipc.schema import Field, Kind
 
 KEPT_MAX = 4_096
@@ -107,7 +107,7 @@ def _layout(metadata: bytes) -> BatchLayout:
     )
 
 
-def _field(flat: Flat, depth: int) -> Field:
+def _field(flat: FlatTable, depth: int) -> Field:
     name, nullable, type_ = flat.text(0), bool(flat.number(1, "<B")), flat.number(2, "<B")
     if flat.has(4):
         raise Unsupported(f"column {name!r} is dictionary-encoded: send it plain")
@@ -126,7 +126,7 @@ def _field(flat: Flat, depth: int) -> Field:
     return Field(name, kind, nullable)
 
 
-def _kind(flat: Flat, type_: int) -> Kind | None:
+def _kind(flat: FlatTable, type_: int) -> Kind | None:
     match type_:
         case arrow.UTF8:
             return "utf8"

@@ -8,7 +8,7 @@ from serving.answers.fields import Answer
 from serving.answers.sources import Source
 from serving.client.answers import read_answers
 from serving.client.arrow import read_arrow_answers
-from serving.client.calls import Asked, Options, many, many_binary, split
+from serving.client.calls import IdsOrEntities, Options, build_post, many_binary, split
 from serving.client.errors import GenerationGone
 from serving.client.sender import Policy, Sender
 
@@ -20,7 +20,7 @@ async def lookup_batch(
     sender: Sender,
     policy: Policy,
     table: str | None,
-    entities: Asked,
+    entities: IdsOrEntities,
     options: Options,
     deadline_at: float,
     *,
@@ -33,11 +33,11 @@ async def lookup_batch(
     parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
     request_slots = asyncio.Semaphore(policy.at_once)
 
-    async def send_part(part: Asked, options: Options) -> list[Answer]:
+    async def send_part(part: IdsOrEntities, options: Options) -> list[Answer]:
         if binary and table is not None:
             call, read = many_binary(table, part, options), read_arrow_answers
         else:
-            call, read = many(table, part, options), read_answers
+            call, read = build_post(table, part, options), read_answers
         async with request_slots:
             return read(await sender.send(call, deadline_at), len(part))
 
@@ -46,7 +46,7 @@ async def lookup_batch(
 
     def repeat_parts(generation: str) -> _Works:
         return [
-            _done(part_answers)
+            _resolved(part_answers)
             if name in (generation, None)
             else send_part(part, options.pinned(generation))
             for part, part_answers, name in zip(parts, answered, generations, strict=True)
@@ -81,7 +81,7 @@ async def _agreed(
     return await _all(repeat_parts(last))
 
 
-async def _done(ready_result: _T) -> _T:
+async def _resolved(ready_result: _T) -> _T:
     return ready_result
 
 

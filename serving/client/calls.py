@@ -37,7 +37,7 @@ class Entity:
         return body
 
 
-Asked = Sequence[Id | Entity]
+IdsOrEntities = Sequence[Id | Entity]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def as_ids(values: Sequence[Id]) -> list[str]:
     return [as_id(value) for value in values]
 
 
-def one(table: str, entity: Id, options: Options) -> Call:
+def build_get(table: str, entity: Id, options: Options) -> Call:
     """GET one entity. Raises ValueError for `exclude`, which a URL has no room for."""
     if options.exclude is not None:
         raise ValueError("exclude goes with lookup_many, where it has room")
@@ -127,7 +127,7 @@ def one(table: str, entity: Id, options: Options) -> Call:
     return Call("GET", f"{_table(table)}/{id_}", _texts(options))
 
 
-def many(table: str | None, entities: Asked, options: Options) -> Call:
+def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> Call:
     """POST entities of one table, or without `table` entities that each name their own."""
     entity_bodies = [
         entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)}
@@ -136,11 +136,11 @@ def many(table: str | None, entities: Asked, options: Options) -> Call:
     return _post(_table(table), {"entities": entity_bodies, **options.to_json()})
 
 
-def many_binary(table: str, entities: Asked, options: Options) -> Call:
+def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
     """POST entities of one table for an Arrow IPC stream; the question is one too if plain ids and no `exclude`."""
     ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
-        return replace(many(table, entities, options), accept=MEDIA_TYPE)
+        return replace(build_post(table, entities, options), accept=MEDIA_TYPE)
     content = write_arrow_ids(as_ids(ids), _texts(options))
     return Call("POST", _table(table), None, content, content_type=MEDIA_TYPE, accept=MEDIA_TYPE)
 
@@ -166,8 +166,12 @@ def feedback(
 
 
 def split(
-    entities: Asked, options: Options, max_batch: int, max_ids: int, max_numbers: int = 100_000
-) -> Iterator[Asked]:
+    entities: IdsOrEntities,
+    options: Options,
+    max_batch: int,
+    max_ids: int,
+    max_numbers: int = 100_000,
+) -> Iterator[IdsOrEntities]:
     """Consecutive pieces of at most `max_batch` entities, `max_ids` ids in histories and `exclude` together, and
     `max_numbers` values of features.
     """

@@ -16,7 +16,7 @@ from serving.client.answers import (
     read_ranking,
 )
 from serving.client.batches import lookup_batch
-from serving.client.calls import Asked, Call, Entity, Id, Options
+from serving.client.calls import Call, Entity, Id, IdsOrEntities, Options
 from serving.client.events import EventReceipt, EventsCall, NewEvent, event_calls, send_events
 from serving.client.loop_thread import LoopThread
 from serving.client.sender import Pace, Policy, Sender
@@ -54,11 +54,11 @@ class AsyncClient:
 
     async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
         """Looks up one entity by id."""
-        call = calls.one(table, entity, options)
-        return read_answer(await self._sender.send(call, self._until(options)))
+        call = calls.build_get(table, entity, options)
+        return read_answer(await self._sender.send(call, self._deadline(options)))
 
     async def lookup_many(
-        self, table: str, entities: Asked, options: Options = _NONE
+        self, table: str, entities: IdsOrEntities, options: Options = _NONE
     ) -> list[Answer]:
         """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(table, entities, options)
@@ -74,7 +74,7 @@ class AsyncClient:
     ) -> Ranking:
         """Ranks a user's candidates, at most as many as the service takes in one request."""
         call = calls.score(user, items, options)
-        return read_ranking(await self._sender.send(call, self._until(options)))
+        return read_ranking(await self._sender.send(call, self._deadline(options)))
 
     async def feedback(
         self,
@@ -90,7 +90,7 @@ class AsyncClient:
         Sent again only if it certainly never left: after any other error it may have been counted.
         """
         call = calls.feedback(event, generation, canary_key, arm, count)
-        return read_arm(await self._sender.send(call, self._until(_NONE)))
+        return read_arm(await self._sender.send(call, self._deadline(_NONE)))
 
     async def send_events(
         self, events: Sequence[NewEvent], *, deadline_ms: float | None = None
@@ -106,7 +106,7 @@ class AsyncClient:
     async def generations(self) -> Generations:
         """Generations and state of the replica that answers."""
         call = Call("GET", "/v1/generations")
-        return read_generations(await self._sender.send(call, self._until(_NONE)))
+        return read_generations(await self._sender.send(call, self._deadline(_NONE)))
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -118,14 +118,16 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _until(self, options: Options) -> float:
+    def _deadline(self, options: Options) -> float:
         return self._pace.timer() + _within_s(self._policy, options)
 
     async def _send_events(self, calls: Sequence[EventsCall], options: Options) -> EventReceipt:
-        return await send_events(self._sender, calls, lambda: self._until(options))
+        return await send_events(self._sender, calls, lambda: self._deadline(options))
 
-    async def _lookup(self, table: str | None, entities: Asked, options: Options) -> list[Answer]:
-        deadline_at = self._until(options)
+    async def _lookup(
+        self, table: str | None, entities: IdsOrEntities, options: Options
+    ) -> list[Answer]:
+        deadline_at = self._deadline(options)
         return await lookup_batch(
             self._sender, self._policy, table, entities, options, deadline_at, binary=self._binary
         )
@@ -159,7 +161,9 @@ class Client:
         """Looks up one entity by id."""
         return self._run(self._client.lookup(table, entity, options), options)
 
-    def lookup_many(self, table: str, entities: Asked, options: Options = _NONE) -> list[Answer]:
+    def lookup_many(
+        self, table: str, entities: IdsOrEntities, options: Options = _NONE
+    ) -> list[Answer]:
         """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_many(table, entities, options), options)
 

@@ -19,8 +19,8 @@ from serving.client.errors import (
     refusal,
 )
 
-_DONE = frozenset({200, 202})
-_AGAIN = frozenset({502, 503, 504})
+_SUCCESS_STATUSES = frozenset({200, 202})
+_RETRY_STATUSES = frozenset({502, 503, 504})
 _NEVER_LEFT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _ABOVE_0 = (
     "deadline_ms",
@@ -87,19 +87,19 @@ class Pace:
     rng: random.Random = field(default_factory=random.Random)
 
 
-class Allowance:
+class ExtraRequestBudget:
     """Budget of extra requests, a share of the plain ones: each of these earns `share`, saved up to `most`."""
 
     def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
-        self._share = earned_share
-        self._most = saved_max
+        self._earned_per_request = earned_share
+        self._saved_max = saved_max
         self._saved = saved
 
     def earn(self) -> None:
         """Adds what one plain request earns."""
-        self._saved = min(self._most, self._saved + self._share)
+        self._saved = min(self._saved_max, self._saved + self._earned_per_request)
 
-    def take(self) -> bool:
+    def try_spend(self) -> bool:
         """Returns whether an extra request may go; takes it from the budget."""
         if self._saved + 1e-9 < 1:  # ten times a tenth is a little less than one
             return False
@@ -114,8 +114,8 @@ class Sender:
         self._http = http
         self._policy = policy
         self._pace = pace
-        self._retries = Allowance(policy.retry_share, _RETRIES_SAVED, _RETRIES_SAVED)
-        self._hedges = Allowance(policy.hedge_share, _HEDGES_SAVED)
+        self._retries = ExtraRequestBudget(policy.retry_share, _RETRIES_SAVED, _RETRIES_SAVED)
+        self._hedges = ExtraRequestBudget(policy.hedge_share, _HEDGES_SAVED)
         self._leaving: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, deadline_at: float) -> bytes:
@@ -136,15 +136,19 @@ class Sender:
             except Unreachable as error:
                 last, may_again = error, call.is_repeatable or not error.is_sent
             else:
-                if response.status_code in _DONE:
+                if response.status_code in _SUCCESS_STATUSES:
                     return response.content
                 last = refusal(response.status_code, response.content)
-                is_passing = response.status_code in _AGAIN or isinstance(last, QuotaExceeded)
+                is_passing = response.status_code in _RETRY_STATUSES or isinstance(
+                    last, QuotaExceeded
+                )
                 may_again = call.is_repeatable and is_passing
                 least_s = _retry_after(response)
             pause_s = max(self._spread(least_s), self._backoff_s(attempt))
             in_time = timer() + pause_s < deadline_at
-            if not (may_again and in_time and attempt < policy.attempts and self._retries.take()):
+            if not (
+                may_again and in_time and attempt < policy.attempts and self._retries.try_spend()
+            ):
                 raise last
             await self._pace.sleep(pause_s)
         raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last
@@ -172,9 +176,9 @@ class Sender:
         alarm = asyncio.ensure_future(self._pace.sleep(after_ms / 1000))
         try:
             await asyncio.wait((tasks[0], alarm), return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done() and self._hedges.take():
+            if not tasks[0].done() and self._hedges.try_spend():
                 tasks.append(asyncio.create_task(self._exchange(call, deadline_at)))
-            return await _best(tasks)
+            return await _first_usable(tasks)
         finally:
             alarm.cancel()
             for task in tasks:
@@ -184,9 +188,9 @@ class Sender:
         """Cancels a request; nobody waits for it any more, also not for how it ends."""
         task.cancel()
         self._leaving.add(task)
-        task.add_done_callback(self._left)
+        task.add_done_callback(self._discard_task)
 
-    def _left(self, task: asyncio.Task[httpx.Response]) -> None:
+    def _discard_task(self, task: asyncio.Task[httpx.Response]) -> None:
         self._leaving.discard(task)
         if not task.cancelled():
             task.exception()
@@ -208,14 +212,14 @@ class Sender:
             raise Unreachable(detail, is_sent=not isinstance(error, _NEVER_LEFT)) from error
 
 
-async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
+async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
     """Response that comes first and is worth having, else what the first of all that failed had to say."""
     failed: list[asyncio.Task[httpx.Response]] = []
     pending = set(tasks)
     while pending:
         finished_tasks, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in finished_tasks:
-            if task.exception() is None and task.result().status_code not in _AGAIN:
+            if task.exception() is None and task.result().status_code not in _RETRY_STATUSES:
                 return task.result()
             failed.append(task)
     return failed[0].result()

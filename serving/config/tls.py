@@ -83,16 +83,16 @@ class TlsWatch(Collector):
     def __init__(self, files: TlsFiles) -> None:
         """Raises ConfigError for files that cannot be used."""
         self._files = files
-        self._seen = files.version()
+        self._loaded_version = files.version()
         self.context = files.context()
         self.is_stale = False
 
-    def look(self) -> bool:
+    def reload_if_changed(self) -> bool:
         """Reads the files again if one is another; returns whether another context is in force now."""
         version = self._files.version()
-        if version == self._seen:
+        if version == self._loaded_version:
             return False
-        self._seen = version
+        self._loaded_version = version
         try:
             self.context = self._files.context()
         except ConfigError as error:

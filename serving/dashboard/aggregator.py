@@ -12,11 +12,11 @@ import xxhash
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.counters import Counts, is_count, merged, unpack
-from serving.dashboard.publisher import Teller
+from serving.dashboard.publisher import MetricsPublisher
 from serving.dashboard.series import DrawnBin, row
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
 from serving.events import overview
-from serving.usage.l1_curve import together
+from serving.usage.l1_curve import merge_curves
 
 LATELY_BINS = 30
 """Bins of the last five minutes: what is said of the present is said of these."""
@@ -38,10 +38,10 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FleetReading:
     """All that is known now; `trouble`: why it is this worker alone. `lately` has the newest bins undrawn."""
 
-    now: float
+    read_at: float
     trouble: str | None
     workers: Mapping[str, Mapping[str, Any]]
     rows: Mapping[int, DrawnBin]
@@ -51,7 +51,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _DrawnBins:
     """Bins as they were last drawn; `tokens` tell whether the blobs are still the same."""
 
     bounds: Sequence[float]
@@ -59,7 +59,9 @@ class _Drawn:
     rows: dict[int, DrawnBin] = field(default_factory=dict)
     lately: dict[int, Counts] = field(default_factory=dict)
 
-    def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest_start: int) -> None:
+    def merge_bins(
+        self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest_start: int
+    ) -> None:
         """Adds up what each bin holds, unless it is as before."""
         for start, blobs in bins.items():
             is_late = start > newest_start - LATELY_BINS * BIN_S
@@ -83,26 +85,26 @@ class _Drawn:
                 del entries_by_start[start]
 
 
-class Whole:
-    """Reader of all workers' counts, one per worker; `look` is for one caller at a time."""
+class FleetView:
+    """Reader of all workers' counts, one per worker; `read` is for one caller at a time."""
 
     def __init__(
         self,
         control: ControlPlane,
-        teller: Teller,
+        teller: MetricsPublisher,
         bounds: Sequence[float],
         clock: Callable[[], float],
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._control, self._keys, self._teller = control, control.keyspace, teller
+        self._control, self._keys, self._publisher = control, control.keyspace, teller
         self._clock, self._timer = clock, timer
-        self._drawn = _Drawn(bounds)
-        self._alone = _Drawn(bounds)
+        self._drawn = _DrawnBins(bounds)
+        self._alone = _DrawnBins(bounds)
         self._all_at: float | None = None
 
-    async def look(self) -> Reading:
+    async def read(self) -> FleetReading:
         """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
-        own_row = self._teller.note()
+        own_row = self._publisher.note()
         now_s = own_row["at"]
         newest_start = start_of(now_s)
         oldest = newest_start - (BINS_MAX - 1) * BIN_S
@@ -112,31 +114,31 @@ class Whole:
                 infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._all_at = None
-            mine = {start: [blob] for start, blob in self._teller.bins.packed.items()}
-            await asyncio.to_thread(self._alone.take, mine, oldest, newest_start)
+            mine = {start: [blob] for start, blob in self._publisher.bins.packed.items()}
+            await asyncio.to_thread(self._alone.merge_bins, mine, oldest, newest_start)
             trouble = str(error) or f"no reply within {TIMEOUT_S} s"
-            shown_workers = {self._teller.name: own_row}
-            return Reading(
+            shown_workers = {self._publisher.name: own_row}
+            return FleetReading(
                 now_s, trouble, shown_workers, dict(self._alone.rows), dict(self._alone.lately)
             )
         for start in bins:
-            if (blob := self._teller.bins.packed.get(start)) is not None:
-                bins[start][self._teller.name.encode()] = blob
+            if (blob := self._publisher.bins.packed.get(start)) is not None:
+                bins[start][self._publisher.name.encode()] = blob
         blobs = {
             start: list(blob_by_worker.values())
             for start, blob_by_worker in bins.items()
             if blob_by_worker
         }
-        await asyncio.to_thread(self._drawn.take, blobs, oldest, newest_start)
+        await asyncio.to_thread(self._drawn.merge_bins, blobs, oldest, newest_start)
         # Another version may tell less of itself.
         unknown = dict.fromkeys(own_row)
         shown_workers = {
             name: unknown | worker_row
             for name, worker_row in _rows(workers).items()
             if now_s - worker_row["at"] < SILENT_S and _can_be_shown(worker_row)
-        } | {self._teller.name: own_row}
-        return Reading(
-            now_s, self._teller.trouble, shown_workers, dict(self._drawn.rows), dict(self._drawn.lately),
+        } | {self._publisher.name: own_row}
+        return FleetReading(
+            now_s, self._publisher.trouble, shown_workers, dict(self._drawn.rows), dict(self._drawn.lately),
             _rows(registry), infos,
         )  # fmt: skip
 
@@ -149,11 +151,11 @@ class Whole:
         first = oldest if is_all else newest_start - _FRESH_BINS * BIN_S
         starts = range(first, newest_start + 1, BIN_S)
         tables = [("HGETALL", self._keys.workers), ("HGETALL", self._keys.generations)]
-        workers, registry = await self._control.ask_all(tables)
+        workers, registry = await self._control.execute_all(tables)
         bins: dict[int, dict[bytes, bytes]] = {}
         for piece in (starts[at : at + _PIECE] for at in range(0, len(starts), _PIECE)):
             commands = [("HGETALL", self._keys.bin(start)) for start in piece]
-            bins |= zip(piece, await self._control.ask_all(commands), strict=True)
+            bins |= zip(piece, await self._control.execute_all(commands), strict=True)
         if is_all:
             self._all_at = at
         return workers, registry, bins
@@ -181,8 +183,8 @@ def _can_be_shown(row: Mapping[str, Any]) -> bool:
         and all(map(is_count, counts.values()))
         and isinstance(events, dict)
         and _has_kinds(events, overview.TEXTS, overview.NUMBERS)
-        and _adds_up(overview.together, events)
-        and _adds_up(together, row.get("advisor"))
+        and _adds_up(overview.merge_rows, events)
+        and _adds_up(merge_curves, row.get("advisor"))
     )
 
 

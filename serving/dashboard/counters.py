@@ -21,7 +21,7 @@ Counts = dict[str, int]
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 ARMS, EVENTS = "n:", "f:"
-TAKEN_IN, REFUSED, NEWER, COMPARED, CHANGED = "v:", "y:", "w", "c", "d"
+TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
 
@@ -34,7 +34,7 @@ def is_count(value: object) -> bool:
     return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
 
 
-def counted(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
+def collect_counts(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) -> Counts:
     """All that `/metrics` tells of requests, entities, answers, misses, events, and the times of answers and stages."""
     metrics.settle()
     sums: Sum[str] = Sum({SHED: shed} if shed else {})
@@ -55,8 +55,14 @@ def counted(metrics: Metrics, shed: int = 0, events: EventCounts | None = None) 
     if events is not None:
         for prefix, counts in ((TAKEN_IN, events.results), (REFUSED, events.refusals)):
             sums.update({prefix + name: n for name, n in counts.items() if n})
-        answers, lists, changed_share_sum = metrics.changed.totals()
-        sums.update({NEWER: answers, COMPARED: lists, CHANGED: round(changed_share_sum * 1e6)})
+        answers, lists, changed_share_sum = metrics.changed_answers.totals()
+        sums.update(
+            {
+                NEWER_EVENT_ANSWERS: answers,
+                COMPARED: lists,
+                CHANGED_PPM: round(changed_share_sum * 1e6),
+            }
+        )
     for stage, spent in metrics.stage_seconds.spent.items():
         sums[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():

@@ -7,13 +7,13 @@ from typing import Any
 from cache.events.position import Position
 from serving.answers.sources import Source
 from serving.dashboard import counters
-from serving.dashboard.aggregator import LATELY_BINS, Reading
+from serving.dashboard.aggregator import LATELY_BINS, FleetReading
 from serving.dashboard.counters import merged
 from serving.dashboard.experiments import experiments
 from serving.dashboard.series import DrawnBin, quantiles, series
 from serving.dashboard.time_bins import BIN_S
 from serving.dashboard.verdict import verdict
-from serving.events.overview import together
+from serving.events.overview import merge_rows
 from serving.replica.redis_memory import memory
 
 Worker = Mapping[str, Any]
@@ -23,7 +23,7 @@ SETTLED_S = 3.0
 
 
 def document(
-    reading: Reading,
+    reading: FleetReading,
     *,
     schedule: Mapping[str, Any],
     archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
@@ -38,7 +38,7 @@ def document(
     `arms` are the experiments that it holds, each with its arms, the control first.
     """
     workers = [reading.workers[name] for name in sorted(reading.workers)]
-    end_bin_start = int((reading.now - SETTLED_S) // BIN_S) * BIN_S
+    end_bin_start = int((reading.read_at - SETTLED_S) // BIN_S) * BIN_S
     recent = merged(reading.lately.values())
     total = merged(worker["counts"] or {} for worker in workers)
     of = {generation: role for role, generation in roles.items()}
@@ -48,10 +48,10 @@ def document(
         for generation_row in generation_rows
     ]
     body: dict[str, Any] = {
-        "now": reading.now,
+        "now": reading.read_at,
         "whole": reading.trouble is None,
         "trouble": reading.trouble,
-        "replicas": replicas(workers, reading.now),
+        "replicas": replicas(workers, reading.read_at),
         "series": series(reading.rows, end_bin_start),
         "lately": {
             "seconds": LATELY_BINS * BIN_S,
@@ -148,11 +148,14 @@ def events(
 
     A night has taken over what some generation has, published or not.
     """
-    events_overview = together([worker.get("events") for worker in workers])
+    events_overview = merge_rows([worker.get("events") for worker in workers])
     if events_overview is None:
         return None
     answers = sum(counters.by(recent, counters.ANSWERS).values())
-    newer_answer_count, lists = recent.get(counters.NEWER, 0), recent.get(counters.COMPARED, 0)
+    newer_answer_count, lists = (
+        recent.get(counters.NEWER_EVENT_ANSWERS, 0),
+        recent.get(counters.COMPARED, 0),
+    )
     taken_positions = [
         events_until
         for generation_row in generations
@@ -164,7 +167,7 @@ def events(
         "refused": counters.by(recent, counters.REFUSED),
         "answers": newer_answer_count,
         "answers_share": newer_answer_count / answers if answers else None,
-        "list_change": recent.get(counters.CHANGED, 0) / (1e6 * lists) if lists else None,
+        "list_change": recent.get(counters.CHANGED_PPM, 0) / (1e6 * lists) if lists else None,
         "taken_until": max(taken_positions, key=Position.parse, default=None),
     }
 

@@ -26,10 +26,10 @@ _BUSY = ("begun", "loaded", "verified")
 
 @dataclass(frozen=True, slots=True)
 class GenerationFacts:
-    """Facts remembered of one generation as of a state; `told` as the document has them: its size and its gates."""
+    """Facts remembered of one generation as of a state; `document_fields`: its size and its gates in the document."""
 
     state: str | None
-    told: Mapping[str, Any]
+    document_fields: Mapping[str, Any]
     began_at: float
     steps: Sequence[Mapping[str, Any]]
     reuse: Mapping[str, Any] | None
@@ -46,7 +46,7 @@ class GenerationHistory:
     def __init__(self, store: ArtefactStore, records: Callable[[], Sequence[Release]]) -> None:
         self._store = store
         self._records = records
-        self._kept: dict[str, GenerationFacts] = {}
+        self._facts_by_generation: dict[str, GenerationFacts] = {}
 
     def read(
         self, registry: Mapping[str, Mapping[str, Any]] | None
@@ -59,19 +59,21 @@ class GenerationHistory:
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))
         newest_names = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
-        self._kept = {name: facts for name, facts in self._kept.items() if name in newest_names}
+        self._facts_by_generation = {
+            name: facts for name, facts in self._facts_by_generation.items() if name in newest_names
+        }
         generations: list[dict[str, Any]] = []
         nights: list[dict[str, Any]] = []
         for name in newest_names:
             state, reason = _state(name, releases, None if registry is None else registry.get(name))
-            facts = self._look(name, state)
+            facts = self._read_facts(name, state)
             generations.append(_generation(name, state, reason, releases, facts))
             if facts is not None and facts.steps and len(nights) < NIGHTS_MAX:
                 nights.append(_night(name, state, facts))
         return generations, nights
 
-    def _look(self, name: str, state: str | None) -> GenerationFacts | None:
-        earlier_facts = self._kept.get(name)
+    def _read_facts(self, name: str, state: str | None) -> GenerationFacts | None:
+        earlier_facts = self._facts_by_generation.get(name)
         if (
             earlier_facts is not None
             and earlier_facts.state == state
@@ -84,7 +86,9 @@ class GenerationHistory:
         except (LarderError, OSError):
             return earlier_facts
         # Verifying writes gates anew; what is live goes on being warmed for a while.
-        facts = self._kept[name] = _kept(state, manifest, list(self._reports(name)))
+        facts = self._facts_by_generation[name] = _build_facts(
+            state, manifest, list(self._reports(name))
+        )
         return facts
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
@@ -96,7 +100,7 @@ class GenerationHistory:
                     yield step, float(step_times["began_at"]), float(step_times["seconds"])
 
 
-def _kept(
+def _build_facts(
     state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
     seconds = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in reports}
@@ -112,7 +116,7 @@ def _kept(
                 artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())
             ),
             "records": sum(
-                part.count for table in manifest.stored.values() for part in table.parts
+                part.count for table in manifest.stored_tables.values() for part in table.parts
             ),
             "gates": [_gate(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],
@@ -148,7 +152,7 @@ def _proven(releases: Sequence[Release]) -> dict[str, str]:
     states: dict[str, str] = {}
     live: str | None = None
     for release in releases:
-        if release.action in POINTED and not release.done:
+        if release.action in POINTED and not release.is_done:
             continue
         if release.action in MOVES:
             if live not in (None, release.generation):
@@ -164,7 +168,7 @@ def _proven(releases: Sequence[Release]) -> dict[str, str]:
 
 
 def _is_move(release: Release) -> bool:
-    return release.action in MOVES and release.done
+    return release.action in MOVES and release.is_done
 
 
 def _generation(
@@ -189,7 +193,7 @@ def _generation(
         "epoch": None if moved is None else moved.epoch,
         "role": None,
         "published_at": None if moved is None else moved.at,
-        **(_UNKNOWN if facts is None else facts.told),
+        **(_UNKNOWN if facts is None else facts.document_fields),
         "reason": reason,
     }
 

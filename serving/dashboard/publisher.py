@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 
 from cache.errors import TierUnavailable
-from cache.l2.control_plane import ControlPlane, Words
+from cache.l2.control_plane import CommandArgument, ControlPlane
 from serving.dashboard.counters import Counts, difference, totals
-from serving.dashboard.time_bins import HISTORY_S, Bins
+from serving.dashboard.time_bins import HISTORY_S, TimeBins
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _SWEEP = 30
 TIMEOUT_S = 2.0
 
 
-class Teller:
+class MetricsPublisher:
     """Publisher of one worker. It writes the state as it is, under the worker's name: told twice it stays the same.
 
     `about` is what the worker says of itself beside its counts, JSON-able.
@@ -40,30 +40,31 @@ class Teller:
         about: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.name = name
-        self.bins = Bins()
+        self.bins = TimeBins()
         self.trouble: str | None = None
         self._control, self._keys, self._clock = control, control.keyspace, clock
-        self._counted, self._about = read_counts, about
-        self._noted_at = self._began = clock()
-        self._noted: Counts = read_counts()
+        self._collect_counts, self._about = read_counts, about
+        self._noted_at = self._started_at = clock()
+        self._noted_counts: Counts = read_counts()
         self._is_known = False
-        self._told = 0
+        self._publish_count = 0
 
     def note(self) -> dict[str, Any]:
         """Counts what came since the last call into the bin of the time between; this worker's row as of now."""
-        now_s, counts = self._clock(), self._counted()
-        self.bins.add((self._noted_at + now_s) / 2, difference(counts, self._noted))
-        self._noted_at, self._noted = now_s, counts
-        return {"at": now_s, "since": self._began, **self._about(), "counts": totals(counts)}
+        now_s, counts = self._clock(), self._collect_counts()
+        self.bins.add((self._noted_at + now_s) / 2, difference(counts, self._noted_counts))
+        self._noted_at, self._noted_counts = now_s, counts
+        return {"at": now_s, "since": self._started_at, **self._about(), "counts": totals(counts)}
 
-    async def tell(self) -> None:
+    async def publish(self) -> None:
         """Notes, and writes what Redis does not have yet; a Redis that is away is told later."""
         row, bins = self.note(), self.bins
         # A copy: what is noted while Redis answers is not told yet.
         starts = {
-            start: bins.packed[start] for start in sorted(bins.untold, reverse=True)[:AT_ONCE]
+            start: bins.packed[start]
+            for start in sorted(bins.unpublished_starts, reverse=True)[:AT_ONCE]
         }
-        commands: list[tuple[Words, ...]] = [
+        commands: list[tuple[CommandArgument, ...]] = [
             ("HSET", self._keys.workers, self.name, orjson.dumps(row)),
             ("EXPIRE", self._keys.workers, LIFE_S),
         ]
@@ -72,14 +73,16 @@ class Teller:
             commands += ("HSET", key, self.name, blob), ("EXPIRE", key, LIFE_S)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                is_new = (await self._control.ask_all(commands))[0]
+                is_new = (await self._control.execute_all(commands))[0]
                 await self._sweep(row["at"])
         except (TierUnavailable, TimeoutError) as error:
             self._failed(str(error) or f"no reply within {TIMEOUT_S} s")
             return
-        bins.untold -= {start for start, blob in starts.items() if bins.packed.get(start) is blob}
+        bins.unpublished_starts -= {
+            start for start, blob in starts.items() if bins.packed.get(start) is blob
+        }
         if self.trouble is not None or (is_new and self._is_known):
-            bins.tell_again()  # it may be another Redis, or an emptied one
+            bins.mark_unpublished()  # it may be another Redis, or an emptied one
         self.trouble, self._is_known = None, True
 
     def _failed(self, trouble: str) -> None:
@@ -88,24 +91,24 @@ class Teller:
         self.trouble = trouble
 
     async def _sweep(self, now_s: float) -> None:
-        self._told += 1
-        if self._told % _SWEEP:
+        self._publish_count += 1
+        if self._publish_count % _SWEEP:
             return
-        (rows,) = await self._control.ask_all([("HGETALL", self._keys.workers)])
-        gone_workers = [name for name, raw in rows.items() if told_at(raw) < now_s - GONE_S]
+        (rows,) = await self._control.execute_all([("HGETALL", self._keys.workers)])
+        gone_workers = [name for name, raw in rows.items() if published_at(raw) < now_s - GONE_S]
         if gone_workers:
-            await self._control.ask_all([("HDEL", self._keys.workers, *gone_workers)])
+            await self._control.execute_all([("HDEL", self._keys.workers, *gone_workers)])
 
     async def sign_off(self) -> None:
         """Takes this worker out of the table: its counts leave `/metrics` as well."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._control.ask_all([("HDEL", self._keys.workers, self.name)])
+                await self._control.execute_all([("HDEL", self._keys.workers, self.name)])
         except (TierUnavailable, TimeoutError):
             log.debug("not signed off: readers leave out who tells nothing")
 
 
-def told_at(raw: bytes) -> float:
+def published_at(raw: bytes) -> float:
     """Unix seconds at which a worker's row was told; 0 for one that cannot be read."""
     try:
         return float(orjson.loads(raw)["at"])

@@ -18,7 +18,7 @@ from serving.events.counts import ACCEPTED, REPEATED
 from serving.metrics.log_buckets import quantile
 from serving.metrics.registry import STAGES as STAGE_NAMES
 
-SHARES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 REASONS_MAX = 20
 """Miss reasons shown by name, the most frequent ones; the others are summed up as `other`."""
 
@@ -65,7 +65,8 @@ def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Q
     """Quantiles in seconds by source; only sources that answered."""
     return {
         source: {
-            name: _short(quantile(bounds, buckets, fraction)) for name, fraction in SHARES.items()
+            name: _short(quantile(bounds, buckets, fraction))
+            for name, fraction in QUANTILES.items()
         }
         for source, buckets in histograms(counts).items()
     }
@@ -102,7 +103,7 @@ def series(rows: Mapping[int, DrawnBin], end_bin_start: int) -> dict[str, Any]:
         "seconds": {
             source.value: {
                 name: [drawn_bin.seconds.get(source, {}).get(name) for drawn_bin in drawn_bins]
-                for name in SHARES
+                for name in QUANTILES
             }
             for source in Source
         },

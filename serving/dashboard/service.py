@@ -9,15 +9,15 @@ from typing import Any
 import orjson
 
 from cache.l2.control_plane import ControlPlane
-from serving.dashboard.aggregator import Reading, Whole
+from serving.dashboard.aggregator import FleetReading, FleetView
 from serving.dashboard.counters import Counts
 from serving.dashboard.document import document
 from serving.dashboard.generation_history import GenerationHistory
-from serving.dashboard.publisher import Teller
+from serving.dashboard.publisher import MetricsPublisher
 from serving.generations.store_threads import InThread
 from serving.replica.freshness import Nights
 from serving.requests.errors import Problem
-from serving.usage.l1_curve import together
+from serving.usage.l1_curve import merge_curves
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Dashboard:
-    """Dashboard of one worker: call `tell` every few seconds; `data` answers all viewers from one reading a second.
+    """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
 
     `advisor`, `events` and `quality` tell their part of the document, quickly and without waiting for anything: the
     first two what this worker adds to the whole, the last the whole. `arms` names the experiments that it holds.
@@ -62,12 +62,12 @@ class Dashboard:
         self.is_on = is_on
 
         def advised() -> Mapping[str, Any]:
-            return {**about(), "advisor": _told(advisor), "events": _told(events)}
+            return {**about(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
 
-        self.teller = Teller(control, name, clock, read_counts, advised)
+        self.publisher = MetricsPublisher(control, name, clock, read_counts, advised)
         self.advisor, self.quality = advisor, quality
         self._arms = arms
-        self._whole = Whole(control, self.teller, bounds, clock, timer)
+        self._fleet = FleetView(control, self.publisher, bounds, clock, timer)
         self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []
@@ -76,9 +76,9 @@ class Dashboard:
         self._reading: asyncio.Task[None] | None = None
         self._body, self._read_at = b"", float("-inf")
 
-    async def tell(self) -> None:
+    async def publish(self) -> None:
         """Publishes this worker's counts to Redis; a Redis that is away is told later."""
-        await self.teller.tell()
+        await self.publisher.publish()
 
     async def data(self) -> bytes:
         """The document as JSON, at most a second old; raises Problem 404 where nothing is told, 503 when it is late."""
@@ -95,31 +95,31 @@ class Dashboard:
         return self._body
 
     async def _read(self) -> None:
-        reading = await self._whole.look()
+        reading = await self._fleet.read()
         await self._look_into_store(reading)
-        served = self._nights.follower.holding
+        served = self._nights.follower.served
         schedule = {
             "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
             "missing": self._nights.is_missing(),
         }  # fmt: skip
-        quality = _told(self.quality)
+        quality = _call_provider(self.quality)
         roles = {} if served is None else served.roles
         arms = self._arms()
 
         def advice() -> Mapping[str, Any] | None:
-            return together(worker["advisor"] for worker in reading.workers.values())
+            return merge_curves(worker["advisor"] for worker in reading.workers.values())
 
         def composed() -> bytes:
             dashboard_document = document(
                 reading, schedule=schedule, archive=self._archived, roles=roles,
-                bounds=self._bounds, advisor=_told(advice), quality=quality, arms=arms,
+                bounds=self._bounds, advisor=_call_provider(advice), quality=quality, arms=arms,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 
         self._body = await asyncio.to_thread(composed)
         self._read_at = self._timer()
 
-    async def _look_into_store(self, reading: Reading) -> None:
+    async def _look_into_store(self, reading: FleetReading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
         at = self._timer()
         if self._archiving is None:
@@ -130,7 +130,7 @@ class Dashboard:
         wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
         await asyncio.wait({self._archiving}, timeout=wait_s)
 
-    async def _read_archive(self, reading: Reading) -> None:
+    async def _read_archive(self, reading: FleetReading) -> None:
         try:
             self._archived = await self._in_thread(self._history.read, reading.registry)
         except Exception:  # a defect here must not cost the rest of the page
@@ -146,10 +146,10 @@ class Dashboard:
         if pending:
             await asyncio.wait(pending)
         if self.is_on:
-            await self.teller.sign_off()
+            await self.publisher.sign_off()
 
 
-def _told(provider: Provider) -> Mapping[str, Any] | None:
+def _call_provider(provider: Provider) -> Mapping[str, Any] | None:
     try:
         return provider()
     except Exception:

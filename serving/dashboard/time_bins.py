@@ -15,12 +15,12 @@ def start_of(at: float) -> int:
     return int(at // BIN_S) * BIN_S
 
 
-class Bins:
-    """Bins of one worker, `BINS_MAX` at most, each packed (some hundred bytes); Redis may lack those in `untold`."""
+class TimeBins:
+    """Bins of one worker, `BINS_MAX` at most, each packed (some hundred bytes); Redis may lack `unpublished_starts`."""
 
     def __init__(self) -> None:
         self.packed: dict[int, bytes] = {}
-        self.untold: set[int] = set()
+        self.unpublished_starts: set[int] = set()
 
     def add(self, at: float, delta: Mapping[str, int]) -> None:
         """Counts what came around a moment of Redis' clock; the oldest bin goes when there are too many."""
@@ -29,12 +29,12 @@ class Bins:
         start = start_of(at)
         earlier_counts: Counts = unpack(self.packed[start]) if start in self.packed else {}
         self.packed[start] = pack(merged((earlier_counts, delta)))
-        self.untold.add(start)
+        self.unpublished_starts.add(start)
         while len(self.packed) > BINS_MAX:
             oldest = min(self.packed)
             del self.packed[oldest]
-            self.untold.discard(oldest)
+            self.unpublished_starts.discard(oldest)
 
-    def tell_again(self) -> None:
+    def mark_unpublished(self) -> None:
         """Marks all bins as untold: Redis may have lost all of them."""
-        self.untold = set(self.packed)
+        self.unpublished_starts = set(self.packed)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cache.format.manifest import CUT_CHARS
-from serving.answers.reasons import Stale
-from serving.answers.sources import FALLBACKS, STORED
+from serving.answers.reasons import StaleReason
+from serving.answers.sources import FALLBACKS, STORED_SOURCES
 from serving.events.counts import ACCEPTED, ERASED, REPEATED
 from serving.fresh.event_follower import BEHIND
 
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 def verdict(body: Body) -> dict[str, Any]:
     """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
     findings = sorted(
-        (finding for check in _LOOKS for finding in check(body)),
+        (finding for check in _CHECKS for finding in check(body)),
         key=lambda finding: finding.level != "bad",
     )
     if not findings:
@@ -56,7 +56,7 @@ def verdict(body: Body) -> dict[str, Any]:
 
 
 def _well(body: Body) -> str:
-    live, cache_share = _live(body), _share(body["lately"]["answers"], STORED)
+    live, cache_share = _live(body), _share_of_sources(body["lately"]["answers"], STORED_SOURCES)
     parts = [f"generation {live} is live on {_count(len(body['replicas']), 'replica')}"]
     if cache_share is not None:
         parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
@@ -69,7 +69,7 @@ def _live(body: Body) -> str | None:
     )
 
 
-def _share(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
+def _share_of_sources(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
     total = sum(answers.values())
     return sum(answers.get(source, 0) for source in sources) / total if total >= ENOUGH else None
 
@@ -112,7 +112,7 @@ def _redis(body: Body) -> Iterator[Finding]:
 
 def _lost_pointer(body: Body) -> Iterator[Finding]:
     # Without Redis nobody can tell, and that is said already.
-    if body["whole"] and Stale.POINTER_VANISHED in _stale_words(body):
+    if body["whole"] and StaleReason.POINTER_VANISHED in _stale_words(body):
         yield Finding(
             "bad",
             "Redis came back without its pointer, so perhaps without any page.",
@@ -121,7 +121,7 @@ def _lost_pointer(body: Body) -> Iterator[Finding]:
 
 
 def _stale(body: Body) -> Iterator[Finding]:
-    reasons = sorted(_stale_words(body) - {BEHIND, Stale.POINTER_VANISHED})
+    reasons = sorted(_stale_words(body) - {BEHIND, StaleReason.POINTER_VANISHED})
     # Without Redis this is said already.
     if body["whole"] and reasons:
         yield Finding(
@@ -181,8 +181,8 @@ def _apart(body: Body) -> Iterator[Finding]:
 
 
 def _fallback(body: Body) -> Iterator[Finding]:
-    recent_share = _share(body["lately"]["answers"], FALLBACKS)
-    earlier_share = _share(body["earlier"]["answers"], FALLBACKS) or 0.0
+    recent_share = _share_of_sources(body["lately"]["answers"], FALLBACKS)
+    earlier_share = _share_of_sources(body["earlier"]["answers"], FALLBACKS) or 0.0
     if recent_share is not None and recent_share - earlier_share >= SURGE:
         level: Level = "bad" if recent_share - earlier_share >= SURGE_BAD else "warn"
         reason = max(
@@ -201,8 +201,8 @@ def _fallback(body: Body) -> Iterator[Finding]:
 
 def _hits(body: Body) -> Iterator[Finding]:
     recent_share, earlier_share = (
-        _share(body["lately"]["answers"], STORED),
-        _share(body["earlier"]["answers"], STORED),
+        _share_of_sources(body["lately"]["answers"], STORED_SOURCES),
+        _share_of_sources(body["earlier"]["answers"], STORED_SOURCES),
     )
     if (
         recent_share is not None
@@ -319,7 +319,7 @@ def _span(seconds: float) -> str:
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
-_LOOKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
     _ready, _redis, _lost_pointer, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded,
     _shed, _events,
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Acceptor:
     ) -> None:
         """`newest_position` tells the newest position that is known, whatever has become of the stream since."""
         self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
-        self._newest = newest_position
+        self._get_newest_position = newest_position
         self._loops = BackgroundLoops() if loops is None else loops
         self._waiting: deque[_Piece] = deque()
         self._waiting_bytes = 0
@@ -97,7 +97,9 @@ class Acceptor:
     async def _call(self, pieces: list[_Piece]) -> None:
         events = [event for piece in pieces for event in piece.events]
         try:
-            keys, arguments = call_of(self._keyspace, self._bounds, events, self._newest())
+            keys, arguments = call_of(
+                self._keyspace, self._bounds, events, self._get_newest_position()
+            )
             replies = await self._redis.accept(keys, arguments, self._script)
             found = _outcomes(replies, len(events))
         except Exception as error:

@@ -18,10 +18,10 @@ _TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 class UnreadableEvent(NamedTuple):
     """An event of a body that is no JSON, and why; nothing of it is kept, since nobody knows whose it is."""
 
-    why: str
+    reason: str
 
 
-def read_each(body: bytes, events_max: int) -> dict[str, object] | None:
+def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
     """The body with each event read alone; None where they cannot be told apart, or each is JSON.
 
     At most `most + 1` events are read. `body` as a whole is no JSON.
@@ -76,7 +76,7 @@ def _read(piece: bytes) -> object:
 
 def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
     """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
-    contents = read_each(body, events_max) if problem.reason == "invalid_json" else None
+    contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
     if contents is None:
         raise problem
     return contents

@@ -57,7 +57,7 @@ class EventsRedis:
 
     def __init__(self, url: str, demanded: Durability) -> None:
         self.demanded = demanded
-        self.found: FoundDurability | None = None
+        self.found_durability: FoundDurability | None = None
         """Durability found by the last look; None before any."""
         try:
             self._pool = ConnectionPool.from_url(
@@ -76,12 +76,12 @@ class EventsRedis:
         self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
         check_replies(self._client)
 
-    async def ask(self, *command_parts: Any) -> Any:
+    async def execute(self, *command_parts: Any) -> Any:
         """The reply to one command."""
         with _as_unavailable():
             return await self._client.execute_command(*command_parts)  # type: ignore[no-untyped-call]
 
-    async def ask_all(self, commands: Sequence[Command]) -> list[Any]:
+    async def execute_all(self, commands: Sequence[Command]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised when all have been sent."""
         with _as_unavailable():
             async with self._client.pipeline(transaction=False) as pipeline:
@@ -118,12 +118,12 @@ class EventsRedis:
         """Durability that this Redis has now."""
         with _as_unavailable():
             durability = await durability_of(self._client.execute_command, self.demanded)
-        self.found = durability
+        self.found_durability = durability
         return durability
 
     async def eviction_policy(self) -> str:
         """The maxmemory-policy of this Redis, "" where it does not tell."""
-        policy_match = _POLICY.search(await self.ask("INFO", "memory"))
+        policy_match = _POLICY.search(await self.execute("INFO", "memory"))
         return policy_match[1].decode() if policy_match else ""
 
     async def aclose(self) -> None:
@@ -131,14 +131,16 @@ class EventsRedis:
         await self._client.aclose(close_connection_pool=True)
 
     async def _demand_of(self, connection: AbstractConnection) -> None:
-        if self.found is None or not self.found.suffices(self.demanded):
+        if self.found_durability is None or not self.found_durability.suffices(self.demanded):
             # It may have been mended since.
-            self.found = await durability_of(partial(_asked, connection), self.demanded)
-        _demand(self.found, self.demanded)
+            self.found_durability = await durability_of(
+                partial(_execute_on, connection), self.demanded
+            )
+        _demand(self.found_durability, self.demanded)
 
     async def _called(self, connection: AbstractConnection, command: Command) -> list[bytes]:
         commands = [command]
-        if self.found is not None and self.found.waits:
+        if self.found_durability is not None and self.found_durability.waits:
             commands.append(("WAITAOF", 1, 0, int(REPLY_S * 900)))
         await connection.send_packed_command(connection.pack_commands(commands))
         replies = [await _reply(connection) for _ in commands]
@@ -153,7 +155,7 @@ class EventsRedis:
     async def _greet(self, connection: AbstractConnection) -> None:
         """Opens a connection as redis-py does, and looks at what may be another server than before."""
         await connection.on_connect()
-        self.found = await durability_of(partial(_asked, connection), self.demanded)
+        self.found_durability = await durability_of(partial(_execute_on, connection), self.demanded)
 
 
 @cache
@@ -164,15 +166,15 @@ def _script_id(script: str) -> str:
 def _demand(durability: FoundDurability, demanded: Durability) -> None:
     if not durability.suffices(demanded):
         raise EventsUnavailable(
-            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.kept!r}: set "
+            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
             "appendonly yes "
             "and appendfsync there, or let its user read them (CONFIG GET)",
             demanded=demanded,
-            found=durability.kept,
+            found=durability.persistence,
         )
 
 
-async def _asked(connection: AbstractConnection, *command_parts: str) -> Any:
+async def _execute_on(connection: AbstractConnection, *command_parts: str) -> Any:
     await connection.send_command(*command_parts)
     return checked(command_parts[0], await connection.read_response())
 

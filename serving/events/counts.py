@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
 from serving.metrics.event_counters import by_label
-from serving.metrics.fast_counters import Seconds
+from serving.metrics.fast_counters import SecondsHistogram
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
 ERASED = "erased"
@@ -36,9 +36,9 @@ class EventCounts(Collector):
         # What first appears above 0 has no increase an alert could see.
         self.results: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTIONS), 0))
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
-        self.dropped = 0
+        self.dropped_count = 0
         """Rejected events that were not kept, because too many waited to be written."""
-        self.seconds = Seconds(
+        self.seconds = SecondsHistogram(
             "larder_events_accept_seconds", "Time until events were accepted, by the way they came", "by", _WAYS,
             _SECONDS,
         )  # fmt: skip
@@ -46,12 +46,12 @@ class EventCounts(Collector):
         self.gauges: dict[str, float] = {}
         """Figures of the last look by name; empty before any."""
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Looks at the stream, the inbox and the server's settings; while it is away, only that is told."""
         stream, inbox = self._keyspace.events, self._keyspace.inbox
         try:
             durability = await self._redis.look_at_durability()
-            size_bytes, length, waiting, first, redis_time = await self._redis.ask_all([
+            size_bytes, length, waiting, first, redis_time = await self._redis.execute_all([
                 ("MEMORY USAGE", stream, "SAMPLES", 5), ("XLEN", stream), ("XLEN", inbox),
                 ("XRANGE", inbox, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
@@ -84,7 +84,7 @@ class EventCounts(Collector):
         yield CounterMetricFamily(
             "larder_events_rejected_dropped",
             "Rejected events not kept with their reason",
-            value=self.dropped,
+            value=self.dropped_count,
         )
         yield from self.seconds.collect()
         for name, value in self.gauges.items():

@@ -9,28 +9,28 @@ from redis.exceptions import ResponseError
 from cache.config.events import Durability
 from cache.resp.reply_shapes import WrongReply
 
-Kept = Literal["always", "everysec", "none", "unknown"]
+Persistence = Literal["always", "everysec", "none", "unknown"]
 """State of an event when it is accepted: on disk; there within a second; in memory alone; or nobody tells."""
 
 _RANKS: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
 _AOF = re.compile(rb"aof_enabled:([01])")
 
-Ask = Callable[..., Awaitable[Any]]
+CommandSender = Callable[..., Awaitable[Any]]
 """Sends the words of a command, and gives its reply; raises redis-py's errors."""
 
 
 class FoundDurability(NamedTuple):
     """Durability that a server was found to have; `waits` if each call has to wait for the disk, to be sure."""
 
-    kept: Kept
+    persistence: Persistence
     waits: bool = False
 
     def suffices(self, demanded: Durability) -> bool:
         """True if nothing less than what is demanded is promised."""
-        return demanded == "any" or _RANKS[self.kept] >= _RANKS[demanded]
+        return demanded == "any" or _RANKS[self.persistence] >= _RANKS[demanded]
 
 
-async def durability_of(send_command: Ask, demanded: Durability) -> FoundDurability:
+async def durability_of(send_command: CommandSender, demanded: Durability) -> FoundDurability:
     """Looks at the server's settings, or where it does not tell them at what it says of its log.
 
     A server that does not tell how often it writes to disk, and has WAITAOF, is made to wait where more than `any` is

@@ -72,7 +72,7 @@ class Inbox:
     ) -> None:
         self._loops = BackgroundLoops() if loops is None else loops
         self._redis, self._key, self._intake, self._name = redis, keyspace.inbox, intake, name
-        self._own = True
+        self._has_unfinished = True
         """True while entries may be left that this consumer took and did not finish."""
         self._claimed_at = float("-inf")
         self._cursor: bytes = _BEGIN
@@ -89,7 +89,7 @@ class Inbox:
     async def consume(self) -> None:
         """Take entries in until that fails; return where its Redis is full or away, after a pause."""
         try:
-            await self._redis.ask("XGROUP CREATE", self._key, GROUP, "0", "MKSTREAM")
+            await self._redis.execute("XGROUP CREATE", self._key, GROUP, "0", "MKSTREAM")
         except EventsFull:
             pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
         except EventsUnavailable as error:
@@ -102,27 +102,27 @@ class Inbox:
         except LarderError as error:  # full, away, or the group is gone with all of Redis
             log.warning("the inbox of events waits: %s", error.message)
         finally:
-            self._own = True
+            self._has_unfinished = True
         await asyncio.sleep(PAUSE_S)
 
     async def _next(self) -> list[InboxEntry]:
         """Entries left from before, else those of consumers that fell silent, else new ones."""
-        if self._own:
+        if self._has_unfinished:
             if unfinished_entries := await self._read("0"):
                 return unfinished_entries
-            self._own = False
+            self._has_unfinished = False
         now_s = asyncio.get_running_loop().time()
         if now_s - self._claimed_at >= CLAIM_EVERY_S:
             claim = (self._key, GROUP, self._name, CLAIM_AFTER_MS, self._cursor, "COUNT", PIECE)
-            self._cursor, claimed = (await self._redis.ask("XAUTOCLAIM", *claim))[:2]
+            self._cursor, claimed = (await self._redis.execute("XAUTOCLAIM", *claim))[:2]
             if claimed or self._cursor != _BEGIN:
                 return _entries(claimed)
             self._claimed_at = now_s
-            await self._redis.ask("EVAL", _FORGET, 1, self._key, GROUP, FORGET_AFTER_MS)
+            await self._redis.execute("EVAL", _FORGET, 1, self._key, GROUP, FORGET_AFTER_MS)
         return await self._read(">", "BLOCK", BLOCK_MS)
 
     async def _read(self, after: str, *options: Any) -> list[InboxEntry]:
-        reply = await self._redis.ask(
+        reply = await self._redis.execute(
             "XREADGROUP", "GROUP", GROUP, self._name, "COUNT", PIECE, *options, "STREAMS", self._key, after
         )  # fmt: skip
         return _entries(reply[0][1]) if reply else []
@@ -131,9 +131,9 @@ class Inbox:
         if not entries:
             return
         present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
-        await self._intake.take_entries(present_entries)
+        await self._intake.accept_entries(present_entries)
         ids = [entry.id for entry in entries]
-        await self._redis.ask("EVAL", _FINISH, 1, self._key, GROUP, *ids)
+        await self._redis.execute("EVAL", _FINISH, 1, self._key, GROUP, *ids)
 
 
 def _entries(raw_entries: list[Any]) -> list[InboxEntry]:

@@ -19,7 +19,7 @@ from serving.requests.errors import Problem
 
 log = logging.getLogger(__name__)
 
-BESIDE: Final = 100
+INLINE_EVENTS_MAX: Final = 100
 """Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
 FULL_WAIT_S: Final = 30.0
 """Seconds that whoever meets a full stream is told to wait."""
@@ -40,14 +40,16 @@ class EventIntake:
     clock: Callable[[], float]
     timer: Callable[[], float]
 
-    async def take(self, events: Sequence[Any]) -> dict[str, Any]:
+    async def accept_events(self, events: Sequence[Any]) -> dict[str, Any]:
         """Takes a request's list of events; the answer to it. Raises Problem where none can be accepted now.
 
         After that some may have been accepted all the same: sent again under their ids they count once.
         """
         began_at = self.timer()
         read, args = self.reader.of_body, (events, self.clock(), self.blocklist())
-        read_events = await asyncio.to_thread(read, *args) if len(events) > BESIDE else read(*args)
+        read_events = (
+            await asyncio.to_thread(read, *args) if len(events) > INLINE_EVENTS_MAX else read(*args)
+        )
         try:
             outcomes = await self.acceptor.accept(read_events.packed)
         except EventsFull as error:
@@ -67,7 +69,7 @@ class EventIntake:
         self.counts.seconds.observe("http", self.timer() - began_at)
         return self._answer(events, read_events, outcomes)
 
-    async def take_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
+    async def accept_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
         """Takes entries of the inbox, by their ids; each is accepted, or rejected and kept, when this returns.
 
         Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers hear of none.
@@ -100,30 +102,30 @@ class EventIntake:
     ) -> dict[str, Any]:
         for rejected_event in read_events.rejected:
             self.rejections.add(
-                rejected_event.reason, rejected_event.detail, events[rejected_event.place]
+                rejected_event.reason, rejected_event.detail, events[rejected_event.event_index]
             )
         rejected, last = list(read_events.rejected), Position(0, 0)
         counts: Counter[str] = Counter()
-        for index, outcome in zip(read_events.places, outcomes, strict=True):
+        for index, outcome in zip(read_events.event_indices, outcomes, strict=True):
             counts[outcome.reason or ACCEPTED] += 1
             self._count(outcome, events[index])
             if outcome.position is not None:
                 last = max(last, outcome.position)
             elif outcome.reason == TOO_MANY:
                 rejected.append(RejectedEvent(index, TOO_MANY, _TOO_MANY))
-        durability = self.redis.found
+        durability = self.redis.found_durability
         return {
             ACCEPTED: counts[ACCEPTED],
             REPEATED: counts[REPEATED],
             "rejected": [
                 {
-                    "index": rejected_event.place,
+                    "index": rejected_event.event_index,
                     "reason": rejected_event.reason,
                     "detail": rejected_event.detail,
                 }
                 for rejected_event in sorted(rejected)
             ],
-            "durability": "unknown" if durability is None else durability.kept,
+            "durability": "unknown" if durability is None else durability.persistence,
             "position": str(last) if counts[ACCEPTED] else None,
         }
 

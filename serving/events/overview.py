@@ -8,7 +8,7 @@ from cache.events.position import Position
 from serving.events.counts import TEXTS as GAUGES
 from serving.events.intake import EventIntake
 from serving.fresh.event_follower import EventFollower
-from serving.generations.holder import Shelf
+from serving.generations.holder import GenerationHolder
 
 TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
 """Fields of a worker's row that are texts; positions are those of Redis."""
@@ -24,15 +24,21 @@ class EventOverview:
 
     intake: EventIntake
     follower: EventFollower
-    shelf: Shelf
+    holder: GenerationHolder
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The worker's row; what was not looked at yet is left out."""
-        redis, newer_events, served = self.intake.redis, self.follower.newer, self.shelf.holding
+        redis, newer_events, served = (
+            self.intake.redis,
+            self.follower.newer_events,
+            self.holder.served,
+        )
         published = None if served is None else served.live.manifest.events
         return {
             **self.intake.counts.gauges,
-            "durability": None if redis.found is None else redis.found.kept,
+            "durability": None
+            if redis.found_durability is None
+            else redis.found_durability.persistence,
             "demanded": redis.demanded,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
@@ -43,23 +49,23 @@ class EventOverview:
         }
 
 
-def together(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
+def merge_rows(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
     """Events of all workers by their rows, each as bad and as far as the last of them; None where nobody tells any."""
     rows = [row for row in worker_rows if row]
     if not rows:
         return None
     worst = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
-    numbers = {name: max(_known(rows, name), default=None) for name in NUMBERS}
+    numbers = {name: max(_present_values(rows, name), default=None) for name in NUMBERS}
     return numbers | {
         "up": None if worst.get("up") is None else bool(worst["up"]),
         "durability": worst.get("durability"),
         "demanded": worst.get("demanded"),
         **{
-            name: min(_known(rows, name), key=Position.parse, default=None)
+            name: min(_present_values(rows, name), key=Position.parse, default=None)
             for name in ("counted_until", "published_until")
         },
     }
 
 
-def _known(rows: Sequence[_Row], name: str) -> list[Any]:
+def _present_values(rows: Sequence[_Row], name: str) -> list[Any]:
     return [row[name] for row in rows if row.get(name) is not None]

@@ -68,15 +68,15 @@ class EventParts:
 
     def also(self, refresher: Refresher, figures_s: float) -> None:
         """Has the replica's background write rejected events, and look at stream and inbox."""
-        refresher.also("event_rejections", FLUSH_S, self.intake.rejections.step)
-        refresher.also("event_figures", figures_s, self.intake.counts.look)
+        refresher.add_periodic("event_rejections", FLUSH_S, self.intake.rejections.step)
+        refresher.add_periodic("event_figures", figures_s, self.intake.counts.refresh)
 
     async def start(self) -> None:
         """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""
         try:
             async with asyncio.timeout(_START_S):
                 await self.redis.demand_durability()
-                await self.intake.counts.look()
+                await self.intake.counts.refresh()
                 policy = await self.redis.eviction_policy()
                 if self.redis.demanded != "any" and policy.startswith(("volatile", "allkeys")):
                     log.warning(_MAY_EVICT, policy)

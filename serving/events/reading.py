@@ -54,7 +54,7 @@ _JSON_FIELD = b"e"
 class RejectedEvent(NamedTuple):
     """Event that was not accepted: its place in the request, why, and in words."""
 
-    place: int
+    event_index: int
     reason: str
     detail: str
 
@@ -62,7 +62,7 @@ class RejectedEvent(NamedTuple):
 class ReadEvents(NamedTuple):
     """Events of one request that may be accepted, each with its place in it, and those that may not."""
 
-    places: list[int]
+    event_indices: list[int]
     packed: list[PackedEvent]
     rejected: list[RejectedEvent]
 
@@ -71,14 +71,15 @@ class ReadEvents(NamedTuple):
 class EventReader:
     """Reader of events for one namespace, within its bounds.
 
-    `takes` tells what the live generation can answer with of an item that it does not know; None: that is not known.
+    `get_new_item_inputs` tells what the live generation can answer with of an item that it does not know; None: that is
+    not known.
     """
 
     keyspace: Keyspace
     config: EventsConfig
-    takes: Callable[[], NewItemInputs | None] = lambda: None
+    get_new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None
 
-    def listed(self, content: object) -> list[Any]:
+    def extract_events(self, content: object) -> list[Any]:
         """The list in a request's body, unread; raises Problem where there is none, or too long a one."""
         data = read_object(content, "body", frozenset({"events"}))
         events = data.get("events")
@@ -98,7 +99,7 @@ class EventReader:
                 detail = problem.message[:DETAIL_CHARS]
                 read_events.rejected.append(RejectedEvent(index, problem.reason, detail))
             else:
-                read_events.places.append(index)
+                read_events.event_indices.append(index)
                 read_events.packed.append(event)
         return read_events
 
@@ -123,14 +124,14 @@ class EventReader:
         if isinstance(raw_event, UnreadableEvent):
             detail = (
                 f"{field} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
-                f"{raw_event.why}"
+                f"{raw_event.reason}"
             )
             raise unprocessable("invalid_json", detail, field)
         # First: nothing is kept of it, whatever else is wrong with it.
         if isinstance(raw_event, dict):
             _refuse_erased(raw_event.get("user"), blocklist)
         event = self._event(raw_event, field, now_us)
-        if brings_item(event) and (inputs := self.takes()) is not None:
+        if brings_item(event) and (inputs := self.get_new_item_inputs()) is not None:
             try:
                 inputs.check(event)
             except UnfitNewItem as error:

@@ -31,7 +31,7 @@ class Rejections:
         self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, kept_max: int
     ) -> None:
         """`kept_max`: number of them that Redis keeps, the newest."""
-        self._redis, self._key, self._counts, self._most = (
+        self._redis, self._key, self._counts, self._entries_max = (
             redis, keyspace.rejected_events, counts, kept_max,
         )  # fmt: skip
         self._waiting: deque[_Rejection] = deque()
@@ -41,9 +41,9 @@ class Rejections:
         """Counts a rejected event, and takes it in; `event` is what was sent."""
         self._counts.results[reason] += 1
         if len(self._waiting) >= WAITING_MAX:
-            self._counts.dropped += 1
+            self._counts.dropped_count += 1
             return
-        event_excerpt = b"" if reason == ERASED else _shown(event)
+        event_excerpt = b"" if reason == ERASED else _event_excerpt(event)
         self._waiting.append(_Rejection(reason, detail, event_excerpt))
 
     async def flush(self) -> None:
@@ -53,13 +53,13 @@ class Rejections:
             if not count:
                 return
             try:
-                await self._redis.ask_all([
-                    ("XADD", self._key, "MAXLEN", "~", self._most, "*",
+                await self._redis.execute_all([
+                    ("XADD", self._key, "MAXLEN", "~", self._entries_max, "*",
                      "reason", rejection.reason, "detail", rejection.detail, "event", rejection.event)
                     for rejection in self._waiting
                 ])  # fmt: skip
             except EventsFull:  # the inbox would wait for its rejected ones, and fill Redis further
-                self._counts.dropped += count
+                self._counts.dropped_count += count
             for _ in range(count):
                 self._waiting.popleft()
 
@@ -71,7 +71,7 @@ class Rejections:
             return  # the next step tries again
 
 
-def _shown(event: Any) -> bytes:
+def _event_excerpt(event: Any) -> bytes:
     if isinstance(event, UnreadableEvent):
         return b""
     if isinstance(event, dict) and all(isinstance(field_name, bytes) for field_name in event):

@@ -8,11 +8,11 @@ from enum import Enum
 from typing import Any, Protocol
 
 from cache.control.allotment import BUCKETS, size_of
-from cache.control.key_split import Owners, Split
+from cache.control.key_split import KeySplit, Owners
 from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 from cache.store.experiments import VERSIONS, Experiment, Experiments
-from serving.answers.reasons import Stale
+from serving.answers.reasons import StaleReason
 from serving.generations.store_threads import InThread
 from serving.lookup.service import LookupService
 
@@ -47,7 +47,7 @@ class ArmState(Enum):
 
     STARTING = "starting"
     """It is opened, and loads what is live; it answers nobody."""
-    HELD = "held"
+    SERVING = "held"
     """An experiment names it, and it answers."""
     DRAINING = "draining"
     """No experiment names it any more; requests that captured it go on."""
@@ -60,9 +60,9 @@ class ArmState(Enum):
 
 
 _NEXT: Mapping[ArmState, frozenset[ArmState]] = {
-    ArmState.STARTING: frozenset({ArmState.HELD, ArmState.FAILED, ArmState.CLOSING}),
-    ArmState.HELD: frozenset({ArmState.DRAINING, ArmState.CLOSING}),
-    ArmState.DRAINING: frozenset({ArmState.HELD, ArmState.CLOSING}),
+    ArmState.STARTING: frozenset({ArmState.SERVING, ArmState.FAILED, ArmState.CLOSING}),
+    ArmState.SERVING: frozenset({ArmState.DRAINING, ArmState.CLOSING}),
+    ArmState.DRAINING: frozenset({ArmState.SERVING, ArmState.CLOSING}),
     ArmState.CLOSING: frozenset({ArmState.CLOSED}),
     ArmState.FAILED: frozenset({ArmState.STARTING, ArmState.CLOSED}),
     ArmState.CLOSED: frozenset(),
@@ -94,12 +94,12 @@ class Arm:
     @property
     def answering(self) -> LookupService | None:
         """Service that answers from it; None unless it is held, has loaded something, and obeys its blocklists."""
-        if self.namespace is None or self.state not in (ArmState.HELD, ArmState.DRAINING):
+        if self.namespace is None or self.state not in (ArmState.SERVING, ArmState.DRAINING):
             return None
         service = self.namespace.service
-        holder = service.follower.shelf
+        holder = service.follower.holder
         obeys = holder.is_blocklist_known and holder.enforcement_error is None
-        return service if obeys and holder.holding is not None else None
+        return service if obeys and holder.served is not None else None
 
 
 class Routing:
@@ -114,7 +114,7 @@ class Routing:
             experiment.name: experiment.owners for experiment in record.running
         }
         self._sampled = {
-            experiment.name: Split.of(f"{experiment.salt}/exposures", 100 * experiment.sample)
+            experiment.name: KeySplit.of(f"{experiment.salt}/exposures", 100 * experiment.sample)
             for experiment in record.running
         }
 
@@ -127,7 +127,7 @@ class Routing:
 
     def is_sampled(self, experiment: str, key: bytes) -> bool:
         """True if the key's exposures are written down: of a key always, or never."""
-        return self._sampled[experiment].takes(key)
+        return self._sampled[experiment].has_key(key)
 
 
 class Arms:
@@ -148,7 +148,7 @@ class Arms:
         grace_s: float,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.own, self.namespace = own_service, namespace
+        self.own_service, self.namespace = own_service, namespace
         self.record = Experiments()
         self.routing: Routing | None = None
         """None while no experiment is held ready or runs."""
@@ -164,7 +164,7 @@ class Arms:
     def service(self, namespace: str) -> LookupService | None:
         """The service of a namespace; None if it does not answer here."""
         if namespace == self.namespace:
-            return self.own
+            return self.own_service
         arm = self._arms.get(namespace)
         return None if arm is None else arm.answering
 
@@ -179,20 +179,20 @@ class Arms:
         """State of each namespace that is, or is to be, held beside the own one."""
         return {name: arm.state for name, arm in self._arms.items()}
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Take over the newest version; one that cannot be read leaves the last in force, marked."""
         async with self._looking:
-            follower = self.own.follower
+            follower = self.own_service.follower
             try:
-                newer_record = await self._in_thread(_newer, self._store, self.record.version)
+                newer_record = await self._in_thread(_read_newer, self._store, self.record.version)
             except (LarderError, OSError, ValueError) as error:
-                follower.note("experiments", Stale.EXPERIMENTS_UNREADABLE, str(error))
+                follower.note("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
             else:
                 follower.note("experiments", None)
                 self.record = newer_record or self.record
             self.routing = Routing(self.record) if self.record.current else None
-            self.own.metrics.experiments_version.set(self.record.version)
-            follower.shelf.divide(by_experiments=bool(self.record.running))
+            self.own_service.metrics.experiments_version.set(self.record.version)
+            follower.holder.divide(by_experiments=bool(self.record.running))
             if not self._is_ending:
                 self._advance_arms()
 
@@ -208,7 +208,7 @@ class Arms:
         while tasks := {arm.task for arm in self._arms.values() if arm.task is not None}:
             await asyncio.wait(tasks)
 
-    def told(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         """Experiments for the dashboard, each with its arms, the control first."""
         experiment_rows = []
         for experiment in self.record.current:
@@ -231,7 +231,7 @@ class Arms:
 
     def _live(self, namespace: str) -> str | None:
         service = self.service(namespace)
-        served = None if service is None else service.follower.holding
+        served = None if service is None else service.follower.served
         return None if served is None else served.live.generation
 
     async def drain(self) -> None:
@@ -255,12 +255,12 @@ class Arms:
             if arm is None:
                 self._begin_start(Arm(name))
             elif arm.state is ArmState.DRAINING:
-                arm.enter(ArmState.HELD)
+                arm.enter(ArmState.SERVING)
             elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
                 arm.enter(ArmState.STARTING)
                 self._begin_start(arm)
         for arm in [arm for arm in self._arms.values() if arm.name not in named]:
-            if arm.state is ArmState.HELD:
+            if arm.state is ArmState.SERVING:
                 arm.enter(ArmState.DRAINING)
                 arm.draining_since = now_s
             if arm.state is not ArmState.DRAINING or now_s - arm.draining_since >= self._grace_s:
@@ -310,7 +310,7 @@ class Arms:
         else:
             if arm.state is ArmState.STARTING:  # a cancellation may have been lost
                 arm.failures = 0
-                arm.enter(ArmState.HELD)
+                arm.enter(ArmState.SERVING)
                 log.info("namespace %s is held for experiments", arm.name)
 
     async def _close(self, arm: Arm, starting: asyncio.Task[None] | None) -> None:
@@ -333,13 +333,13 @@ class Arms:
 
     async def _enforce(self, arm: Arm) -> None:
         """Have an arm obey the own namespace's blocklist, also where that changes meanwhile."""
-        own_holder, is_enforced = self.own.follower.shelf, True
+        own_holder, is_enforced = self.own_service.follower.holder, True
         while is_enforced and arm.namespace is not None:
-            arm_shelf = arm.namespace.service.follower.shelf
-            is_enforced = await arm_shelf.block_beside(own_holder.blocklist)
-            if arm_shelf.beside is own_holder.blocklist:
+            arm_shelf = arm.namespace.service.follower.holder
+            is_enforced = await arm_shelf.set_other_blocklist(own_holder.blocklist)
+            if arm_shelf.other_blocklist is own_holder.blocklist:
                 return
 
 
-def _newer(store: ArtefactStore, current: int) -> Experiments | None:
-    return VERSIONS.latest(store) if VERSIONS.newest(store) > current else None
+def _read_newer(store: ArtefactStore, current: int) -> Experiments | None:
+    return VERSIONS.latest(store) if VERSIONS.read_newest_number(store) > current else None

@@ -66,14 +66,14 @@ class ExposureLog:
         clock: Callable[[], float],
         in_thread: InThread,
     ) -> None:
-        self.dropped = 0
-        self.written = 0
-        self.failed = 0
+        self.dropped_count = 0
+        self.written_count = 0
+        self.failed_count = 0
         self._store, self._name = store, name
         self._clock, self._in_thread = clock, in_thread
         self._windows: dict[int, dict[_Arm, _Window]] = {}
         self._waiting = 0
-        self._seen: set[int] = set()
+        self._logged_exposures: set[int] = set()
         self._seen_hour = 0
         self._parts: deque[tuple[str, bytes, int]] = deque()
         self._number = 0
@@ -89,14 +89,14 @@ class ExposureLog:
         exposure_hash = xxhash.xxh3_64_intdigest(
             b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), key)
         )
-        if exposure_hash in self._seen:
+        if exposure_hash in self._logged_exposures:
             return
         if self._waiting >= PENDING_MAX:
-            self.dropped += 1
+            self.dropped_count += 1
             return
-        if len(self._seen) >= SEEN_MAX:
-            self._seen.clear()
-        self._seen.add(exposure_hash)
+        if len(self._logged_exposures) >= SEEN_MAX:
+            self._logged_exposures.clear()
+        self._logged_exposures.add(exposure_hash)
         self._waiting += 1
         window.exposures.append(Exposure(key, at))
 
@@ -115,26 +115,26 @@ class ExposureLog:
                     # One that is there is this very part: an earlier try that seemed to fail.
                     await self._in_thread(self._store.write_once, path, body)
                 except (LarderError, OSError) as error:
-                    self.failed += 1
+                    self.failed_count += 1
                     log.warning("exposures cannot be written, they wait: %s", error)
                     return
                 self._parts.popleft()
                 self._waiting -= count
-                self.written += count
+                self.written_count += count
 
-    def events(self) -> dict[str, float]:
+    def internal_counters(self) -> dict[str, float]:
         """Event counts by name."""
         return {
-            "exposures_written": self.written,
-            "exposures_dropped": self.dropped,
-            "exposure_writes_failed": self.failed,
+            "exposures_written": self.written_count,
+            "exposures_dropped": self.dropped_count,
+            "exposure_writes_failed": self.failed_count,
         }
 
     def _window(self, at: float, experiment: str, arm: str) -> _Window:
         hour = int(at // HOUR_S)
         if hour != self._seen_hour:
             self._seen_hour = hour
-            self._seen.clear()
+            self._logged_exposures.clear()
         arms = self._windows.setdefault(hour, {})
         window = arms.get((experiment, arm))
         if window is None:

@@ -7,14 +7,14 @@ from serving.experiments.arms import Arms
 from serving.experiments.exposures import ExposureLog
 from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
-from serving.rendering.answer_fields import Answer
+from serving.rendering.answer_fields import AnswerJson
 from serving.replica.canary_router import key_of
 from serving.replica.canary_stats import EventNames
 from serving.requests.errors import Problem
-from serving.requests.models import Reported, RequestedArm, RequestedEntity, RequestOptions
+from serving.requests.models import FeedbackReport, RequestedArm, RequestedEntity, RequestOptions
 
 
-class Assigned(NamedTuple):
+class ExperimentAssignment(NamedTuple):
     """Arm of an experiment that answers a request, and the key that chose it; None where the caller did.
 
     All of it is as the request was routed: the experiment may have been stopped when the answers are there.
@@ -38,30 +38,32 @@ class ExperimentRouter:
 
     def route(
         self, entities: Sequence[RequestedEntity], options: RequestOptions
-    ) -> tuple[LookupService, Assigned | None]:
+    ) -> tuple[LookupService, ExperimentAssignment | None]:
         """The service that answers the whole request, and the arm that it is; None for no arm.
 
         Raises Problem (409) for an arm that the caller names and that is not held here.
         """
-        own_service, routing = self._arms.own, self._arms.routing
+        own_service, routing = self._arms.own_service, self._arms.routing
         if options.arm is not None:
             return self._forced(options.arm)
         if routing is None:
             return own_service, None
         if options.generation is not None:
-            return self._aside(self._holder_of(options.generation), "pinned")
-        key = key_of(own_service.holding(), entities, options)
+            return self._without_arm(self._holder_of(options.generation), "pinned")
+        key = key_of(own_service.capture_served(), entities, options)
         if key is None:
-            return self._aside(own_service, "no_key")
+            return self._without_arm(own_service, "no_key")
         if (experiment_and_arm := routing.of(key)) is None:
-            return self._aside(own_service, "not_in_experiment")
+            return self._without_arm(own_service, "not_in_experiment")
         name, arm = experiment_and_arm
         service = self._serving(name, arm)
         if service is None or not _can_answer(service, entities):
-            return self._aside(own_service, "not_held")
-        return service, Assigned(name, arm, key, routing.is_sampled(name, key))
+            return self._without_arm(own_service, "not_held")
+        return service, ExperimentAssignment(name, arm, key, routing.is_sampled(name, key))
 
-    def mark(self, assigned: Assigned | None, answers: list[Answer]) -> list[Answer]:
+    def attach_arm(
+        self, assigned: ExperimentAssignment | None, answers: list[AnswerJson]
+    ) -> list[AnswerJson]:
         """The answers of a request, each with its arm, counted; without an arm as they are."""
         if assigned is None:
             return answers
@@ -75,9 +77,9 @@ class ExperimentRouter:
                 self._metrics.experiment_answers.labels(name, arm, answer["source"]).inc()
         return answers
 
-    def feedback(self, report: Reported) -> dict[str, str | None]:
+    def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
         """Counts what a caller reports, for the arm of an experiment and for that of a canary in its namespace."""
-        service = self._arms.own
+        service = self._arms.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
         if report.key is not None and (routing := self._arms.routing) is not None:
             experiment_and_arm = routing.of(report.key)
@@ -91,7 +93,7 @@ class ExperimentRouter:
         arm = None
         if report.arm is None:
             arm = service.trial.feedback(
-                service.holding(), report.generation, report.key, report.event, report.count
+                service.capture_served(), report.generation, report.key, report.event, report.count
             )
         if experiment_and_arm is None:
             return {"arm": arm}
@@ -100,9 +102,9 @@ class ExperimentRouter:
         self._metrics.experiment_feedback.labels(*experiment_and_arm, event).inc(report.count)
         return {"arm": arm, "experiment": "=".join(experiment_and_arm)}
 
-    def _note(self, assigned: Assigned, key: bytes) -> None:
+    def _note(self, assigned: ExperimentAssignment, key: bytes) -> None:
         """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
-        blocked = self._arms.own.follower.shelf.blocklist
+        blocked = self._arms.own_service.follower.holder.blocklist
         is_logged = assigned.is_sampled and key not in blocked.users and key not in blocked.entities
         self.exposures.request(assigned.experiment, assigned.arm, key if is_logged else None)
 
@@ -116,7 +118,7 @@ class ExperimentRouter:
             else None
         )
 
-    def _forced(self, requested_arm: RequestedArm) -> tuple[LookupService, Assigned]:
+    def _forced(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
         service = self._serving(requested_arm.experiment, requested_arm.arm)
         if service is None:
             routing = self._arms.routing
@@ -130,7 +132,7 @@ class ExperimentRouter:
                     for held_experiment in held_experiments.values() for arm in held_experiment.arms
                 ],
             )  # fmt: skip
-        return service, Assigned(requested_arm.experiment, requested_arm.arm, None)
+        return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
 
     def _serving(self, experiment: str, arm: str) -> LookupService | None:
         """The service of an arm; None where that is not held."""
@@ -141,19 +143,19 @@ class ExperimentRouter:
 
     def _holder_of(self, generation: str) -> LookupService:
         """The namespace that has a pinned generation, the own one first; the own one if none has."""
-        own_service = self._arms.own
+        own_service = self._arms.own_service
         for service in (own_service, *self._arms.services):
-            served = service.follower.holding
+            served = service.follower.served
             if served is not None and served.find(generation) is not None:
                 return service
         return own_service
 
-    def _aside(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
+    def _without_arm(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
         self._metrics.experiment_aside.labels(reason).inc()
         return service, None
 
 
 def _can_answer(service: LookupService, entities: Sequence[RequestedEntity]) -> bool:
     """True if the namespace has every table asked for: a later night of its own may have left one out."""
-    tables = service.holding().live.manifest.tables
+    tables = service.capture_served().live.manifest.tables
     return all(entity.table in tables for entity in entities)

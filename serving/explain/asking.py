@@ -24,7 +24,7 @@ _ANSWERED = frozenset({"answer", "answers", "source"})
 """Fields of which an explanation, a batch of answers and a single answer have one each."""
 
 
-class Failed(Exception):
+class QuestionFailed(Exception):
     """The service could not be asked, or said no; the text says what to do."""
 
 
@@ -69,8 +69,8 @@ def answer_to(
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
-        document = ask(target, arguments, body, tls, route=route)
-    except Failed as error:
+        document = send_question(target, arguments, body, tls, route=route)
+    except QuestionFailed as error:
         print(printable_lines(f"larder: {error}"), file=sys.stderr)
         return 1
     if arguments.json:
@@ -136,7 +136,7 @@ def _history(text: str) -> list[str]:
         raise ValueError(f"--history: {error}") from error
 
 
-def ask(
+def send_question(
     target: tuple[str, str, int, str],
     arguments: argparse.Namespace,
     body: dict[str, Any] | None,
@@ -174,11 +174,11 @@ def ask(
             response = connection.getresponse()
             raw = response.read(_BODY_MAX)
     except TimeoutError as error:
-        raise Failed(
+        raise QuestionFailed(
             f"{where} did not answer within {arguments.timeout:g} s (--timeout)"
         ) from error
     except (OSError, http.client.HTTPException) as error:
-        raise Failed(
+        raise QuestionFailed(
             f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
         ) from error
     return _judged(where, response.status, raw)
@@ -193,8 +193,10 @@ def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
-        raise Failed(f"{where} answered {status} with what is no answer of Larder; is --url right?")
-    raise Failed(f"{where}: {error.get('message', status)}{_remedy(error)}")
+        raise QuestionFailed(
+            f"{where} answered {status} with what is no answer of Larder; is --url right?"
+        )
+    raise QuestionFailed(f"{where}: {error.get('message', status)}{_remedy(error)}")
 
 
 def _remedy(error: Mapping[str, Any]) -> str:

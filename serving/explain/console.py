@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cache.process.printable import printable
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 
 Section = tuple[str, list[tuple[str, str]]]
-_SHOWN = 10
+_VALUES_SHOWN = 10
 """Items of a list, or numbers of a vector, that are shown."""
 
 
@@ -29,11 +29,11 @@ def show(explanation: Mapping[str, Any]) -> None:
 
         from cache.process.console import SafeConsole
     except ImportError:
-        _plain(title, sentence, sections)
+        _print_plain(title, sentence, sections)
         return
     console = SafeConsole()
     if not console.is_terminal:
-        _plain(title, sentence, sections)
+        _print_plain(title, sentence, sections)
         return
     console.print(f"[bold]{escape(title)}[/bold]: {escape(sentence)}", highlight=False)
     for name, rows in sections:
@@ -45,7 +45,7 @@ def show(explanation: Mapping[str, Any]) -> None:
         console.print(table, highlight=False)
 
 
-def _plain(title: str, sentence: str, sections: list[Section]) -> None:
+def _print_plain(title: str, sentence: str, sections: list[Section]) -> None:
     print(f"{title}: {sentence}")
     for name, rows in sections:
         print(f"\n{name}")
@@ -99,7 +99,7 @@ def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "checksum",
             f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
         )
-    for tier in STORED:
+    for tier in STORED_SOURCES:
         yield tier.upper(), _tier(explanation[tier])
     if (is_same_bytes := explanation["same_bytes"]) is not None:
         yield "same bytes", "yes" if is_same_bytes else "NO"
@@ -141,8 +141,8 @@ def _text(value: object) -> str:
         return f"{value:.6g}"
     if not isinstance(value, list):
         return _or(value)
-    more = f", and {len(value) - _SHOWN} more" if len(value) > _SHOWN else ""
-    return (", ".join(map(str, value[:_SHOWN])) or "none") + more
+    more = f", and {len(value) - _VALUES_SHOWN} more" if len(value) > _VALUES_SHOWN else ""
+    return (", ".join(map(str, value[:_VALUES_SHOWN])) or "none") + more
 
 
 def _or(value: object, otherwise: str = "-") -> str:

@@ -8,7 +8,7 @@ from cache.process.printable import printable
 from serving.explain.asking import answer_to, question_parser
 
 PROG = "python -m serving lookup"
-_SHOWN = 20
+_NUMBERS_SHOWN = 20
 """Numbers of a vector that are shown."""
 
 
@@ -54,8 +54,8 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
         instead = "these items suit most users" if answer.get("items") else "there is no answer"
         yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
     for number, (name, value) in enumerate(rows, 1):
-        if "vector" in answer and number > _SHOWN:
-            yield f"  ... and {len(rows) - _SHOWN} more (--json)"
+        if "vector" in answer and number > _NUMBERS_SHOWN:
+            yield f"  ... and {len(rows) - _NUMBERS_SHOWN} more (--json)"
             return
         yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
 

@@ -13,8 +13,8 @@ from cache.format.manifest import Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import PageRead
 from cache.store.artefacts import ArtefactStore, generation_path
-from cache.tiers.inspector import Looking
-from cache.tiers.results import Missed, Want
+from cache.tiers.inspector import TierInspector
+from cache.tiers.results import Miss, RecordKey
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 
@@ -30,15 +30,17 @@ _AT_ONCE = 2
 class PageChecks:
     """Reads whole pages, so one at a time and only where somebody wants to know."""
 
-    looking: Looking
+    inspector: TierInspector
     keyspace: Keyspace
     store: ArtefactStore
     in_thread: InThread
     _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
-    async def told(self, snapshot: Snapshot, table: Table, record_key: Want) -> dict[str, Any]:
+    async def check_page(
+        self, snapshot: Snapshot, table: Table, record_key: RecordKey
+    ) -> dict[str, Any]:
         """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
-        shard, position = snapshot.directories[table.entity].place(record_key.position)
+        shard, position = snapshot.directories[table.entity].locate(record_key.position)
         part = table.parts[shard]
         number, offset = table.locate(shard, position)
         within = number - part.first_page
@@ -53,11 +55,11 @@ class PageChecks:
             "size_bytes": size_bytes,
             "records": records,
         }
-        page_result = await self.looking.page(
+        page_result = await self.inspector.page(
             PageRead(generation, table.name, number, 0, size_bytes)
         )
         expected, sums_error = await self._expected(generation, part, within)
-        if isinstance(page_result, Missed):
+        if isinstance(page_result, Miss):
             return page_report | {
                 "state": page_result.reason.value,
                 "expected": expected,
@@ -76,7 +78,7 @@ class PageChecks:
             return None, late
         task = asyncio.create_task(self.in_thread(self._read, generation, part, within))
         self._reading.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._discard_task)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
         if not (await asyncio.wait({task}, timeout=_SUMS_S))[0]:
             return None, late
@@ -85,7 +87,7 @@ class PageChecks:
         except LarderError as error:
             return None, error.message
 
-    def _ended(self, task: "asyncio.Task[str]") -> None:
+    def _discard_task(self, task: "asyncio.Task[str]") -> None:
         self._reading.discard(task)
         if not task.cancelled():
             task.exception()  # told to whoever still waits

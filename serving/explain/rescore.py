@@ -11,14 +11,14 @@ import numpy as np
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
-from cache.tiers.inspector import Looking
-from cache.tiers.results import Found, MissReason
+from cache.tiers.inspector import TierInspector
+from cache.tiers.results import Hit, MissReason
 from serving.admission.controller import Admission
 from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, want_in
+from serving.lookup.entity import PendingAnswer, find_record_key
 from serving.lookup.event_counting import new_items_of
-from serving.lookup.micro_batcher import Job, LiveUnavailable, MicroBatcher
+from serving.lookup.micro_batcher import InferenceJob, LiveUnavailable, MicroBatcher
 from serving.ranking.user_vectors import vector_table
 from serving.requests.errors import Problem
 
@@ -31,7 +31,7 @@ Input = Literal["sent", "own", "events", "stored_vector"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RescoreResult:
     """Result of a rescore: a record, or `reason` why there is none.
 
     `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer events,
@@ -52,7 +52,7 @@ class Said:
         """True if a request would be answered by this, too."""
         return self.computed_from in ("sent", "own", "events")
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Fields of the explanation, all but the prediction itself."""
         return {
             "computed_from": self.computed_from,
@@ -68,14 +68,16 @@ class Rescorer:
 
     batcher: MicroBatcher
     admission: Admission
-    looking: Looking
+    looking: TierInspector
 
-    async def say(self, snapshot: Snapshot, case: Case, stored_record: Record | None) -> Said:
+    async def rescore(
+        self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None
+    ) -> RescoreResult:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
         began_at = time.monotonic()
         precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
-            return Said(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
+            return RescoreResult(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
         record: Record | None = None
         computed: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
@@ -89,19 +91,19 @@ class Rescorer:
             if record is not None:
                 reason, computed_from = None, "stored_vector"
         seconds = time.monotonic() - began_at
-        return Said(record, reason, computed_from, seconds, precision, computed)
+        return RescoreResult(record, reason, computed_from, seconds, precision, computed)
 
     async def _live(
-        self, snapshot: Snapshot, case: Case
+        self, snapshot: Snapshot, case: PendingAnswer
     ) -> tuple[Record | None, bytes | None, str | None]:
         """The record, decoded and as it is, or why there is none."""
         if not self.admission.admit_live():
             return None, None, LiveReason.OVERLOADED
-        job = Job(
-            snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
+        job = InferenceJob(
+            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
             time.monotonic() + LIVE_S,
-            newer=None if case.is_settled else case.counted and case.counted.input,
-            new=new_items_of(snapshot, case), had=case.had_by_night(snapshot),
+            event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
+            new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
@@ -115,7 +117,7 @@ class Rescorer:
             return None, None, LiveReason.FAILED
 
     async def _from_vector(
-        self, snapshot: Snapshot, case: Case, stored_record: Record
+        self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """The stored list, scored and ordered by the stored vector; None without one."""
         raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
@@ -127,14 +129,14 @@ class Rescorer:
             table = vector_table(snapshot)
         except Problem:
             return None
-        record_key = want_in(snapshot, table, raw)
+        record_key = find_record_key(snapshot, table, raw)
         outcome = await self.looking.record(snapshot.view, record_key)
-        if not isinstance(outcome, Found):
+        if not isinstance(outcome, Hit):
             return None
         try:
-            vector = Case(case.entity, table, table.layout.width, record_key, case.digest).decoded(
-                snapshot, outcome.record
-            )
+            vector = PendingAnswer(
+                case.entity, table, table.layout.width, record_key, case.digest
+            ).decoded(snapshot, outcome.record)
         except CorruptArtefact:
             return None
         ordinals = items.astype(np.int64)
@@ -145,8 +147,8 @@ class Rescorer:
         return stored_record._replace(numbers=scores[order], items=items[order])
 
 
-def _input(case: Case) -> Input | None:
-    if case.counted is not None and not case.is_settled:
+def _input(case: PendingAnswer) -> Input | None:
+    if case.counted_events is not None and not case.is_settled:
         return "events"
     if case.entity.has_input:
         return "sent"

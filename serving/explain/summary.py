@@ -6,12 +6,12 @@ from typing import Any
 from cache.tiers.results import MissReason
 from serving.answers.sources import FALLBACKS, Source
 
-_AWAY = {
+_OUTAGE_TEXTS = {
     MissReason.L2_DOWN: "Redis cannot be reached",
     MissReason.L2_TIMEOUT: "Redis does not answer in time",
     MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
 }
-_REASONS = _AWAY | {
+_REASONS = _OUTAGE_TEXTS | {
     MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
     MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
     MissReason.EXPIRED: "its stored live answer is over",
@@ -42,8 +42,8 @@ def sentence(explanation: Mapping[str, Any]) -> str:
     elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
         parts.append("live inference needs a history or features")
     l2_reason = explanation["l2"].get("reason")
-    if answer["tier"] == Source.L1 and l2_reason in _AWAY and reason is None:
-        parts.append(_AWAY[l2_reason])
+    if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
+        parts.append(_OUTAGE_TEXTS[l2_reason])
     if (explanation["page"] or {}).get("state") == "damaged":
         parts.append("its page in Redis is not the one that the night made: restore it")
     if (

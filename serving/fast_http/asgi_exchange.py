@@ -5,7 +5,7 @@ import asyncio
 from starlette.types import Message
 
 
-class Cycle:
+class AsgiCycle:
     """The ASGI callables `receive` and `send` of one request."""
 
     __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")

@@ -20,13 +20,18 @@ from cache.config.peers import Bounds
 from serving.access.callers import STRANGER, Caller
 from serving.access.quota import Quota
 from serving.admission.work_pacer import IS_GONE
-from serving.fast_http.asgi_exchange import Cycle
+from serving.fast_http.asgi_exchange import AsgiCycle
 from serving.fast_http.connections import Connections
-from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
+from serving.fast_http.header_cache import (
+    BLOCK_BYTES_MAX,
+    AllowedHeaders,
+    HeaderCache,
+    without_length,
+)
 from serving.fast_http.inbound import BEHIND
-from serving.fast_http.response_head import Heads
+from serving.fast_http.response_head import ResponseHeads
 from serving.fast_http.uvicorn_protocol import Connection
-from serving.http.asgi_app import ADMITTED, Fast, Front, ParsedGet
+from serving.http.asgi_app import ADMITTED, AsgiApp, FastPath, ParsedGet
 from serving.requests.bodies import Messages
 from serving.requests.fast_parse import PREFIX
 from serving.requests.negotiation import JSON_TYPE
@@ -50,14 +55,14 @@ _FAILED: tuple[Message, bytes] = (
 log = logging.getLogger(__name__)
 
 
-class Shared:
+class SharedState:
     """State that all connections of a server share: application, bounds, judged header blocks, response heads."""
 
-    def __init__(self, front: Front, bounds: Bounds | None = None) -> None:
-        self.front = front
+    def __init__(self, front: AsgiApp, bounds: Bounds | None = None) -> None:
+        self.app = front
         self.connections = Connections(bounds or Bounds())
-        self.blocks = Blocks(front)
-        self.heads = Heads()
+        self.blocks = HeaderCache(front)
+        self.heads = ResponseHeads()
         front.has_room = self._has_room
 
     def _has_room(self) -> bool:
@@ -70,17 +75,17 @@ class LookupConnection(Connection):
 
     __slots__ = ("_block", "_caller", "_cycle", "_later", "_shared")
 
-    def __init__(self, shared: Shared, *arguments: Any, **named: Any) -> None:
+    def __init__(self, shared: SharedState, *arguments: Any, **named: Any) -> None:
         self._shared = shared
         self._block = b""
         self._later = b""
-        self._cycle: Cycle | None = None
+        self._cycle: AsgiCycle | None = None
         self._caller: Caller = STRANGER
         super().__init__(shared.connections, *arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Opens the connection; while work waits, one whose peer has closed it already ends before it is read."""
-        gate = self._shared.front.gate
+        gate = self._shared.app.gate
         if gate is not None and gate.admission.work.is_backlogged and has_closed(transport):
             gate.admission.shed["gone"] += 1
             gate.admission.work.note_dropped()
@@ -95,7 +100,7 @@ class LookupConnection(Connection):
             self._later += data
             if len(self._later) > BEHIND:
                 self.flow.pause_reading()
-        elif self._open or self._unread or not self._is_taken(data):
+        elif self._open or self._unread or not self._try_fast(data):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,8 +109,8 @@ class LookupConnection(Connection):
             self._cycle.lose()
         super().connection_lost(exc)
 
-    def _is_taken(self, data: bytes) -> bool:
-        fast = self._shared.front.wire
+    def _try_fast(self, data: bytes) -> bool:
+        fast = self._shared.app.untraced_fast
         if fast is None:
             return False
         is_get = data[:4] == b"GET "
@@ -119,7 +124,9 @@ class LookupConnection(Connection):
             block, digits = without_length(data[end:stop])
             if not digits or len(data) - stop != int(digits):
                 return False
-        if (allowed := self._shared.blocks.of(fast, block) or self._seen(fast, block)) is None:
+        if (
+            allowed := self._shared.blocks.of(fast, block) or self._judge_repeated(fast, block)
+        ) is None:
             return False
         if data[end - 9 : end] != b" HTTP/1.1" or self._is_full or self.transport.is_closing():
             return False
@@ -129,44 +136,46 @@ class LookupConnection(Connection):
         if head is None:
             return False
         if not is_get:
-            return self._is_run(data[5 : end - 9], allowed, digits, data[stop:])
+            return self._try_post(data[5 : end - 9], allowed, digits, data[stop:])
         target, caller = data[4 : end - 9], allowed.caller
         if caller.is_bounded:
             if caller.is_expired:
                 return False
             if caller.quota is not None and target.startswith(PREFIX):
-                return self._is_metered(fast, caller, caller.quota, target, head)
+                return self._try_quota(fast, caller, caller.quota, target, head)
         if (body := fast.answer(target)) is None:
-            return self._is_looked_up(fast, target, allowed, data)
-        caller.asked.requests += 1
+            return self._try_lookup(fast, target, allowed, data)
+        caller.counts.requests += 1
         self._write(head, body)
         return True
 
-    def _is_metered(
-        self, fast: Fast, caller: Caller, quota: Quota, target: bytes, head: bytes
+    def _try_quota(
+        self, fast: FastPath, caller: Caller, quota: Quota, target: bytes, head: bytes
     ) -> bool:
         """Answers what is ready within the caller's quota, or refuses; all else is the application's to count."""
         if (short := quota.enter(1)) is not None:
-            caller.asked.requests += 1
-            start, end = self._shared.front.refused(caller.refused(short))
+            caller.counts.requests += 1
+            start, end = self._shared.app.refused(caller.refused(short))
             self._respond(start, end["body"])
             return True
         if (body := fast.answer(target)) is None:
             quota.give_back(1)
             return False
         quota.close()
-        caller.asked.requests += 1
+        caller.counts.requests += 1
         self._write(head, body)
         return True
 
-    def _seen(self, fast: Fast, block: bytes) -> Allowed | None:
+    def _judge_repeated(self, fast: FastPath, block: bytes) -> AllowedHeaders | None:
         """The judgement of headers not known, or known as not allowed, once they came twice in a row; None before."""
         if block != self._block:
             self._block = block[:BLOCK_BYTES_MAX]
             return None
         return self._shared.blocks.judged(fast, block)
 
-    def _is_looked_up(self, fast: Fast, target: bytes, allowed: Allowed, data: bytes) -> bool:
+    def _try_lookup(
+        self, fast: FastPath, target: bytes, allowed: AllowedHeaders, data: bytes
+    ) -> bool:
         if not (allowed.is_unwatched and target.startswith(PREFIX) and _TARGET.fullmatch(target)):
             return False
         path, _, query = target.partition(b"?")
@@ -174,32 +183,32 @@ class LookupConnection(Connection):
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers,
             CALLER: allowed.caller, IS_GONE: self.transport.is_closing,
         }  # fmt: skip
-        front = self._shared.front
+        front = self._shared.app
         parsed_get = group_future = None
         try:
-            if (parsed_get := fast.asked(scope)) is not None:
-                group_future = front.joins(parsed_get)
+            if (parsed_get := fast.parse_get(scope)) is not None:
+                group_future = front.try_join(parsed_get)
         except Exception:  # whoever comes next says what is wrong
             log.exception("a lookup failed")
         if parsed_get is None:
             return False
         self._is_waited_for, self._caller = True, allowed.caller
         if group_future is None:
-            self._begin(self._look_up(front.stored(parsed_get, scope), data))
+            self._begin(self._look_up(front.answer_get(parsed_get, scope), data))
         else:
-            group_future.add_done_callback(functools.partial(self._joined, parsed_get, data))
+            group_future.add_done_callback(functools.partial(self._send_joined, parsed_get, data))
         return True
 
-    def _joined(
+    def _send_joined(
         self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]
     ) -> None:
         """Sends the answer that came with those of others; else goes on alone, in a task."""
-        front = self._shared.front
-        if (body := front.joined(group_future)) is None:
-            self._begin(self._look_up(front.after(parsed_get, group_future), data))
+        front = self._shared.app
+        if (body := front.finish_joined(group_future)) is None:
+            self._begin(self._look_up(front.answer_after_join(parsed_get, group_future), data))
             return
         self._is_waited_for = False
-        self._caller.asked.requests += 1
+        self._caller.counts.requests += 1
         if self.transport.is_closing():
             return
         head = self._shared.heads.of(self.server_state.default_headers)
@@ -211,14 +220,14 @@ class LookupConnection(Connection):
 
     def _write(self, head: bytes, body: bytes) -> None:
         self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
-        self._done()
+        self._finish_request()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)
         self.server_state.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._finish_task)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
         self.server_state.tasks.discard(task)
         if task.cancelled():
             self.transport.close()
@@ -241,7 +250,7 @@ class LookupConnection(Connection):
             if self._is_ending:
                 super().shutdown()
         else:
-            self._caller.asked.requests += 1
+            self._caller.counts.requests += 1
             self._send(*answer)
         self._go_on()
 
@@ -253,13 +262,13 @@ class LookupConnection(Connection):
         if self._peer_closed:
             self.end_if_peer_has()
 
-    def _is_run(self, target: bytes, allowed: Allowed, digits: bytes, body: bytes) -> bool:
+    def _try_post(self, target: bytes, allowed: AllowedHeaders, digits: bytes, body: bytes) -> bool:
         """Runs a request with a body past uvicorn's parser and cycle: refused so it costs 14 to 24 us, not 50 to 78."""
         path, _, query = target.partition(b"?")
         if b"%" in path or not _TARGET.fullmatch(target):
             return False
         is_judged = allowed.is_unwatched  # who is watched is told of a refusal by whoever watches
-        if is_judged and (refusal := self._shared.front.refusal()) is not None:
+        if is_judged and (refusal := self._shared.app.refusal()) is not None:
             self._respond(refusal[0], refusal[1]["body"])
             return True
         scope: Scope = {
@@ -281,13 +290,13 @@ class LookupConnection(Connection):
         }
         if is_judged:
             scope[ADMITTED] = True
-        self._is_waited_for, self._cycle = True, Cycle(body)
+        self._is_waited_for, self._cycle = True, AsgiCycle(body)
         self._begin(self._run(scope, self._cycle))
         return True
 
-    async def _run(self, scope: Scope, cycle: Cycle) -> None:
+    async def _run(self, scope: Scope, cycle: AsgiCycle) -> None:
         try:
-            await self._shared.front(scope, cycle.receive, cycle.send)
+            await self._shared.app(scope, cycle.receive, cycle.send)
         except Exception:
             log.exception("a request failed")
         self._is_waited_for, self._cycle = False, None
@@ -320,6 +329,6 @@ def answered(body: bytes) -> tuple[Message, bytes]:
     return {"status": 200, "headers": headers}, body
 
 
-def protocol(shared: Shared) -> Callable[..., LookupConnection]:
+def protocol(shared: SharedState) -> Callable[..., LookupConnection]:
     """Returns the factory that uvicorn makes its connections with."""
     return functools.partial(LookupConnection, shared)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Peer(Protocol):
     """A connection that can be checked for progress, and dropped."""
 
-    def look(self, now_s: float) -> None:
+    def close_if_stalled(self, now_s: float) -> None:
         """Ends the connection if it has not moved on in time."""
 
     def drop(self) -> None:
@@ -32,10 +32,10 @@ class Connections:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.unread = UnreadAnswers(bounds.answers_bytes)
-        self.ended: Counter[str] = Counter()
+        self.ended_by_reason: Counter[str] = Counter()
         """Connections ended, by reason; without those that were ended by their peers or for idleness."""
         self._unasked: dict[Peer, None] = {}  # oldest first
-        self._told = 0
+        self._logged_count = 0
 
     def admit(self, connection: Peer, count: int) -> bool:
         """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
@@ -46,12 +46,12 @@ class Connections:
                 return False
             oldest = next(iter(unasked))
             del unasked[oldest]
-            self.ended["unasked"] += 1
+            self.ended_by_reason["unasked"] += 1
             oldest.drop()
         unasked[connection] = None
         return True
 
-    def asked(self, connection: Peer) -> None:
+    def discard_unasked(self, connection: Peer) -> None:
         """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
         self._unasked.pop(connection, None)
 
@@ -62,19 +62,23 @@ class Connections:
         shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_LOOK_S, shortest / 4)
 
-    async def look(self, connections: Collection[Peer], now_s: float) -> None:
+    async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
         """Looks at each connection, a few in a turn of the loop."""
         for number, connection in enumerate(list(connections), 1):
-            connection.look(now_s)
+            connection.close_if_stalled(now_s)
             if not number % _AT_ONCE:
                 await asyncio.sleep(0)
-        self._tell()
+        self._log_ended()
 
-    def _tell(self) -> None:
+    def _log_ended(self) -> None:
         """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
-        if (ended_count := self.ended.total()) > self._told:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended.most_common())
-            log.warning(
-                "%d connections ended (since the start: %s)", ended_count - self._told, reasons
+        if (ended_count := self.ended_by_reason.total()) > self._logged_count:
+            reasons = ", ".join(
+                f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
             )
-            self._told = ended_count
+            log.warning(
+                "%d connections ended (since the start: %s)",
+                ended_count - self._logged_count,
+                reasons,
+            )
+            self._logged_count = ended_count

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from cache.config.peers import Bounds
-from serving.http.http1_protocol import PIECE, Violation
+from serving.http.http1_protocol import PIECE, ProtocolViolation
 
 BEHIND = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
@@ -21,14 +21,14 @@ _REFUSALS = {
 Kind = Literal["silent", "head", "body", "write", "close"]
 
 
-class Stage(NamedTuple):
-    """The point at which a connection stands; `mark` differs as soon as it moved on."""
+class ConnectionStage(NamedTuple):
+    """The point at which a connection stands; `progress` differs as soon as it moved on."""
 
     kind: Kind
-    mark: tuple[int, ...] = ()
+    progress: tuple[int, ...] = ()
 
 
-class Excess(Violation):
+class BoundViolation(ProtocolViolation):
     """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
 
     def __init__(self, status: int) -> None:
@@ -36,29 +36,37 @@ class Excess(Violation):
         super().__init__(status, message)
 
 
-class Inbound:
+class InboundMeter:
     """Counters of one connection; beyond a bound they raise Excess."""
 
     __slots__ = (
-        "_behind", "_bounds", "_fields", "_head", "_quiet", "_since", "_stage",
-        "begun", "is_head", "is_whole",
+        "_behind",
+        "_bounds",
+        "_fields",
+        "_head",
+        "_quiet",
+        "_stage",
+        "_stage_began_at",
+        "is_head",
+        "is_whole",
+        "message_count",
     )  # fmt: skip
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self.begun = 0
+        self.message_count = 0
         self.is_head, self.is_whole = False, True
         self._head = self._fields = self._quiet = self._behind = 0
-        self._stage: Stage | None = None
-        self._since = 0.0
+        self._stage: ConnectionStage | None = None
+        self._stage_began_at = 0.0
 
     def begin(self, waiting: int) -> None:
         """Begins a message; raises Excess (429) if `waiting`, the others not answered yet, reaches `pipeline_max`."""
-        self.begun += 1
+        self.message_count += 1
         self.is_head, self.is_whole = True, False
         self._head = self._fields = self._quiet = 0
         if waiting >= self._bounds.pipeline_max:
-            raise Excess(429)
+            raise BoundViolation(429)
 
     def excess(self, data: bytes) -> int:
         """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
@@ -75,14 +83,14 @@ class Inbound:
         """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""
         self._head += size
         if self._head > self._bounds.head_bytes:
-            raise Excess(431)
+            raise BoundViolation(431)
 
     def field(self, size: int) -> None:
         """Adds a header field or trailer of `size` bytes; raises Excess (431) beyond `head_fields` or `head_bytes`."""
         self._fields += 1
         self._head += size
         if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
-            raise Excess(431)
+            raise BoundViolation(431)
 
     def body(self, size: int, *, is_behind: bool) -> None:
         """Adds bytes of a body; of those behind another, which nobody reads as yet, over BEHIND raise Excess (413)."""
@@ -90,7 +98,7 @@ class Inbound:
         if is_behind:
             self._behind += size
             if self._behind > BEHIND:
-                raise Excess(413)
+                raise BoundViolation(413)
 
     def answered(self) -> None:
         """Resets the bytes behind: a request before them has its answer."""
@@ -106,11 +114,11 @@ class Inbound:
         self._quiet += size
         return self._quiet <= self._bounds.head_bytes + PIECE
 
-    def late(self, stage: Stage | None, now_s: float) -> Kind | None:
+    def late(self, stage: ConnectionStage | None, now_s: float) -> Kind | None:
         """The kind of this stage if the connection has stood there for longer than it may."""
         if stage != self._stage:
-            self._stage, self._since = stage, now_s
-        elif stage is not None and now_s - self._since > self._allowed_s(stage.kind):
+            self._stage, self._stage_began_at = stage, now_s
+        elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
             self._stage = None
             return stage.kind
         return None

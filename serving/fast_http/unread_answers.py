@@ -28,43 +28,43 @@ class UnreadAnswers:
         self.bytes_max = bytes_max
         self.cut = 0
         """Connections cut off since the start."""
-        self._since: dict[Reader, float] = {}  # the longest first
+        self._waiting_since_by_reader: dict[Reader, float] = {}  # the longest first
         self._bytes: dict[Reader, int] = {}
-        self._held = 0
+        self._held_bytes = 0
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes held, as of when each connection was looked at last."""
-        return self._held
+        return self._held_bytes
 
     def add(self, reader: Reader, now_s: float) -> None:
         """Count what a connection holds whose buffer is full."""
-        self._since.setdefault(reader, now_s)
+        self._waiting_since_by_reader.setdefault(reader, now_s)
         self._count(reader)
-        if self._held > self.bytes_max:
+        if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
 
     def remove(self, reader: Reader) -> None:
         """Stop counting a connection that can be written to again, or is gone."""
-        if self._since.pop(reader, None) is not None:
-            self._held -= self._bytes.pop(reader)
+        if self._waiting_since_by_reader.pop(reader, None) is not None:
+            self._held_bytes -= self._bytes.pop(reader)
 
     def is_full(self, now_s: float) -> bool:
         """Return whether the budget is spent on peers that are not slow enough to be cut off."""
-        if self._held > self.bytes_max:
+        if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
-        return self._held > self.bytes_max
+        return self._held_bytes > self.bytes_max
 
     def _count(self, reader: Reader) -> None:
         size = reader.unread_bytes()
-        self._held += size - self._bytes.get(reader, 0)
+        self._held_bytes += size - self._bytes.get(reader, 0)
         self._bytes[reader] = size
 
     def _cut_slow(self, now_s: float) -> None:
-        for reader in self._since:
+        for reader in self._waiting_since_by_reader:
             self._count(reader)
-        for reader, full_since_s in list(self._since.items()):
-            if self._held <= self.bytes_max or now_s - full_since_s < SLOW_S:
+        for reader, full_since_s in list(self._waiting_since_by_reader.items()):
+            if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_S:
                 return
             self.remove(reader)
             self.cut += 1

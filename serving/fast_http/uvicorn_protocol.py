@@ -14,8 +14,8 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from serving.fast_http.connections import Connections
-from serving.fast_http.inbound import Excess, Inbound, Stage
-from serving.http.http1_protocol import PIECE, Http1Protocol, Violation
+from serving.fast_http.inbound import BoundViolation, ConnectionStage, InboundMeter
+from serving.http.http1_protocol import PIECE, Http1Protocol, ProtocolViolation
 
 _AT_ONCE = struct.pack("ii", 1, 0)
 _ENDING_MAX = 128
@@ -25,7 +25,7 @@ _ENDING_MAX = 128
 class Connection(Http1Protocol):
     """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
 
-    What comes is parsed within bounds (`Inbound`): beyond them the connection takes no more, and ends.
+    What comes is parsed within bounds (`InboundMeter`): beyond them the connection takes no more, and ends.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class Connection(Http1Protocol):
         self._was_asked = self._is_ending = self._is_full = False
         self._is_waited_for = False
         self._connections = connections
-        self._inbound = Inbound(connections.bounds)
+        self._inbound = InboundMeter(connections.bounds)
         super().__init__(*arguments, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,13 +47,13 @@ class Connection(Http1Protocol):
         super().connection_made(transport)
         count = len(self.connections)
         if not self._connections.admit(self, count):
-            self.refuse(Excess(503))
+            self.refuse(BoundViolation(503))
             if count > self._connections.bounds.connections_max + _ENDING_MAX:
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
-        self._connections.asked(self)
+        self._connections.discard_unasked(self)
         self._connections.unread.remove(self)
         super().connection_lost(exc)
         if self.pipeline:
@@ -65,14 +65,14 @@ class Connection(Http1Protocol):
     def data_received(self, data: bytes) -> None:
         """Refuses what is seen to be too much before any of it is read."""
         if not (self.is_deaf or self._unread) and (status := self._inbound.excess(data)):
-            self.refuse(Excess(status))
+            self.refuse(BoundViolation(status))
         super().data_received(data)
 
     def read_piece(self, data: bytes) -> None:
         """Reads a piece, then looks whether more has come of a head than it may have."""
         super().read_piece(data)
         if not self.is_deaf and not self._inbound.fed(len(data)):
-            self.refuse(Excess(431))
+            self.refuse(BoundViolation(431))
 
     def on_message_begin(self) -> None:
         """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""
@@ -94,7 +94,7 @@ class Connection(Http1Protocol):
     def on_headers_complete(self) -> None:
         """Notes that the head is complete and the connection has asked, then goes on as uvicorn does."""
         self._inbound.is_head = False
-        self._connections.asked(self)
+        self._connections.discard_unasked(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -143,15 +143,15 @@ class Connection(Http1Protocol):
         if not self._is_waited_for:
             self.transport.abort()
 
-    def look(self, now_s: float) -> None:
+    def close_if_stalled(self, now_s: float) -> None:
         """Ends the connection if it has stood where it stands for longer than it may."""
         kind = self._inbound.late(self._stage(), now_s)
         if kind is None:
             return
         if kind == "head":
-            self.refuse(Excess(408))
+            self.refuse(BoundViolation(408))
             return
-        self._connections.ended[kind] += 1
+        self._connections.ended_by_reason[kind] += 1
         if kind in ("write", "close"):
             self._reset()
         else:
@@ -163,7 +163,7 @@ class Connection(Http1Protocol):
 
     def cut_off(self) -> None:
         """End the connection at once: others need the room of its unread answers."""
-        self._connections.ended["unread"] += 1
+        self._connections.ended_by_reason["unread"] += 1
         self._reset()
 
     def _reset(self) -> None:
@@ -173,29 +173,33 @@ class Connection(Http1Protocol):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self.transport.abort()
 
-    def _stage(self) -> Stage | None:
+    def _stage(self) -> ConnectionStage | None:
         """The stage in which the peer is to move next; None while that is up to the application or the idle clock."""
         is_closing = self.transport.is_closing()
         if is_closing or self._is_full:
             unsent_bytes = self.transport.get_write_buffer_size()
-            return Stage("close" if is_closing else "write", (unsent_bytes >> 16,))
+            return ConnectionStage("close" if is_closing else "write", (unsent_bytes >> 16,))
         if self._is_waited_for or self.is_discarding:
             return None
         if not self._open:
-            return Stage("silent") if self.timeout_keep_alive_task is None else None
+            return ConnectionStage("silent") if self.timeout_keep_alive_task is None else None
         if self.is_awaited or self._inbound.is_whole:
             return None
-        return Stage("head" if self._inbound.is_head else "body", (self._inbound.begun,))
+        return ConnectionStage(
+            "head" if self._inbound.is_head else "body", (self._inbound.message_count,)
+        )
 
     @property
     def is_awaited(self) -> bool:
         """Return True if a request is not answered yet."""
         return self._is_waited_for or super().is_awaited
 
-    def refuse(self, violation: Violation) -> None:
+    def refuse(self, violation: ProtocolViolation) -> None:
         """Count the end of a connection that passes a bound, then refuse its next request."""
-        if isinstance(violation, Excess) and not (self.is_deaf or self.transport.is_closing()):
-            self._connections.ended[violation.kind] += 1
+        if isinstance(violation, BoundViolation) and not (
+            self.is_deaf or self.transport.is_closing()
+        ):
+            self._connections.ended_by_reason[violation.kind] += 1
         super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -219,11 +223,11 @@ class Connection(Http1Protocol):
             headers.append((b"connection", b"close"))
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
-        self._done()
+        self._finish_request()
         if closes or self._is_ending:
             self.close_in_stages()
 
-    def _done(self) -> None:
+    def _finish_request(self) -> None:
         self.server_state.total_requests += 1
         if self.timeout_keep_alive_task is None:
             self._wait()
@@ -231,7 +235,7 @@ class Connection(Http1Protocol):
 
     def _wait(self) -> None:
         self._was_asked = False
-        self._connections.asked(self)
+        self._connections.discard_unasked(self)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )

@@ -7,25 +7,25 @@ import orjson
 from cache.errors import InvalidInput
 from cache.format.manifest import Table
 from serving.access.callers import spend
-from serving.fast_lookup.batch import Batches
-from serving.generations.served_set import Holding
+from serving.fast_lookup.batch import BatchLookups
+from serving.generations.served_set import ServedGenerations
 from serving.lookup.service import LookupService
 from serving.rendering.answer_fields import JSON
-from serving.rendering.batch_result import Lookup
+from serving.rendering.batch_result import BatchRequest
 from serving.requests import fast_parse, lookup_arrow
-from serving.requests.content import LARGE, Scope, beside, lookup_of, peek, refuse
+from serving.requests.content import LARGE, Scope, lookup_of, peek, refuse, run_in_thread_if_large
 from serving.requests.errors import Problem
-from serving.requests.models import Ask, RequestOptions
+from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.negotiation import Form, Forms
 
 _JSON_BOTH = Forms("json", "json")
 
 
-class Posted:
+class PostedLookups:
     """Answers posted lookups as the routes do; None for what is refused, which is theirs to say."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
-        self.batches = Batches(service, clock)
+        self.batches = BatchLookups(service, clock)
         self._service = service
 
     async def answer(
@@ -35,11 +35,11 @@ class Posted:
         form: Forms,
         table: Table,
         deadline_s: float,
-        served: Holding,
+        served: ServedGenerations,
         started: float,
     ) -> bytes | None:
         """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
-        batch = self._batch(scope, body, form.sent)
+        batch = self._batch(scope, body, form.request_form)
         if batch is None:
             if form != _JSON_BOTH:
                 return None
@@ -53,8 +53,8 @@ class Posted:
             return None
         options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
         options = fast_parse.tighter(options, deadline_s)
-        lookup = Lookup(served, table, batch.raws, options, started)
-        answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer
+        lookup = BatchRequest(served, table, batch.raws, options, started)
+        answered = self.batches.stream if form.response_form == "arrow" else self.batches.answer
         return await answered(lookup)
 
     def _batch(self, scope: Scope, body: bytes, form: Form) -> fast_parse.IdBatch | None:
@@ -77,24 +77,28 @@ class Posted:
         body: bytes,
         table: str,
         deadline_s: float,
-        served: Holding,
+        served: ServedGenerations,
         started: float,
     ) -> bytes | None:
         service, limits = self._service, self._service.limits
         try:
-            request = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
+            request = await run_in_thread_if_large(
+                body, lambda: lookup_of(scope, body, "json", table, limits)
+            )
             # No namespace but the own one is known here.
             if request.options.arm is not None or request.options.generation is not None:
                 return None
             service.metrics.stage("parse", service.timer() - started)
             spend(scope, len(request.entities))
-            request = Ask(request.entities, fast_parse.tighter(request.options, deadline_s))
+            request = LookupRequest(
+                request.entities, fast_parse.tighter(request.options, deadline_s)
+            )
             lookup = service.lookup(is_reshaped=request.options.is_reshaped)
             answers = await lookup(served, request, started)
         except (Problem, InvalidInput) as error:
             refuse(scope, error)
             return None
-        return orjson.dumps({"answers": service.marked(answers)}, option=JSON)
+        return orjson.dumps({"answers": service.attach_staleness(answers)}, option=JSON)
 
 
 def refuses(table: Table, k: int | None) -> bool:

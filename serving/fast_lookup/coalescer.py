@@ -1,7 +1,7 @@
 """Lookups of one plain id that come in the same turn of the event loop, answered as one batch.
 
 What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count.
-32 lookups in flight take 0.63 to 0.70 of the time that they take one by one; 8 gain nothing (`LEAST`).
+32 lookups in flight take 0.63 to 0.70 of the time that they take one by one; 8 gain nothing (`GROUP_SIZE_MIN`).
 """
 
 import asyncio
@@ -12,137 +12,137 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tiers.batches import Rows, Wants
-from cache.tiers.results import Outcome
-from serving.answers.sources import STORED, Source
-from serving.fast_lookup.batch import Batches, outcome_at
-from serving.fast_lookup.single_request import Get
+from cache.tiers.batches import RecordKeys, Rows
+from cache.tiers.results import ReadResult
+from serving.answers.sources import STORED_SOURCES, Source
+from serving.fast_lookup.batch import BatchLookups, outcome_at
+from serving.fast_lookup.single_request import SingleRequest
 from serving.lookup.service import LookupService
-from serving.rendering.batch_result import Lookup
+from serving.rendering.batch_result import BatchRequest
 from serving.rendering.json_batch import texts_of
 from serving.requests.models import RequestOptions
-from serving.usage.answer_sampling import Pick
+from serving.usage.answer_sampling import AnswerSample
 
-LEAST = 8
+GROUP_SIZE_MIN = 8
 """Lookups in a group at least: fewer cost less one by one."""
 
-MOST = 128
+GROUP_SIZE_MAX = 128
 """Answers rendered before others may use the event loop."""
 
-TURNS_MAX = 4
+ITERATIONS_MAX = 4
 """Turns of the event loop that a group waits for more while each brings some."""
 
 log = logging.getLogger(__name__)
 
 
-Told = bytes | Outcome | None
+GroupResult = bytes | ReadResult | None
 """The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
 
 
-class _Member(NamedTuple):
-    get: Get
-    told: asyncio.Future[Told]
+class _GroupMember(NamedTuple):
+    get: SingleRequest
+    result: asyncio.Future[GroupResult]
 
-    def tell(self, group_result: Told) -> None:
-        if not self.told.done():
-            self.told.set_result(group_result)
+    def resolve(self, group_result: GroupResult) -> None:
+        if not self.result.done():
+            self.result.set_result(group_result)
 
 
-class Together:
+class GetCoalescer:
     """Coalescer of single lookups into batches; for one event loop only."""
 
     def __init__(
-        self, service: LookupService, batches: Batches, clock: Callable[[], float]
+        self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]
     ) -> None:
         self._service = service
         self._batches = batches
         self._clock = clock
-        self._turn: dict[tuple[int, str, int], list[_Member]] = {}
-        self._is_open, self._until = False, 0.0
-        self._came = self._seen = self._turns = self._expected = 0
+        self._members_by_key: dict[tuple[int, str, int], list[_GroupMember]] = {}
+        self._is_open, self._l2_due_at = False, 0.0
+        self._arrivals = self._previous_arrivals = self._iterations = self._expected = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def have_time(self, get: Get) -> bool:
+    def has_time(self, get: SingleRequest) -> bool:
         """Returns whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
         if not self._is_open:  # else told by the first request of the turn
-            self._until = self._service.timer() + self._service.l2_bound_s()
-        return get.started + get.options.deadline_s >= self._until
+            self._l2_due_at = self._service.timer() + self._service.l2_bound_s()
+        return get.started + get.options.deadline_s >= self._l2_due_at
 
-    def _still_have_time(self, members: list[_Member]) -> bool:
+    def _has_time_for_all(self, members: list[_GroupMember]) -> bool:
         l2_ends_at = self._service.timer() + self._service.l2_bound_s()
         return min([get.started + get.options.deadline_s for get, _ in members]) >= l2_ends_at
 
-    def pays(self) -> bool:
+    def note_arrival(self) -> bool:
         """Counts one more request; returns whether it is likely to have company: as many came together of late."""
         if not self._is_open:
             # Runs after every callback that is ready now, so whoever asks in this turn comes along.
             asyncio.get_running_loop().call_soon(self._flush)
             self._is_open = True
-        self._came += 1
+        self._arrivals += 1
         return self.is_busy
 
     @property
     def is_busy(self) -> bool:
         """True if as many requests as make a group came together of late; counts nothing."""
-        return self._expected >= LEAST
+        return self._expected >= GROUP_SIZE_MIN
 
-    def ask(self, get: Get) -> asyncio.Future[Told]:
+    def join(self, get: SingleRequest) -> asyncio.Future[GroupResult]:
         """Returns the future result of a request that is counted and has the time that L2 may take."""
-        result_future: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        key = get.holding.live.stamp, get.asked.table, get.k
-        members = self._turn.setdefault(key, [])
-        members.append(_Member(get, result_future))
-        if len(members) == MOST:
-            self._start(self._turn.pop(key))
+        result_future: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
+        key = get.served.live.stamp, get.lookup.table, get.k
+        members = self._members_by_key.setdefault(key, [])
+        members.append(_GroupMember(get, result_future))
+        if len(members) == GROUP_SIZE_MAX:
+            self._start(self._members_by_key.pop(key))
         return result_future
 
     def _flush(self) -> None:
-        self._turns += 1
-        if self._came > self._seen and self._turns < TURNS_MAX:
-            self._seen = self._came
+        self._iterations += 1
+        if self._arrivals > self._previous_arrivals and self._iterations < ITERATIONS_MAX:
+            self._previous_arrivals = self._arrivals
             asyncio.get_running_loop().call_soon(self._flush)  # whoever comes next comes along, too
             return
-        members_by_key, self._turn = self._turn, {}
+        members_by_key, self._members_by_key = self._members_by_key, {}
         # Callers come in waves: a small one between large ones says little.
-        self._expected, self._is_open = max(self._came, self._expected // 2), False
-        self._came = self._seen = self._turns = 0
+        self._expected, self._is_open = max(self._arrivals, self._expected // 2), False
+        self._arrivals = self._previous_arrivals = self._iterations = 0
         for members in members_by_key.values():
             self._start(members)
 
-    def _start(self, members: list[_Member]) -> None:
-        if len(members) < LEAST:
-            _leave(members)
+    def _start(self, members: list[_GroupMember]) -> None:
+        if len(members) < GROUP_SIZE_MIN:
+            _release(members)
             return
         task = asyncio.get_running_loop().create_task(self._answer(members))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, members: list[_Member]) -> None:
+    async def _answer(self, members: list[_GroupMember]) -> None:
         try:
             # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
-            if self._still_have_time(members):
-                await self._tell(_lookup(members), members)
+            if self._has_time_for_all(members):
+                await self._resolve_group(_lookup(members), members)
         except Exception:  # each goes on alone, and fails alone
             log.exception("answering together failed")
         finally:
-            _leave(members)
+            _release(members)
 
-    async def _tell(self, lookup: Lookup, members: list[_Member]) -> None:
-        record_keys = _wants(lookup, members)
+    async def _resolve_group(self, lookup: BatchRequest, members: list[_GroupMember]) -> None:
+        record_keys = _build_record_keys(lookup, members)
         read_rows, is_plain = await self._batches.read(lookup, record_keys)
         for index in np.flatnonzero(~is_plain).tolist():
-            members[index].tell(outcome_at(read_rows, index))
+            members[index].resolve(outcome_at(read_rows, index))
         if np.count_nonzero(is_plain):
-            self._tell_plain(lookup, members, read_rows, is_plain)
+            self._resolve_plain(lookup, members, read_rows, is_plain)
 
-    def _tell_plain(
+    def _resolve_plain(
         self,
-        lookup: Lookup,
-        members: list[_Member],
+        lookup: BatchRequest,
+        members: list[_GroupMember],
         read_rows: Rows,
         is_plain: NDArray[np.bool_],
     ) -> None:
-        live = lookup.holding.live
+        live = lookup.served.live
         plain_members = [members[index] for index in np.flatnonzero(is_plain).tolist()]
         is_l2 = read_rows.is_l2[is_plain].tolist()
         rows = (
@@ -150,59 +150,59 @@ class Together:
             if len(plain_members) == len(is_plain)
             else read_rows.records[is_plain]
         )
-        static_tail = self._batches.marks(live)
+        static_tail = self._batches.get_static_tail(live)
         ends = static_tail.ends(static_tail.age(self._clock()))
         by_tier = ends[Source.L1], ends[Source.L2]
         bodies = texts_of(
             live,
             lookup.table,
-            [get.asked.id for get, _ in plain_members],
+            [get.lookup.id for get, _ in plain_members],
             rows,
             lookup.k,
             [by_tier[is_from_l2] for is_from_l2 in is_l2],
         )
         now_s, watch = self._service.timer(), self._service.ladder.watch
-        sampler, read = watch.picks, list[int | bytes]()
+        sampler, read = watch.sampler, list[int | bytes]()
         for at, (member, body, is_from_l2) in enumerate(
             zip(plain_members, bodies, is_l2, strict=True)
         ):
-            if member.told.done():  # its caller has left
+            if member.result.done():  # its caller has left
                 continue
-            get, tier = member.get, STORED[is_from_l2]
-            name = get.asked.table, get.asked.raw
+            get, tier = member.get, STORED_SOURCES[is_from_l2]
+            name = get.lookup.table, get.lookup.raw
             self._service.ladder.recent.append(name)
-            self._service.metrics.hot(name[0], tier, now_s - get.started)
+            self._service.metrics.count_fast_answers(name[0], tier, now_s - get.started)
             if not is_from_l2 and static_tail.stale is None:
                 start = body[: -len(ends[Source.L1])]
                 is_facet = get.table.is_facet
                 ready = static_tail.ready(
                     start, name, get.request, get.events, by_attributes=is_facet
                 )
-                self._service.tiers.keep(live.view, get.want, ready)
-            member.told.set_result(body)
+                self._service.tiers.keep(live.view, get.record_key, ready)
+            member.result.set_result(body)
             if is_from_l2:
-                read.append(get.want.key)
-            sampler.left -= 1
-            if sampler.left < 0:
-                sampler.places(1)
+                read.append(get.record_key.key)
+            sampler.countdown -= 1
+            if sampler.countdown < 0:
+                sampler.draw_indices(1)
                 record = rows[at].tobytes()
-                sampler.put(Pick(
+                sampler.put(AnswerSample(
                     live.generation, *name, tier, "batch", self._clock(), lookup.k, record
                 ))  # fmt: skip
         if read:
             watch.read_many(live.generation, lookup.table.name, read)
 
 
-def _lookup(members: Sequence[_Member]) -> Lookup:
+def _lookup(members: Sequence[_GroupMember]) -> BatchRequest:
     first = members[0].get
     options = RequestOptions(min([get.options.deadline_s for get, _ in members]), first.k)
-    raws = [get.asked.raw for get, _ in members]
-    return Lookup(first.holding, first.table, raws, options, first.started)
+    raws = [get.lookup.raw for get, _ in members]
+    return BatchRequest(first.served, first.table, raws, options, first.started)
 
 
-def _wants(lookup: Lookup, members: Sequence[_Member]) -> Wants:
-    record_keys = [get.want for get, _ in members]
-    return Wants(
+def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) -> RecordKeys:
+    record_keys = [get.record_key for get, _ in members]
+    return RecordKeys(
         lookup.table,
         [cast(int, record_key.key) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
@@ -211,6 +211,6 @@ def _wants(lookup: Lookup, members: Sequence[_Member]) -> Wants:
     )
 
 
-def _leave(members: list[_Member]) -> None:
+def _release(members: list[_GroupMember]) -> None:
     for member in members:
-        member.tell(None)
+        member.resolve(None)

@@ -15,13 +15,13 @@ from starlette.types import Message, Receive, Scope
 from serving.access.callers import caller_of
 from serving.admission.work_pacer import waited_in
 from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.fast_lookup.batch_request import Posted, refuses
-from serving.fast_lookup.coalescer import Told
-from serving.fast_lookup.ready_counts import SentReady
-from serving.fast_lookup.single import Singles
-from serving.fast_lookup.single_request import Get
-from serving.generations.served_set import Holding
-from serving.lookup.entity import made_under_filter, plain_want
+from serving.fast_lookup.batch_request import PostedLookups, refuses
+from serving.fast_lookup.coalescer import GroupResult
+from serving.fast_lookup.ready_counts import SentAnswers
+from serving.fast_lookup.single import SingleLookups
+from serving.fast_lookup.single_request import SingleRequest
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.entity import find_plain_record_key, with_filter_table
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
@@ -39,7 +39,7 @@ POST_ROUTE = "POST /v1/lookup/{table}"
 log = logging.getLogger(__name__)
 
 
-class Hot:
+class FastLookups:
     """The hot route: needs what the routes need, and the tiers; every method answers None for what is not its own."""
 
     def __init__(
@@ -49,26 +49,28 @@ class Hot:
         is_traced: Callable[[Scope], bool] | None = None,
     ) -> None:
         self._service = service
-        self._shelf = service.follower.shelf
+        self._holder = service.follower.holder
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
-        self._newer = service.ladder.newer
-        self._events = self._newer.packed.get
+        self._newer_events = service.ladder.newer_events
+        self._events = self._newer_events.packed.get
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
         self.answer = self._answer
-        self._sent = SentReady(service, clock, self._arm if service.observes else _nothing)
+        self._sent_answers = SentAnswers(
+            service, clock, self._arm if service.observes else _skip_timing
+        )
         if service.observes:
             self._metrics.at_flips.append(self._arm)
-            self._metrics.tally.flushes.append(self._sent.flush)
+            self._metrics.tally.flushes.append(self._sent_answers.flush)
             self._arm()
         self._timer, self._clock = service.timer, clock
         self._queries = QueryOptions(service.limits)
         self._is_traced = is_traced
         self._gate = service.gate()
-        self._posted = Posted(service, clock)
-        self._singles = Singles(service, self._posted.batches, clock)
+        self._posted = PostedLookups(service, clock)
+        self._singles = SingleLookups(service, self._posted.batches, clock)
         self._starts: dict[int, Message] = {}
 
     def ready(self, scope: Scope) -> Messages | None:
@@ -76,33 +78,35 @@ class Hot:
         caller = caller_of(scope)
         if not caller.may("read") or caller.quota is not None:  # a quota is taken further below
             return None
-        if not self.takes(scope["headers"]) or (self._is_traced and self._is_traced(scope)):
+        if not self.can_use_fast_path(scope["headers"]) or (
+            self._is_traced and self._is_traced(scope)
+        ):
             return None
         query, path = scope["query_string"], scope.get("raw_path") or b""
         body = self.answer(path + b"?" + query if query else path)
         return None if body is None else self._messages(body)
 
-    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Returns whether a lookup with these headers may have a ready answer."""
-        return self._gate.takes(headers)
+        return self._gate.can_use_fast_path(headers)
 
     def _answer(self, target: bytes) -> bytes | None:
         """The body for a GET that was answered before (path and query as they came), from L1, its age as of now."""
         ready = self._ready(target)
         if ready is None:
             return None
-        served, sent_answers = self._shelf.holding, self._sent
-        if served is None or self._shelf.is_divided or self._concerns.text is not None:
+        served, sent_answers = self._holder.served, self._sent_answers
+        if served is None or self._holder.is_divided or self._concerns.text is not None:
             return None
         if ready.stamp != served.live.stamp and ready.stamp != served.live.values_stamp:
             return None
-        if self._events(ready.asked[1]) is not ready.events:
+        if self._events(ready.table_and_id[1]) is not ready.events:
             return None
-        if ready.touch is not None:
+        if ready.access is not None:
             sent_answers.touched(ready)
         sent_answers.append(ready)
         if len(sent_answers) >= sent_answers.due:
-            sent_answers.turn()
+            sent_answers.flush_or_time()
         age = orjson.dumps(round(self._clock() - ready.data_until, 3))
         return b"".join((ready.head, age, ready.tail))
 
@@ -114,19 +118,19 @@ class Hot:
         started = self._timer()
         body = self._answer(target)
         if body is not None:
-            self._sent.times.append(seconds := self._timer() - started)
+            self._sent_answers.times.append(seconds := self._timer() - started)
             if self._metrics.is_flipping:
                 self._metrics.flip_answer_seconds.observe(seconds)
             else:
                 self.answer = self._answer
         return body
 
-    def asked(self, scope: Scope) -> Get | None:
+    def parse_get(self, scope: Scope) -> SingleRequest | None:
         """A GET of one id, parsed and looked up in the directory; None for what is not this route's."""
         if not caller_of(scope).may("read"):  # first: what a stranger asks leaves no trace
             return None
         started = self._timer()
-        deadline_s, served = self._gate.headers.deadline_s(scope["headers"]), self._holding()
+        deadline_s, served = self._gate.headers.deadline_s(scope["headers"]), self._get_served()
         if deadline_s is None or served is None:
             return None
         single_lookup = fast_parse.single(scope.get("raw_path") or b"")
@@ -136,14 +140,14 @@ class Hot:
         table = live.manifest.tables.get(single_lookup.table)
         if table is None or refuses(table, options.k):
             return None
-        record_key, filter_mask = plain_want(live, table, single_lookup.raw), None
+        record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw), None
         if options.filter is not None:
             # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
             if live.filtering is not None and table.kind == "topk" and not table.is_facet:
-                filter_mask = live.filtering.kept(options.filter)
+                filter_mask = live.filtering.get_cached(options.filter)
             if filter_mask is None:
                 return None
-            record_key = made_under_filter(live, record_key, options)
+            record_key = with_filter_table(live, record_key, options)
         options = fast_parse.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
@@ -153,8 +157,8 @@ class Hot:
             and live.changed_facet(table) is None
         )
         if (events := self._events(single_lookup.raw)) is not None:
-            is_plain = is_plain and not self._newer.changes(live, table, single_lookup.raw)
-        return Get(
+            is_plain = is_plain and not self._newer_events.changes(live, table, single_lookup.raw)
+        return SingleRequest(
             served,
             table,
             single_lookup,
@@ -167,11 +171,11 @@ class Hot:
             events,
         )
 
-    def joins(self, parsed_get: Get) -> asyncio.Future[Told] | None:
+    def try_join(self, parsed_get: SingleRequest) -> asyncio.Future[GroupResult] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
-        return self._singles.joins(parsed_get)
+        return self._singles.try_join(parsed_get)
 
-    def joined(self, group_future: asyncio.Future[Told]) -> bytes | None:
+    def finish_joined(self, group_future: asyncio.Future[GroupResult]) -> bytes | None:
         """The body that came with those of others, counted; None if whoever joined has to go on alone."""
         body = group_future.result()
         if not isinstance(body, bytes):
@@ -180,7 +184,7 @@ class Hot:
         return body
 
     async def get(
-        self, parsed_get: Get, group_future: asyncio.Future[Told] | None = None
+        self, parsed_get: SingleRequest, group_future: asyncio.Future[GroupResult] | None = None
     ) -> Messages | None:
         """The answer to a GET of one id, which may have joined others before."""
         singles = self._singles
@@ -188,7 +192,7 @@ class Hot:
             if group_future is None:
                 body = await singles.answer(parsed_get)
             else:
-                body = await singles.after(parsed_get, group_future.result())
+                body = await singles.answer_after_join(parsed_get, group_future.result())
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None
@@ -202,7 +206,7 @@ class Hot:
         started, path = self._timer() - waited_in(scope), scope.get("raw_path") or b""
         if not path.startswith(fast_parse.PREFIX) or not caller_of(scope).may("read"):
             return None, receive
-        if (served := self._holding()) is None:
+        if (served := self._get_served()) is None:
             return None, receive
         try:
             table = served.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))
@@ -217,7 +221,7 @@ class Hot:
             return None, receive
         body, replay_receive = await self._gate.body(scope, receive)
         # Captured once more: the body may have taken its time.
-        if body is None or self._holding() is not served:
+        if body is None or self._get_served() is not served:
             return None, replay_receive
         try:
             response_body = await self._posted.answer(
@@ -231,13 +235,13 @@ class Hot:
         if response_body is None:
             return None, replay_receive
         self._requests[POST_ROUTE] += 1
-        return _arrow(response_body) if form.wanted == "arrow" else self._messages(
+        return _arrow(response_body) if form.response_form == "arrow" else self._messages(
             response_body
         ), replay_receive
 
-    def _holding(self) -> Holding | None:
+    def _get_served(self) -> ServedGenerations | None:
         """The generations to answer from; None while there are none, or a canary or experiments take some requests."""
-        return None if self._shelf.is_divided else self._shelf.holding
+        return None if self._holder.is_divided else self._holder.served
 
     def _messages(self, body: bytes) -> Messages:
         length = len(body)
@@ -252,7 +256,7 @@ class Hot:
         return start, {"type": "http.response.body", "body": body}
 
 
-def _nothing() -> None:
+def _skip_timing() -> None:
     """Times no answer."""
 
 

@@ -2,29 +2,29 @@
 
 from typing import NamedTuple
 
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.format.manifest import Table
-from cache.tiers.tiered import Want
-from serving.generations.served_set import Holding
-from serving.lookup.entity import Case, plain_case
-from serving.requests.fast_parse import Single
+from cache.tiers.tiered import RecordKey
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.entity import PendingAnswer, build_plain_pending
+from serving.requests.fast_parse import ParsedLookup
 from serving.requests.models import RequestedEntity, RequestOptions
 
 
-class Get(NamedTuple):
-    """A parsed request: `holding` is what it captured, `want` what the night has for the id, `started` monotonic."""
+class SingleRequest(NamedTuple):
+    """Parsed request: `served` is what it captured, `record_key` the night's record of the id, `started` monotonic."""
 
-    holding: Holding
+    served: ServedGenerations
     table: Table
-    asked: Single
-    want: Want
+    lookup: ParsedLookup
+    record_key: RecordKey
     options: RequestOptions
     started: float
     request: bytes
     """Path and query, by which a ready answer is kept."""
     is_plain: bool
     """True if a record of the night may answer it."""
-    passing: Passing | None = None
+    filter_mask: FilterMask | None = None
     """Items that pass its filter; None without one."""
     events: bytes | None = None
     """Events in memory of a user with this id when it came, as they were kept."""
@@ -35,8 +35,8 @@ class Get(NamedTuple):
         return self.table.layout.width if self.options.k is None else self.options.k
 
     @property
-    def case(self) -> Case:
+    def pending_answer(self) -> PendingAnswer:
         """The request as the ladder has it."""
-        single_lookup = self.asked
+        single_lookup = self.lookup
         entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
-        return plain_case(self.holding.live, self.table, self.k, self.want, entity)
+        return build_plain_pending(self.served.live, self.table, self.k, self.record_key, entity)

@@ -20,14 +20,14 @@ from cache.format.redis_keys import Keyspace
 from cache.resp.parsers import ASYNC_BOUNDED
 from cache.resp.reply_shapes import check_replies
 from cache.store.blocklist import Blocklist
-from serving.answers.reasons import Stale
+from serving.answers.reasons import StaleReason
 from serving.fresh.newer_events import NO_LIMIT, NewerEvents
-from serving.generations.holder import Shelf
+from serving.generations.holder import GenerationHolder
 from serving.generations.redis_clock import RedisClock
 
 log = logging.getLogger(__name__)
 
-BEHIND: Final = Stale.EVENTS_BEHIND
+BEHIND: Final = StaleReason.EVENTS_BEHIND
 """Reason why answers may lag: events were accepted that are not counted here."""
 
 _AT_ONCE = 256
@@ -45,7 +45,7 @@ Note = Callable[[str | None], None]
 
 
 class EventFollower:
-    """Keeps `newer` complete from the oldest generation held on, within `limit_bytes`; for one event loop only.
+    """Keeps `newer_events` complete from the oldest generation held on, within `limit_bytes`; for one event loop only.
 
     Beyond that nothing more is taken in until a night has taken some over: then, while Redis is out of reach, and until
     the stream was read through for the first time, `note` is told.
@@ -56,7 +56,7 @@ class EventFollower:
         url: str,
         keyspace: Keyspace,
         newer_events: NewerEvents,
-        holder: Shelf,
+        holder: GenerationHolder,
         note: Note,
         *,
         limit_bytes: int,
@@ -66,8 +66,8 @@ class EventFollower:
         """Entries of the stream that are no events."""
         self._url = url
         self._stream = keyspace.events
-        self.newer = newer_events
-        self._shelf = holder
+        self.newer_events = newer_events
+        self._holder = holder
         self._note = note
         self.limit_bytes = limit_bytes
         self._timer = timer
@@ -77,7 +77,7 @@ class EventFollower:
         """Since when there is something to follow and nothing was read yet, by `timer`."""
         self._blocklist = Blocklist()
         # Made once for each list: of 100,000 it takes 6 ms.
-        self._blocked, self._free = _Sources(), _Sources()
+        self._blocked, self._free = _EventOwners(), _EventOwners()
         self._is_at_end, self._at_end_at = False, 0.0
 
     async def run(self) -> None:
@@ -123,18 +123,18 @@ class EventFollower:
         if floor is None:
             self._catch_up()
             return False
-        await self._take_blocklist(client, self._shelf.blocklist)
+        await self._take_blocklist(client, self._holder.blocklist)
         if self._floor is None:
             await self._read_whole(client, floor)
         elif floor < self._floor:
             await self._read_earlier(client, floor, self._floor)
         elif floor > self._floor:
             await self._drop(floor)
-        if self.newer.size_bytes >= self.limit_bytes:
+        if self.newer_events.size_bytes >= self.limit_bytes:
             self._fall_behind()
             return False
         wait_ms = wait_ms if self._is_at_end else None
-        if await self._read(client, self.newer, wait_ms) < _AT_ONCE:
+        if await self._read(client, self.newer_events, wait_ms) < _AT_ONCE:
             self._catch_up()
         else:
             self._is_at_end = False
@@ -151,16 +151,16 @@ class EventFollower:
             return 0.0
         if self._floor is None:
             return 0.0 if self._waits_since is None else self._timer() - self._waits_since
-        latest_event_at = Position.of_number(self.newer.users.last).ms / 1000
+        latest_event_at = Position.of_number(self.newer_events.users.last).ms / 1000
         return max(0.0, self._clock() - max(latest_event_at, self._at_end_at))
 
     def _wanted_floor(self) -> int | None:
         """Oldest position that generations held were made at; None where none tells of any."""
-        served = self._shelf.holding
+        served = self._holder.served
         if served is None:
             return None
         return min(
-            [snapshot.events.until for snapshot in served.snapshots if snapshot.events],
+            [snapshot.events.until_number for snapshot in served.snapshots if snapshot.events],
             default=None,
         )
 
@@ -171,7 +171,7 @@ class EventFollower:
         wait_ms: int | None,
         *,
         until_number: int = NO_LIMIT,
-        of: "_Sources | None" = None,
+        of: "_EventOwners | None" = None,
     ) -> int:
         """Takes the next entries in, up to a position's number, of some sources or all; how many there were."""
         last = str(Position.of_number(newer_events.users.last))
@@ -196,11 +196,11 @@ class EventFollower:
 
     async def _take_blocklist(self, client: Redis, blocklist: Blocklist) -> None:
         """Forgets events of who is blocked now, and reads again those of who is no more."""
-        newer_events = self.newer
+        newer_events = self.newer_events
         if blocklist is not self._blocklist:
             previous_sources, self._blocked = self._blocked, _blocked(blocklist)
             self._blocklist = blocklist
-            self._free = _Sources(
+            self._free = _EventOwners(
                 (self._free.users | previous_sources.users) - self._blocked.users,
                 (self._free.items | previous_sources.items) - self._blocked.items,
             )
@@ -211,17 +211,19 @@ class EventFollower:
             newer_events.forget(*self._free)  # where this was tried before, and an outage ended it
             await self._read_aside(client, self._floor, newer_events.users.last, self._free)
             if self._free.items:
-                self._shelf.look_again()
-        self._free = _Sources()
+                self._holder.recheck_values()
+        self._free = _EventOwners()
 
     async def _read_earlier(self, client: Redis, floor: int, known_floor: int) -> None:
         """Reads what lies before everything that is known."""
         if await self._read_aside(client, floor, known_floor):
-            self.newer.users.since = self.newer.values.since = floor
+            self.newer_events.users.complete_after_number = (
+                self.newer_events.values.complete_after_number
+            ) = floor
             self._floor = floor
 
     async def _read_aside(
-        self, client: Redis, after: int, until_number: int, of: "_Sources | None" = None
+        self, client: Redis, after: int, until_number: int, of: "_EventOwners | None" = None
     ) -> bool:
         """Reads a piece of the stream again and puts it in front, while the newest are taken in as ever.
 
@@ -230,17 +232,17 @@ class EventFollower:
         self._fall_behind()
         aside = _nothing_since(after)
         while await self._read(client, aside, None, until_number=until_number, of=of):
-            if aside.size_bytes + self.newer.size_bytes >= self.limit_bytes:
+            if aside.size_bytes + self.newer_events.size_bytes >= self.limit_bytes:
                 await self._read_whole(client, after)
                 return False
-            await self._read(client, self.newer, None)
+            await self._read(client, self.newer_events, None)
         users = list(aside.packed)
         for start in range(0, len(users), _AT_ONCE):
-            self.newer.users.put_before(aside.users, users[start : start + _AT_ONCE])
+            self.newer_events.users.put_before(aside.users, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
-        for _ in self.newer.values.put_before_in_turns(aside.values):
+        for _ in self.newer_events.values.put_before_in_turns(aside.values):
             await asyncio.sleep(0)
-        self.newer.items.put_before(aside.items)
+        self.newer_events.items.put_before(aside.items)
         return True
 
     async def _read_whole(self, client: Redis, floor: int) -> None:
@@ -249,23 +251,23 @@ class EventFollower:
         aside = _nothing_since(floor)
         while await self._read(client, aside, None) and aside.size_bytes < self.limit_bytes:
             pass
-        for _ in self.newer.become_in_turns(aside):
+        for _ in self.newer_events.become_in_turns(aside):
             await asyncio.sleep(0)
         self._floor = floor
 
     async def _drop(self, floor: int) -> None:
         """Forgets what all generations held have, some users at a time."""
-        users = list(self.newer.packed)
+        users = list(self.newer_events.packed)
         for start in range(0, len(users), _AT_ONCE):
-            self.newer.users.drop_until(floor, users[start : start + _AT_ONCE])
+            self.newer_events.users.drop_until(floor, users[start : start + _AT_ONCE])
             await asyncio.sleep(0)
         more = True
         while more:
-            more = self.newer.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
+            more = self.newer_events.values.drop_until(floor, _AT_ONCE) == _AT_ONCE
             await asyncio.sleep(0)
-        self.newer.items.drop_until(floor)
-        self.newer.users.last = max(self.newer.users.last, floor)
-        self.newer.users.since = floor
+        self.newer_events.items.drop_until(floor)
+        self.newer_events.users.last = max(self.newer_events.users.last, floor)
+        self.newer_events.users.complete_after_number = floor
         self._floor = floor
 
     def _fall_behind(self) -> None:
@@ -280,7 +282,7 @@ class EventFollower:
         self._note(None)
 
 
-class _Sources(NamedTuple):
+class _EventOwners(NamedTuple):
     """Users and items whose events are left out, or read again."""
 
     users: frozenset[bytes] = frozenset()
@@ -290,14 +292,16 @@ class _Sources(NamedTuple):
         return event.user in self.users or (event.kind == "item" and event.item in self.items)
 
 
-def _blocked(blocklist: Blocklist) -> _Sources:
+def _blocked(blocklist: Blocklist) -> _EventOwners:
     """Those that must not be answered with."""
-    return _Sources(
+    return _EventOwners(
         frozenset(blocklist.entities) | frozenset(blocklist.users), frozenset(blocklist.items)
     )
 
 
 def _nothing_since(number: int) -> NewerEvents:
     empty_events = NewerEvents()
-    empty_events.users.last = empty_events.users.since = empty_events.values.since = number
+    empty_events.users.last = empty_events.users.complete_after_number = (
+        empty_events.values.complete_after_number
+    ) = number
     return empty_events

@@ -16,7 +16,7 @@ class EventMetrics(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         """Metric families."""
-        follower, newer_events = self._follower, self._follower.newer
+        follower, newer_events = self._follower, self._follower.newer_events
         for name, text, value in (
             (
                 "lag_seconds",

@@ -103,13 +103,13 @@ class NewerEvents:
         events = snapshot.events
         if events is None or (features := events.tables.get(table.name)) is None:
             return False
-        if not self.users.has_newer(raw, events.until):
+        if not self.users.has_newer(raw, events.until_number):
             return False
-        return self.users.has_newer_item(raw, events.until) or takes_any(
-            self.values.of_user(raw, events.until), features
+        return self.users.has_newer_item(raw, events.until_number) or takes_any(
+            self.values.of_user(raw, events.until_number), features
         )
 
-    def counted(
+    def find_counted_events(
         self,
         snapshot: Snapshot,
         table: Table,
@@ -125,13 +125,15 @@ class NewerEvents:
         user with a record in the table it is None.
         """
         events_of_night = snapshot.events
-        if events_of_night is None or not events_of_night.changes(table, position, snapshot.seen):
+        if events_of_night is None or not events_of_night.changes(
+            table, position, snapshot.seen_items
+        ):
             return None
         if snapshot.blocks(table, raw):
             return None
         features = events_of_night.tables[table.name]
-        newer_events = self.users.newer(raw, events_of_night.until)
-        values = self.values.of_user(raw, events_of_night.until)
+        newer_events = self.users.list_events_after(raw, events_of_night.until_number)
+        values = self.values.of_user(raw, events_of_night.until_number)
         is_of_values = takes_any(values, features)
         events = tuple(
             [
@@ -145,8 +147,8 @@ class NewerEvents:
         event_input, digest = EventInput(position, events, None, values), b""
         if sent_input is not None and not events_of_night.has_input(table, event_input):
             source, digest = sent_input
-            event_input = event_input._replace(sent=source)
-        is_whole = events_of_night.until >= self.users.since
+            event_input = event_input._replace(caller_input=source)
+        is_whole = events_of_night.until_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
         is_approximate = is_of_values and self.values.newest_of_user(raw) > as_of
         return CountedEvents(

@@ -9,7 +9,7 @@ from cache.events.position import BEGINNING, Position
 from cache.events.taken import read_taken
 from cache.store.artefacts import ArtefactStore
 from serving.fresh.newer_events import NewerEvents
-from serving.generations.holder import Shelf
+from serving.generations.holder import GenerationHolder
 from serving.generations.store_threads import InThread
 
 log = logging.getLogger(__name__)
@@ -24,19 +24,25 @@ class NewestPosition:
     A Redis that comes back without its stream, and with a clock that is behind, would begin below it.
     """
 
-    def __init__(self, newer_events: NewerEvents, holder: Shelf, store: ArtefactStore) -> None:
-        self._newer, self._shelf, self._store = newer_events, holder, store
-        self._taken = BEGINNING
+    def __init__(
+        self, newer_events: NewerEvents, holder: GenerationHolder, store: ArtefactStore
+    ) -> None:
+        self._newer_events, self._holder, self._store = newer_events, holder, store
+        self._taken_position = BEGINNING
 
-    async def look(self, in_thread: InThread) -> None:
+    async def load_taken_position(self, in_thread: InThread) -> None:
         """Looks what nights took over; once, at the start: whatever comes later is followed."""
         try:
             async with asyncio.timeout(_LOOK_S):
-                self._taken = await in_thread(read_taken, self._store)
+                self._taken_position = await in_thread(read_taken, self._store)
         except (LarderError, TimeoutError) as error:
             log.warning("what nights took of the stream of events is not known: %s", error)
 
     def __call__(self) -> Position:
-        snapshots = () if self._shelf.holding is None else self._shelf.holding.snapshots
-        numbers = [snapshot.events.until for snapshot in snapshots if snapshot.events is not None]
-        return max(self._taken, Position.of_number(max([self._newer.users.last, *numbers])))
+        snapshots = () if self._holder.served is None else self._holder.served.snapshots
+        numbers = [
+            snapshot.events.until_number for snapshot in snapshots if snapshot.events is not None
+        ]
+        return max(
+            self._taken_position, Position.of_number(max([self._newer_events.users.last, *numbers]))
+        )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from cache.store.releases import Pointer
-from serving.generations.holder import Shelf
+from serving.generations.holder import GenerationHolder
 
 log = logging.getLogger(__name__)
 
@@ -15,11 +15,11 @@ _LONGEST_S = 640.0
 """Longest wait in seconds, doubled up to here from try to try; it answers from its pages meanwhile."""
 
 
-class Mending:
+class DegradedReopen:
     """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
 
-    def __init__(self, holder: Shelf, timer: Callable[[], float]) -> None:
-        self._shelf = holder
+    def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
+        self._holder = holder
         self._timer = timer
         self._at, self._wait_s = 0.0, _FIRST_S
         self._task: asyncio.Task[None] | None = None
@@ -29,9 +29,9 @@ class Mending:
         self.drop()
         self._at, self._wait_s = self._timer() + _FIRST_S, _FIRST_S
 
-    def mend(self, pointer: Pointer | None) -> None:
+    def reopen_if_due(self, pointer: Pointer | None) -> None:
         """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
-        served = self._shelf.holding
+        served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
         if self._timer() < self._at or (self._task is not None and not self._task.done()):
@@ -53,15 +53,15 @@ class Mending:
 
     async def _open(self, pointer: Pointer) -> None:
         try:
-            reopened_snapshot = await self._shelf.load(pointer)
+            reopened_snapshot = await self._holder.load(pointer)
         except Exception:
             log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
             return
-        served = self._shelf.holding
+        served = self._holder.served
         # Another release may have become live meanwhile, also of this very generation: it has another epoch.
         if (
             reopened_snapshot.degraded is None
             and served is not None
             and served.live.epoch == pointer.epoch
         ):
-            self._shelf.put(dataclasses.replace(served, live=reopened_snapshot))
+            self._holder.put(dataclasses.replace(served, live=reopened_snapshot))

@@ -20,7 +20,7 @@ class Health:
     outside: str | None = None
     """`failed` as anybody may hear it."""
 
-    def told_to_anybody(self) -> dict[str, bool | str | None]:
+    def to_public_json(self) -> dict[str, bool | str | None]:
         """Health fields without the details that errors hold."""
         degraded = None if self.degraded is None else "no_model"
         return {

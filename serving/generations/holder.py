@@ -10,14 +10,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from cache.control.key_split import Split
+from cache.control.key_split import KeySplit
 from cache.events.attribute_events import AttributeEvents
 from cache.events.new_items import NewItemEvents
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer
 from serving.generations.release_history import Open, open_published
-from serving.generations.served_set import Holding, NewerOfItems, SnapshotUpdate
+from serving.generations.served_set import ItemUpdates, ServedGenerations, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.metrics.registry import Metrics
@@ -33,7 +33,7 @@ VALUES_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class LiveSwap:
     """The last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
 
     generation: str
@@ -42,8 +42,8 @@ class Swap:
     is_flip: bool
 
 
-class Shelf:
-    """Owns `holding`, which is replaced as one object; a request keeps the one it captured."""
+class GenerationHolder:
+    """Owns `served`, which is replaced as one object; a request keeps the one it captured."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Shelf:
         new_items: NewItemEvents | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.holding: Holding | None = None
+        self.served: ServedGenerations | None = None
         self.blocklist = Blocklist()
         """Blocklist that all generations held are to obey; each snapshot has the one that it obeys."""
         self.is_blocklist_known = False
@@ -70,12 +70,12 @@ class Shelf:
         """Items that events brought, likewise."""
         self.pass_on: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Has others obey `blocklist` as well; called each time it has changed."""
-        self._own, self.beside = Blocklist(), Blocklist()
-        self.changed: Callable[[], None] = lambda: None
-        self.swap: Swap | None = None
+        self._own_blocklist, self.other_blocklist = Blocklist(), Blocklist()
+        self.on_change: Callable[[], None] = lambda: None
+        self.swap: LiveSwap | None = None
         self.canary: Canary | None = None
         self.is_divided = False
-        """True while some requests may be answered from something else than `holding`, or than its live one."""
+        """True while some requests may be answered from something else than `served`, or than its live one."""
         self._by_experiments = False
         self._open = open_snapshot
         self._metrics = metrics
@@ -90,20 +90,20 @@ class Shelf:
     @property
     def live(self) -> Snapshot | None:
         """Live snapshot, None before there is one."""
-        return None if self.holding is None else self.holding.live
+        return None if self.served is None else self.served.live
 
     @property
     def generations(self) -> tuple[str, ...]:
         """Ids of all that is here, also before anything is live."""
-        if self.holding is not None:
-            return self.holding.generations
+        if self.served is not None:
+            return self.served.generations
         return () if self._first is None else (self._first.generation,)
 
-    def held(self, generation: str | None) -> Snapshot | None:
+    def find_snapshot(self, generation: str | None) -> Snapshot | None:
         """The snapshot of a generation that is here, whatever it is held for."""
         if self._first is not None and self._first.generation == generation:
             return self._first
-        return None if self.holding is None else self.holding.find(generation)
+        return None if self.served is None else self.served.find(generation)
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Opens a generation that should be live already; raises when it cannot be loaded."""
@@ -131,40 +131,44 @@ class Shelf:
 
     def is_worse(self, coming: Snapshot) -> str | None:
         """Reason to refuse it, or None: a generation whose models do not open here answers less than the live one."""
-        served = self.holding
+        served = self.served
         if coming.degraded is None or served is None or served.live.degraded is not None:
             return None
         return f"its models do not open: {coming.degraded}"
 
-    def hold(self, coming: Snapshot | None) -> None:
+    def hold_staged(self, coming: Snapshot | None) -> None:
         """Keeps what is staged, or lets go of it."""
-        self._first = coming if self.holding is None else None
-        if self.holding is not None and self.holding.next is not coming:
-            self.put(dataclasses.replace(self.holding, next=coming))
-        self.changed()
+        self._first = coming if self.served is None else None
+        if self.served is not None and self.served.next is not coming:
+            self.put(dataclasses.replace(self.served, next=coming))
+        self.on_change()
 
-    def take(self, live: Snapshot, pointer: Pointer) -> None:
+    def serve(self, live: Snapshot, pointer: Pointer) -> None:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
-        served, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
+        served, released = self.served, live.released_as(pointer.epoch, pointer.published_at)
         self._first, self.canary = None, pointer.canary
         self.divide(by_experiments=self._by_experiments)
         previous = next_ = None
         if served is not None:
             previous = served.find(pointer.previous)
-            next_ = None if served.next is None else self._kept(served.next, live, previous)
+            next_ = (
+                None if served.next is None else self._unless_served(served.next, live, previous)
+            )
         if served is None or served.live.generation != live.generation:
-            self.swap = Swap(
+            self.swap = LiveSwap(
                 live.generation, self._timer(), pointer.published_at, is_flip=served is not None
             )
         if served is not None and served.live.generation != live.generation:
             self._flipped(served.live.generation)
-        self.put(Holding(released, previous, next_))
+        self.put(ServedGenerations(released, previous, next_))
         if served is not None and served.live.generation != live.generation:
             self._metrics.flipped()
-        self.changed()
+        self.on_change()
 
     @staticmethod
-    def _kept(coming: Snapshot, live: Snapshot, previous: Snapshot | None) -> Snapshot | None:
+    def _unless_served(
+        coming: Snapshot, live: Snapshot, previous: Snapshot | None
+    ) -> Snapshot | None:
         role_generations = (live.generation, None if previous is None else previous.generation)
         return None if coming.generation in role_generations else coming
 
@@ -173,34 +177,34 @@ class Shelf:
         self._by_experiments = by_experiments
         self.is_divided = by_experiments or self.canary is not None
 
-    def put(self, served: Holding) -> None:
+    def put(self, served: ServedGenerations) -> None:
         """Replaces `served`: the one place where what is held changes, except for the blocklist."""
         if not self._is_enforced(served):
             # It changed while this one was loading.
             served = served.with_blocklist(self.blocklist)
         canary, split = self.canary, None
         if canary is not None and served.next and served.next.generation == canary.generation:
-            split = Split.of(canary.generation, canary.percent)
+            split = KeySplit.of(canary.generation, canary.percent)
             next_ = served.next.released_as(served.live.epoch, canary.since)
             served = dataclasses.replace(served, next=next_)
-        self.holding = dataclasses.replace(served, canary=split)
-        live = self.holding.live
-        self._metrics.hold(self.holding.roles, is_degraded=live.degraded is not None)
+        self.served = dataclasses.replace(served, canary=split)
+        live = self.served.live
+        self._metrics.set_generations(self.served.roles, is_degraded=live.degraded is not None)
         self._metrics.fallback.set(live.fallback is not None)
 
     async def block(self, blocklist: Blocklist) -> bool:
         """Put a version of the own blocklist in force, and pass it on; return `enforce()`."""
-        self._own, self.is_blocklist_known = blocklist, True
+        self._own_blocklist, self.is_blocklist_known = blocklist, True
         self._combine()
         is_enforced = await self.enforce()
         if self.pass_on is not None:
             await self.pass_on()
         return is_enforced
 
-    async def block_beside(self, foreign_blocklist: Blocklist) -> bool:
+    async def set_other_blocklist(self, foreign_blocklist: Blocklist) -> bool:
         """Put in force what another namespace blocks, beside the own blocklist; return `enforce()`."""
-        if foreign_blocklist is not self.beside:
-            self.beside = foreign_blocklist
+        if foreign_blocklist is not self.other_blocklist:
+            self.other_blocklist = foreign_blocklist
             self._combine()
         return await self.enforce()
 
@@ -212,10 +216,10 @@ class Shelf:
         """
         try:
             # The newest each time: where both lists change at once, both callers end with the same.
-            while (served := self.holding) is not None and not self._is_enforced(served):
+            while (served := self.served) is not None and not self._is_enforced(served):
                 obeying = await asyncio.to_thread(served.with_blocklist, self.blocklist)
-                if self.holding is served:
-                    self.holding = obeying
+                if self.served is served:
+                    self.served = obeying
         except Exception as error:  # no thread, no memory: both may pass
             self.enforcement_error = str(error)
             log.exception(
@@ -227,31 +231,35 @@ class Shelf:
         return True
 
     def _combine(self) -> None:
-        is_alone = self.beside == Blocklist()
-        self.blocklist = self._own if is_alone else self._own.with_all_of(self.beside)
+        is_alone = self.other_blocklist == Blocklist()
+        self.blocklist = (
+            self._own_blocklist
+            if is_alone
+            else self._own_blocklist.with_all_of(self.other_blocklist)
+        )
 
-    def _is_enforced(self, served: Holding) -> bool:
+    def _is_enforced(self, served: ServedGenerations) -> bool:
         return all(snapshot.blocklist is self.blocklist for snapshot in served.snapshots)
 
     async def take_values(self) -> None:
         """Puts newer values of items' attributes, and new items, in force for all that is held."""
-        while (served := self.holding) is not None and any(map(self._is_behind, served.snapshots)):
+        while (served := self.served) is not None and any(map(self._is_behind, served.snapshots)):
             taking = self._taking(served.snapshots)
-            updated_served = await asyncio.to_thread(served.each, taking.into)
-            if self.holding is served:
-                self.holding = updated_served
+            updated_served = await asyncio.to_thread(served.map_snapshots, taking.into)
+            if self.served is served:
+                self.served = updated_served
                 self._metrics.set_by_events(taking.counts[served.live.generation])
                 return
 
-    def look_again(self) -> None:
+    def recheck_values(self) -> None:
         """Has `take_values` look at all values anew: older ones than those that were looked at came to be here."""
-        if self.holding is not None:
-            self.holding = self.holding.each(lambda snapshot: snapshot.lacking_values())
+        if self.served is not None:
+            self.served = self.served.map_snapshots(lambda snapshot: snapshot.lacking_values())
 
     def _taking(self, snapshots: Iterable[Snapshot]) -> SnapshotUpdate:
         behind = [snapshot for snapshot in snapshots if self._is_behind(snapshot)]
         item_updates = [
-            NewerOfItems.of(self.attributes, self.new_items, snapshot) for snapshot in behind
+            ItemUpdates.of(self.attributes, self.new_items, snapshot) for snapshot in behind
         ]
         named = {
             snapshot.generation: lack for snapshot, lack in zip(behind, item_updates, strict=True)
@@ -266,9 +274,12 @@ class Shelf:
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
         """True if it lacks what is here; not while something else that it lacks is yet to be read again."""
-        if snapshot.values_until < self.attributes.since:
+        if snapshot.values_until < self.attributes.complete_after_number:
             return False
-        if snapshot.takes is not None and snapshot.new_items_version != self.new_items.version:
+        if (
+            snapshot.new_item_inputs is not None
+            and snapshot.new_items_version != self.new_items.version
+        ):
             return True
         if snapshot.new_items.retry_at <= self._timer():
             return True

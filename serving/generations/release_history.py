@@ -29,7 +29,7 @@ def open_published(
         made_live = [
             release
             for release in all_releases(store)
-            if release.done and release.generation == generation and release.action in MOVES
+            if release.is_done and release.generation == generation and release.action in MOVES
         ]
         if made_live:
             return open_snapshot(as_pointer(made_live[-1]), blocklist)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from cache.control.key_split import Split
+from cache.control.key_split import KeySplit
 from cache.events.attribute_events import AttributeEvents, NewerValues, ValuesOfItems
 from cache.events.new_items import NewItem, NewItemEvents
 from cache.filters.changed_columns import ItemValue
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class ServedGenerations:
     """The live snapshot and, where they are held, the previous one and the next (which a canary tries out)."""
 
     live: Snapshot
     previous: Snapshot | None = None
     next: Snapshot | None = None
-    canary: Split | None = None
+    canary: KeySplit | None = None
 
     def pinned(self, generation: str | None) -> Self:
         """Holding for a request that pins `generation`; raises Problem (409) if it is not live, previous or canary."""
@@ -43,7 +43,7 @@ class Holding:
             field="generation", held=list(self.generations),
         )  # fmt: skip
 
-    def tried(self, next_: Snapshot) -> Self:
+    def for_canary(self, next_: Snapshot) -> Self:
         """Holding for a canary's whole request: the next generation, and the live one below it."""
         return dataclasses.replace(self, live=next_, previous=self.live, next=None, canary=None)
 
@@ -63,9 +63,9 @@ class Holding:
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
         """All generations under another blocklist."""
-        return self.each(lambda snapshot: snapshot.with_blocklist(blocklist))
+        return self.map_snapshots(lambda snapshot: snapshot.with_blocklist(blocklist))
 
-    def each(self, change: Callable[[Snapshot], Snapshot]) -> Self:
+    def map_snapshots(self, change: Callable[[Snapshot], Snapshot]) -> Self:
         """All generations, each changed."""
         return dataclasses.replace(
             self,
@@ -88,7 +88,7 @@ class Holding:
         )
 
 
-class NewerOfItems(NamedTuple):
+class ItemUpdates(NamedTuple):
     """Lack of one generation: values that events set for items, and the new items with all values of theirs."""
 
     values: NewerValues
@@ -98,8 +98,12 @@ class NewerOfItems(NamedTuple):
 
     @classmethod
     def of(cls, attributes: AttributeEvents, events: NewItemEvents, snapshot: Snapshot) -> Self:
-        until_number = 0 if snapshot.events is None else snapshot.events.until
-        new_items = tuple(events.newer(until_number)) if snapshot.takes is not None else ()
+        until_number = 0 if snapshot.events is None else snapshot.events.until_number
+        new_items = (
+            tuple(events.list_items_after(until_number))
+            if snapshot.new_item_inputs is not None
+            else ()
+        )
         values = attributes.of_items((new_item.raw for new_item in new_items), until_number)
         return cls(attributes.items_since(snapshot.values_until), new_items, values, events.version)
 
@@ -111,16 +115,16 @@ class SnapshotUpdate:
     """
 
     def __init__(
-        self, item_update_by_generation: Mapping[str, NewerOfItems], failed: set[str], now_s: float
+        self, item_update_by_generation: Mapping[str, ItemUpdates], failed: set[str], now_s: float
     ) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self._newer = item_update_by_generation
+        self._updates_by_generation = item_update_by_generation
         self._failed = failed
-        self._now = now_s
+        self._now_s = now_s
 
     def into(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot that knows them; attributes that it does not have are ignored, and those of other items."""
-        if (item_update := self._newer.get(snapshot.generation)) is None:
+        if (item_update := self._updates_by_generation.get(snapshot.generation)) is None:
             return snapshot
         # Anybody sends events: a generation that cannot take one over answers as it did before, and can be loaded.
         for apply_update in (self._with_values, self._with_new_items):
@@ -134,9 +138,9 @@ class SnapshotUpdate:
                     )
         return snapshot
 
-    def _with_values(self, snapshot: Snapshot, item_update: NewerOfItems) -> Snapshot:
+    def _with_values(self, snapshot: Snapshot, item_update: ItemUpdates) -> Snapshot:
         if (filtering := snapshot.filtering) is None:
-            return snapshot.with_filtering(None, item_update.values.until)
+            return snapshot.with_filtering(None, item_update.values.until_number)
         values, of_new_items = list(item_update.values.values()), item_update.of_new_items.packed
         ordinals = snapshot.items.ordinals_of(
             [attribute_value.raw for attribute_value in values]
@@ -159,9 +163,9 @@ class SnapshotUpdate:
                 {reason: len(unfit_ordinals) for reason, unfit_ordinals in reasons.items()}
             )
         counts["set"] = len(values) - counts.total()
-        return snapshot.with_filtering(changed_filtering, item_update.values.until)
+        return snapshot.with_filtering(changed_filtering, item_update.values.until_number)
 
-    def _with_new_items(self, snapshot: Snapshot, item_update: NewerOfItems) -> Snapshot:
+    def _with_new_items(self, snapshot: Snapshot, item_update: ItemUpdates) -> Snapshot:
         tower = None if snapshot.events is None else snapshot.events.item_tower
         if tower is None:
             return snapshot
@@ -170,7 +174,7 @@ class SnapshotUpdate:
             for new_item in item_update.new_items
         }
         new_items = tower.items(
-            snapshot.items, item_update.new_items, values_by_item, snapshot.new_items, self._now
+            snapshot.items, item_update.new_items, values_by_item, snapshot.new_items, self._now_s
         )
         values = [values_by_item[new_item.raw] for new_item in new_items.items]
         filtering = snapshot.filtering and snapshot.filtering.with_new(values, new_items.vectors)

@@ -30,7 +30,7 @@ from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View
-from serving.answers.default_lists import Default, read_defaults
+from serving.answers.default_lists import DefaultList, read_defaults
 from serving.config.settings import Precision
 from serving.requests.errors import Problem
 
@@ -51,7 +51,7 @@ class Snapshot:
     view: View
     predictor: Predictor | None
     degraded: str | None
-    defaults: Mapping[str, Default]
+    defaults: Mapping[str, DefaultList]
     blocklist: Blocklist
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
@@ -59,7 +59,7 @@ class Snapshot:
     """Reason why its live models run on the processor though another provider is configured."""
     filtering: Filtering | None = None
     """Filters over its items; None where these have no attributes."""
-    seen: SeenItems | None = None
+    seen_items: SeenItems | None = None
     """Items that users had, where there are filters or events."""
     events: GenerationEvents | None = None
     """Events that it has; None where it says nothing of any, or none are followed."""
@@ -144,8 +144,8 @@ class Snapshot:
             blocked=blocked,
             blocked_ordinals=blocked_ordinals,
             filtering=Filtering.open(root, manifest, items),
-            values_until=_until(manifest),
-            seen=seen_items,
+            values_until=_events_until_number(manifest),
+            seen_items=seen_items,
             events=has,
         )
 
@@ -172,7 +172,7 @@ class Snapshot:
 
     def lacking_values(self) -> Self:
         """Snapshot of this generation that is yet to know what events set behind the night's position."""
-        return self._alike(values_until=_until(self.manifest))
+        return self._alike(values_until=_events_until_number(self.manifest))
 
     def _alike(self, **changed_fields: Any) -> Self:
         changed_snapshot = dataclasses.replace(self, **changed_fields)
@@ -181,9 +181,9 @@ class Snapshot:
         return changed_snapshot
 
     @property
-    def takes(self) -> NewItemInputs | None:
+    def new_item_inputs(self) -> NewItemInputs | None:
         """Input that makes an unknown item answerable; None without working models, or events."""
-        return None if self.events is None else self.events.takes
+        return None if self.events is None else self.events.new_item_inputs
 
     @property
     def numbered(self) -> int:
@@ -216,10 +216,10 @@ class Snapshot:
     def changed_facet(self, table: Table) -> AttributeColumn | None:
         """Attribute of a facet's table, where events gave some item another value than when its lists were made."""
         filtering, events = self.filtering, self.manifest.events
-        if filtering is None or not filtering.changed or events is None:
+        if filtering is None or not filtering.changed_attributes or events is None:
             return None
         name = events.facets.get(table.name)
-        return filtering.attributes.columns[name] if name in filtering.changed else None
+        return filtering.attributes.columns[name] if name in filtering.changed_attributes else None
 
     def digest_without_input(self, table: Table) -> bytes | None:
         """Input digest where nothing is sent: an item of the catalogue is its own input; others have none (None)."""
@@ -241,9 +241,9 @@ class Snapshot:
         None where the generation does not keep them (it has neither attributes of items nor events).
         """
         is_list_of_user = table.kind == "topk" and table.entity == "user"
-        if self.seen is None or not is_list_of_user or position < 0:
+        if self.seen_items is None or not is_list_of_user or position < 0:
             return np.empty(0, np.int64)
-        return self.seen.of(position)
+        return self.seen_items.of(position)
 
     def blocks(self, table: Table, raw: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""
@@ -259,7 +259,7 @@ def _digest_of_nothing(model_digest: str) -> bytes:
     return input_digest(model_digest, None, None)
 
 
-def _until(manifest: Manifest) -> int:
+def _events_until_number(manifest: Manifest) -> int:
     return 0 if manifest.events is None else Position.parse(manifest.events.until).number
 
 

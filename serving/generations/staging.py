@@ -7,7 +7,7 @@ from typing import Any
 
 from cache.control.staging_note import Staging
 from cache.errors import CorruptArtefact, masked
-from serving.generations.holder import Shelf
+from serving.generations.holder import GenerationHolder
 
 log = logging.getLogger(__name__)
 
@@ -17,24 +17,24 @@ _TOP_UP_S = 1.0
 """Seconds between top-ups: what has been asked since is read ahead too, until the flip comes."""
 
 
-class Staged:
+class StagedGeneration:
     """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
 
     def __init__(
-        self, holder: Shelf, clock: Callable[[], float], timer: Callable[[], float]
+        self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]
     ) -> None:
-        self.wanted: str | None = None
+        self.requested_generation: str | None = None
         self.is_ready = False
         self.failed: str | None = None
         self.warm_s: float | None = None
         self._note: Staging | None = None
-        self._shelf = holder
+        self._holder = holder
         self._clock = clock
         self._timer = timer
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
 
-    def hear(self, raw: bytes | None) -> None:
+    def update_note(self, raw: bytes | None) -> None:
         """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
         try:
             self._note = None if raw is None else Staging.from_bytes(raw)
@@ -49,11 +49,11 @@ class Staged:
             return None
         return note.generation
 
-    def want(self, generation: str | None) -> None:
+    def stage(self, generation: str | None) -> None:
         """Sets what to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
-        if generation != self.wanted:
+        if generation != self.requested_generation:
             self.drop()
-            self.wanted = generation
+            self.requested_generation = generation
             self._begin(self._load)
         elif generation is not None and self._timer() >= self._next_at:
             self._begin(self._top_up if self.is_ready else self._load)
@@ -64,8 +64,8 @@ class Staged:
         if task is not None:
             task.cancel()
         if self.is_ready:
-            self._shelf.hold(None)
-        self._task, self.wanted, self.failed, self.is_ready = None, None, None, False
+            self._holder.hold_staged(None)
+        self._task, self.requested_generation, self.failed, self.is_ready = None, None, None, False
         return task
 
     async def settled(self, within_s: float | None = None) -> None:
@@ -75,21 +75,25 @@ class Staged:
 
     def is_loading(self, generation: str) -> bool:
         """True if a load or a top-up of this very generation is under way."""
-        return generation == self.wanted and self._task is not None and not self._task.done()
+        return (
+            generation == self.requested_generation
+            and self._task is not None
+            and not self._task.done()
+        )
 
     def _begin(self, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        if self.wanted is None or (self._task is not None and not self._task.done()):
+        if self.requested_generation is None or (self._task is not None and not self._task.done()):
             return
-        self._task = asyncio.create_task(work(self.wanted))
+        self._task = asyncio.create_task(work(self.requested_generation))
 
     async def _load(self, generation: str) -> None:
         started_at = self._timer()
         try:
-            snapshot = self._shelf.held(generation) or await self._shelf.open(generation)
-            if (reason := self._shelf.is_worse(snapshot)) is not None:
+            snapshot = self._holder.find_snapshot(generation) or await self._holder.open(generation)
+            if (reason := self._holder.is_worse(snapshot)) is not None:
                 self._fail(generation, reason)
                 return
-            await self._shelf.warm(snapshot)
+            await self._holder.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
             log.exception("generation %s cannot be made ready", generation)
             self._fail(generation, masked(str(error)) or type(error).__name__)
@@ -97,7 +101,7 @@ class Staged:
         self.failed, self.is_ready = None, True
         self.warm_s = self._timer() - started_at
         self._next_at = self._timer() + _TOP_UP_S
-        self._shelf.hold(snapshot)
+        self._holder.hold_staged(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
     def _fail(self, generation: str, reason: str) -> None:
@@ -105,6 +109,6 @@ class Staged:
         self.failed, self._next_at = reason, self._timer() + _RETRY_S
 
     async def _top_up(self, generation: str) -> None:
-        if (snapshot := self._shelf.held(generation)) is not None:
-            await self._shelf.warm(snapshot)
+        if (snapshot := self._holder.find_snapshot(generation)) is not None:
+            await self._holder.warm(snapshot)
         self._next_at = self._timer() + _TOP_UP_S

@@ -17,7 +17,7 @@ from serving.answers.named_schema import (
     or_null,
     with_description,
 )
-from serving.answers.reasons import TOLD, LiveReason, Stale
+from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from serving.answers.sources import Source
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.http.json_schema import list_of, object_of
@@ -25,7 +25,7 @@ from serving.requests.error_codes import CODES
 
 REASON = open_words(
     "Reason",
-    ((miss_reason, miss_reason.meaning) for miss_reason in TOLD),
+    ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_REASONS),
     "Why an answer is not a plain hit",
 )
 LIVE_REASON = open_words(
@@ -35,10 +35,10 @@ LIVE_REASON = open_words(
 )
 STALE = open_words(
     "StaleReason",
-    ((stale_reason, stale_reason.meaning) for stale_reason in Stale),
+    ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason),
     "Why this replica may lag behind; where there are several reasons, they stand with commas between",
 )
-_WORDS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE}
+_ENUM_SCHEMAS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE}
 SOURCE = NamedSchema(
     "Source",
     {
@@ -55,7 +55,7 @@ def _named(name: str, properties: Json, required: tuple[str, ...] = (), **more: 
 
 def _declared(name: str, of: type[Origin], description: str) -> Json:
     fields = fields_of(of)
-    always = [field.name for field in fields if field.said.when == "always"]
+    always = [field.name for field in fields if field.declaration.when == "always"]
     return _named(
         name,
         {field.name: _schema(field) for field in fields},
@@ -67,7 +67,7 @@ def _declared(name: str, of: type[Origin], description: str) -> Json:
 def _schema(field: AnswerField) -> Json:
     if field.type is Source:
         return SOURCE
-    return _WORDS.get(field.name, field.schema)
+    return _ENUM_SCHEMAS.get(field.name, field.schema)
 
 
 def _columns(fields: tuple[AnswerField, ...]) -> str:
@@ -179,7 +179,7 @@ EXPLAINED: Json = _named(
     ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
     description="Why an entity is answered as it is",
 )
-_HELD = _named(
+_HELD_GENERATION = _named(
     "HeldGeneration",
     {
         "generation": {"type": "string"},
@@ -201,9 +201,9 @@ _HELD = _named(
 GENERATIONS: Json = _named(
     "Generations",
     {
-        "live": _HELD,
-        "previous": or_null(_HELD),
-        "next": {**or_null(_HELD), "description": "Held ready beside them"},
+        "live": _HELD_GENERATION,
+        "previous": or_null(_HELD_GENERATION),
+        "next": {**or_null(_HELD_GENERATION), "description": "Held ready beside them"},
         "canary": or_null(
             _named(
                 "Canary",

@@ -14,7 +14,7 @@ from serving.admission.controller import Admission
 from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
 from serving.admission.work_pacer import IS_GONE, PACER, CallerGone, note_wait
 from serving.requests.bodies import Messages
-from serving.requests.body_budget import BYTES_MAX, Bodies
+from serving.requests.body_budget import BYTES_MAX, BodyBudget
 from serving.requests.errors import Problem
 from serving.tracing.observer import RequestObserver
 
@@ -32,25 +32,25 @@ class ParsedGet(Protocol):
         """True if the night knows the id and nobody blocks it."""
 
 
-class Fast(Protocol):
+class FastPath(Protocol):
     """A shorter way to some answers; what each method gives None for goes the complete way."""
 
     def answer(self, target: bytes) -> bytes | None:
         """The body of a ready answer to a GET of this path and query."""
 
-    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Returns whether a lookup with these headers may have a ready answer."""
 
     def ready(self, scope: Scope) -> Messages | None:
         """The ready answer to a GET."""
 
-    def asked(self, scope: Scope) -> ParsedGet | None:
+    def parse_get(self, scope: Scope) -> ParsedGet | None:
         """A GET of one id, read."""
 
-    def joins(self, parsed_get: Any) -> asyncio.Future[Any] | None:
+    def try_join(self, parsed_get: Any) -> asyncio.Future[Any] | None:
         """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
 
-    def joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
+    def finish_joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
         """The body that came with those of others; None if whoever joined has to go on alone."""
 
     async def get(
@@ -83,19 +83,19 @@ class _Admitted:
             self._admission.leave()
 
 
-class Front(FastAPI):
+class AsgiApp(FastAPI):
     """FastAPI as its callers meet it: observed, admitted, within bounds. Without a `gate` it is FastAPI alone."""
 
     def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
-        self.bodies = Bodies(bodies_bytes)
+        self.bodies = BodyBudget(bodies_bytes)
         self.callers = Callers(is_open=True)
         self.has_room: Callable[[], bool] = _always
         """Returns whether the answers that peers have not taken leave room for a large one."""
         self.gate: AdmissionGate | None = None
         self.watch: RequestObserver | None = None
-        self.fast: Fast | None = None
-        self.wire: Fast | None = None  # the same, unless each request may be traced
+        self.fast: FastPath | None = None
+        self.untraced_fast: FastPath | None = None  # the same, unless each request may be traced
         self.document: dict[str, Any] = {}
         """OpenAPI document; set once the routes are known."""
 
@@ -119,7 +119,7 @@ class Front(FastAPI):
             with self.bodies.of(receive) as counted_receive:
                 await self._watched(gate, scope, counted_receive, send)
         elif fast is not None and (answer := fast.ready(scope)) is not None:
-            await _sent(answer, send)
+            await _send_messages(answer, send)
         else:
             await self._watched(gate, scope, receive, send)
 
@@ -149,7 +149,7 @@ class Front(FastAPI):
         try:
             entered = enter(scope)
         except Problem as problem:
-            await _sent(gate.counted(refusal_of(problem)), send)
+            await _send_messages(gate.count_if_refused(refusal_of(problem)), send)
             return
         with entered:
             await self._below(gate, scope, receive, send, watch)
@@ -181,7 +181,9 @@ class Front(FastAPI):
                 if not is_short and not self.has_room():
                     gate.admission.shed["full"] += 1
                 elif judged is not None:
-                    response_messages, parsed_get, receive = await self._plain(gate, scope, judged)
+                    response_messages, parsed_get, receive = await self._answer_fast(
+                        gate, scope, judged
+                    )
                 if response_messages is None:
                     await self._behind(parsed_get, scope, receive, admission_slot.send, watch)
                     return
@@ -194,15 +196,15 @@ class Front(FastAPI):
             finally:
                 PACER.reset(paced)
                 admission_slot.leave()
-        await _sent(gate.counted(answer), send)
+        await _send_messages(gate.count_if_refused(answer), send)
 
-    async def _plain(
+    async def _answer_fast(
         self, gate: AdmissionGate, scope: Scope, receive: Receive
     ) -> tuple[Messages | None, ParsedGet | None, Receive]:
         """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
         fast, answer, parsed_get = self.fast, None, None
         is_post = scope["method"] == "POST"
-        if fast is not None and scope["method"] == "GET" and (parsed_get := fast.asked(scope)):
+        if fast is not None and scope["method"] == "GET" and (parsed_get := fast.parse_get(scope)):
             answer = await fast.get(parsed_get) if parsed_get.is_plain else None
         if answer is None and ADMITTED not in scope and not gate.admission.admit_costly():
             return OVERLOADED, None, receive
@@ -232,32 +234,32 @@ class Front(FastAPI):
     ) -> None:
         answer = None if self.fast is None else await self.fast.get(parsed_get)
         if answer is not None:
-            await _sent(answer, send)
+            await _send_messages(answer, send)
         elif "type" in scope:  # of a connection that reads requests itself it is not whole
             await super().__call__(scope, receive, send)
 
-    def joins(self, parsed_get: ParsedGet) -> asyncio.Future[Any] | None:
-        """The future answer to a GET that goes along with others, for `joined` or `after`; None if it does not."""
+    def try_join(self, parsed_get: ParsedGet) -> asyncio.Future[Any] | None:
+        """Future answer to a GET that joins others, for `finish_joined` or `answer_after_join`; None if it does not."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
         admission = gate.admission
         if admission.under_way >= admission.requests_max or admission.is_behind:
             return None
-        group_future = fast.joins(parsed_get)
+        group_future = fast.try_join(parsed_get)
         if group_future is not None:
             admission.enter()
         return group_future
 
-    def joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
-        """The body that came with those of others; None if that is for `after` to find."""
+    def finish_joined(self, group_future: asyncio.Future[Any]) -> bytes | None:
+        """The body that came with those of others; None if that is for `answer_after_join` to find."""
         gate, fast = self.gate, self.fast
-        body = None if fast is None else fast.joined(group_future)
+        body = None if fast is None else fast.finish_joined(group_future)
         if body is not None and gate is not None:
             gate.admission.leave()
         return body
 
-    async def after(
+    async def answer_after_join(
         self, parsed_get: ParsedGet, group_future: asyncio.Future[Any]
     ) -> Messages | None:
         """The answer to a GET that joined others in vain; None if it takes a router."""
@@ -268,7 +270,7 @@ class Front(FastAPI):
             if gate is not None:
                 gate.admission.leave()
 
-    async def stored(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
+    async def answer_get(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
         """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
@@ -287,7 +289,7 @@ class Front(FastAPI):
                     if parsed_get.is_plain:
                         response_messages = await fast.get(parsed_get)
                     elif gate.admission.admit_costly():
-                        response_messages = await self._told(parsed_get, scope)
+                        response_messages = await self._answer_by_ladder(parsed_get, scope)
                     if response_messages is None:
                         return None
                     answer = response_messages
@@ -297,9 +299,9 @@ class Front(FastAPI):
             finally:
                 PACER.reset(paced)
                 gate.admission.leave()
-        return gate.counted(answer)
+        return gate.count_if_refused(answer)
 
-    async def _told(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
+    async def _answer_by_ladder(self, parsed_get: ParsedGet, scope: Scope) -> Messages | None:
         """The answer of the ladder under the observer."""
         sent_messages: list[Message] = []
 
@@ -315,12 +317,12 @@ class Front(FastAPI):
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
-        return gate.counted(OVERLOADED)
+        return gate.count_if_refused(OVERLOADED)
 
     def refused(self, problem: Problem) -> Messages:
         """The response to a request that is refused where it came in, counted."""
         answer = refusal_of(problem)
-        return answer if self.gate is None else self.gate.counted(answer)
+        return answer if self.gate is None else self.gate.count_if_refused(answer)
 
 
 def _always() -> bool:
@@ -331,7 +333,7 @@ def _stays() -> bool:
     return False
 
 
-async def _sent(answer: Messages, send: Send) -> None:
+async def _send_messages(answer: Messages, send: Send) -> None:
     await send(answer[0])
     await send(answer[1])
 

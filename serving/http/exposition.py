@@ -16,15 +16,15 @@ class Exposition:
     ) -> None:
         self._make = make
         self._timer = timer
-        self._left, self._at = BURST, timer()
+        self._tokens, self._at = BURST, timer()
         self._body = b""
 
     async def __call__(self) -> bytes:
         """The text, at most a moment old."""
         now_s = self._timer()
-        self._left = min(BURST, self._left + (now_s - self._at) * PER_S)
+        self._tokens = min(BURST, self._tokens + (now_s - self._at) * PER_S)
         self._at = now_s
-        if self._left >= 1 or not self._body:
-            self._left -= 1
+        if self._tokens >= 1 or not self._body:
+            self._tokens -= 1
             self._body = await self._make()
         return self._body

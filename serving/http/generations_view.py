@@ -4,11 +4,11 @@ from typing import Any
 
 from cache.store.releases import Canary
 from serving.generations.health import Health
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 
 
-def overview(served: Holding, health: Health, canary: Canary | None) -> dict[str, Any]:
+def overview(served: ServedGenerations, health: Health, canary: Canary | None) -> dict[str, Any]:
     """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
     previous, next_ = served.previous, served.next
     return {

@@ -61,7 +61,7 @@ peers must not have the service work for them."""
 _half_closed: WeakSet["Http1Protocol"] = WeakSet()
 
 
-class Violation(Exception):
+class ProtocolViolation(Exception):
     """A request that breaks a rule, with the status and the sentence that its sender gets."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -73,14 +73,14 @@ def request_version(line: bytes) -> bytes:
     """Version of HTTP, `1.0` or `1.1`, that a request line, with its line break, asks in; raises Violation."""
     match = _REQUEST_LINE.fullmatch(line)
     if match is None:
-        raise Violation(
+        raise ProtocolViolation(
             400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them"
         )
     method, version = match.groups()
     if version not in _VERSIONS:
-        raise Violation(505, "only HTTP/1.0 and HTTP/1.1 are served")
+        raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are served")
     if method == b"CONNECT":
-        raise Violation(501, "CONNECT is not served: this is no proxy")
+        raise ProtocolViolation(501, "CONNECT is not served: this is no proxy")
     return version
 
 
@@ -97,38 +97,38 @@ def body_length(version: bytes, headers: Headers) -> int:
         if name == b"host":
             hosts += 1
             if not _HOST.fullmatch(value.strip(b" \t")):
-                raise Violation(400, "the Host field is not a host with or without a port")
+                raise ProtocolViolation(400, "the Host field is not a host with or without a port")
         elif name == b"content-length":
             length = int(value)
         else:
             codings += b"," + value
     if hosts != 1 and (hosts or version != b"1.0"):
-        raise Violation(400, f"a request has exactly one Host field, not {hosts}")
+        raise ProtocolViolation(400, f"a request has exactly one Host field, not {hosts}")
     if not codings:
         return length
     if version == b"1.0":
-        raise Violation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+        raise ProtocolViolation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
     names = [
         name for name in (coding.strip(b" \t").lower() for coding in codings.split(b",")) if name
     ]
     if not names or names[-1] != b"chunked":
-        raise Violation(
+        raise ProtocolViolation(
             400, "the length of the body is unknown: its last Transfer-Encoding is not chunked"
         )
     if len(names) > 1:
-        raise Violation(501, "no Transfer-Encoding but chunked is served")
+        raise ProtocolViolation(501, "no Transfer-Encoding but chunked is served")
     return CHUNKED
 
 
 class ChunkedBody:
     """Decoder of one chunked body. Trailers are read, and dropped: they say nothing about the request."""
 
-    __slots__ = ("_expects", "_left", "_line", "_trailers_bytes", "is_complete")
+    __slots__ = ("_chunk_bytes_left", "_expects", "_line", "_trailers_bytes", "is_complete")
 
     def __init__(self) -> None:
         self.is_complete = False
         self._expects: Literal["size", "end of chunk", "trailer"] = "size"
-        self._left = self._trailers_bytes = 0
+        self._chunk_bytes_left = self._trailers_bytes = 0
         self._line = b""
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
@@ -139,10 +139,10 @@ class ChunkedBody:
         pieces: list[bytes] = []
         at, size = 0, len(data)
         while at < size and not self.is_complete:
-            if self._left:
-                pieces.append(data[at : at + self._left])
+            if self._chunk_bytes_left:
+                pieces.append(data[at : at + self._chunk_bytes_left])
                 at += len(pieces[-1])
-                self._left -= len(pieces[-1])
+                self._chunk_bytes_left -= len(pieces[-1])
                 continue
             if self._expects == "size" and not self._line:
                 at = _take_tiny_chunks(data, at, pieces)
@@ -150,7 +150,7 @@ class ChunkedBody:
             self._line += data[at : end or size]
             at = end or size
             if len(self._line) > _LINE_BYTES_MAX:
-                raise Violation(400, "a line between the chunks of the body is too long")
+                raise ProtocolViolation(400, "a line between the chunks of the body is too long")
             if end:
                 line, self._line = self._line, b""
                 self._take_line(line)
@@ -160,21 +160,21 @@ class ChunkedBody:
         if self._expects == "size":
             match = _CHUNK_SIZE.fullmatch(line)
             if match is None or len(digits := match[1].lstrip(b"0")) > _SIZE_DIGITS_MAX:
-                raise Violation(400, "the size of a chunk is not a hexadecimal number")
-            self._left = int(digits or b"0", 16)
-            self._expects = "end of chunk" if self._left else "trailer"
+                raise ProtocolViolation(400, "the size of a chunk is not a hexadecimal number")
+            self._chunk_bytes_left = int(digits or b"0", 16)
+            self._expects = "end of chunk" if self._chunk_bytes_left else "trailer"
         elif self._expects == "end of chunk":
             if line != b"\r\n":
-                raise Violation(400, "a chunk is longer than its size")
+                raise ProtocolViolation(400, "a chunk is longer than its size")
             self._expects = "size"
         elif line == b"\r\n":
             self.is_complete = True
         else:
             self._trailers_bytes += len(line)
             if not _TRAILER.fullmatch(line):
-                raise Violation(400, "a trailer of the body is not NAME: VALUE")
+                raise ProtocolViolation(400, "a trailer of the body is not NAME: VALUE")
             if self._trailers_bytes > _TRAILERS_BYTES_MAX:
-                raise Violation(431, "the trailers of the body are too large")
+                raise ProtocolViolation(431, "the trailers of the body are too large")
 
 
 def _take_tiny_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
@@ -238,7 +238,7 @@ class Http1Protocol(HttpToolsProtocol):
         self._tail = b""  # end of the part of a head that the parser has
         self._body_left = 0
         self._chunks: ChunkedBody | None = None
-        self._refusal: Violation | None = None
+        self._refusal: ProtocolViolation | None = None
         self._unread = b""  # what has arrived and waits for the next turn
         self._peer_closed = False
         self._discarded_bytes = 0
@@ -283,13 +283,13 @@ class Http1Protocol(HttpToolsProtocol):
         try:
             while data and not self.is_deaf and not self.transport.is_closing():
                 data = self._take_body(data) if self.has_body else self._take_head(data)
-        except Violation as violation:
+        except ProtocolViolation as violation:
             self.refuse(violation)
         except httptools.HttpParserError as error:
             cause = error.__context__  # the parser hides what its callbacks raise
-            if not isinstance(cause, Violation):
+            if not isinstance(cause, ProtocolViolation):
                 self.logger.debug("a request cannot be parsed: %s", error)
-                cause = Violation(400, "the request is not HTTP/1.1")
+                cause = ProtocolViolation(400, "the request is not HTTP/1.1")
             self.refuse(cause)
         if data and self.is_deaf:
             self._discard(len(data))
@@ -302,7 +302,7 @@ class Http1Protocol(HttpToolsProtocol):
         if self._unread:
             return True  # it is looked at once that is read
         if self._is_within_request:
-            self.refuse(Violation(400, "the request ended early"))
+            self.refuse(ProtocolViolation(400, "the request ended early"))
         if not self.is_awaited or len(_half_closed) >= HALF_CLOSED_MAX:
             return False
         _half_closed.add(self)
@@ -319,7 +319,7 @@ class Http1Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the fields of the request, then start the application."""
         if not self._is_head_fed:
-            raise Violation(400, "the head of the request ends within a line")
+            raise ProtocolViolation(400, "the head of the request ends within a line")
         length = body_length(self._version, self.headers)
         if self._version == b"1.0":
             self.expect_100_continue = False
@@ -365,7 +365,7 @@ class Http1Protocol(HttpToolsProtocol):
         """Return True if a request is not answered yet."""
         return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
-    def refuse(self, violation: Violation) -> None:
+    def refuse(self, violation: ProtocolViolation) -> None:
         """Read no more requests, answer those that came before, tell the peer why, and end the connection."""
         if self._refusal is not None or self.is_discarding or self.transport.is_closing():
             return
@@ -416,7 +416,7 @@ class Http1Protocol(HttpToolsProtocol):
         """End the connection if all is answered that the peer asked before it closed its side."""
         if self._peer_closed and not self.is_awaited and not self.transport.is_closing():
             if self._is_within_request:
-                self.refuse(Violation(400, "the request ended early"))
+                self.refuse(ProtocolViolation(400, "the request ended early"))
             else:
                 self.transport.close()
 
@@ -450,7 +450,7 @@ class Http1Protocol(HttpToolsProtocol):
                 self._line = bytearray(data)  # of an empty line, or of none
                 return b""
             if data[:1] in (b"\r", b"\n"):
-                raise Violation(
+                raise ProtocolViolation(
                     400, "only empty lines that end with CR LF may stand before a request"
                 )
         end = data.find(b"\n") + 1
@@ -490,7 +490,7 @@ class Http1Protocol(HttpToolsProtocol):
         elif self._discarded_bytes > DISCARD_BYTES_MAX:
             self.transport.close()
 
-    def _send_refusal(self, violation: Violation) -> None:
+    def _send_refusal(self, violation: ProtocolViolation) -> None:
         headers = [
             field for field in self.server_state.default_headers if field[0] != b"connection"
         ]

@@ -15,7 +15,7 @@ def _closed(name: str, properties: Json, required: tuple[str, ...] = (), **more:
     return NamedSchema(name, object_of(properties, required, additionalProperties=False, **more))
 
 
-def _each_or_null(properties: Json) -> Json:
+def _nullable_fields(properties: Json) -> Json:
     """Fields that may be left out of a body; one that is null is not sent."""
     return {name: or_null(field_schema) for name, field_schema in properties.items()}
 
@@ -172,15 +172,15 @@ QUERY: Json = {
 
 def _input(limits: Limits) -> Json:
     history = {**HISTORY, "maxItems": limits.max_history}
-    return _each_or_null({"id": ID, "history": history, "features": FEATURES})
+    return _nullable_fields({"id": ID, "history": history, "features": FEATURES})
 
 
 def _options(limits: Limits) -> Json:
     exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
-    return _each_or_null({**OPTIONS, "exclude": exclude})
+    return _nullable_fields({**OPTIONS, "exclude": exclude})
 
 
-_LEAST: list[Json] = [
+_ID_OR_INPUT: list[Json] = [
     {
         "anyOf": [
             {"required": ["id"], "properties": {"id": {"not": {"type": "null"}}}},
@@ -200,7 +200,7 @@ _LEAST: list[Json] = [
 
 def _entity(limits: Limits) -> Json:
     about = "An id, or something to compute an answer from, or both"
-    return _closed("EntityInput", _input(limits), allOf=_LEAST, description=about)
+    return _closed("EntityInput", _input(limits), allOf=_ID_OR_INPUT, description=about)
 
 
 def _entity_or_id(limits: Limits) -> Json:
@@ -219,7 +219,7 @@ def lookup_many(limits: Limits) -> Json:
     about = "An entity and the table that is asked"
     table = {"type": "string", "description": "Table that is asked"}
     entity = _closed(
-        "TableEntityInput", {"table": table, **_input(limits)}, ("table",), allOf=_LEAST, description=about,
+        "TableEntityInput", {"table": table, **_input(limits)}, ("table",), allOf=_ID_OR_INPUT, description=about,
     )  # fmt: skip
     entities = list_of(entity, minItems=1, maxItems=limits.max_batch)
     return _closed("TablesLookupRequest", {"entities": entities, **_options(limits)}, ("entities",))
@@ -234,7 +234,7 @@ def score(limits: Limits) -> Json:
             "items": list_of(
                 ID, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
             ),
-            **_each_or_null({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
+            **_nullable_fields({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
         },
         ("user", "items"),
     )
@@ -316,7 +316,7 @@ FEEDBACK_BODY: Json = _closed(
             "pattern": "^[a-z][a-z0-9_]{0,31}$",
             "description": "What came of the answer, such as `click`",
         },
-        **_each_or_null(
+        **_nullable_fields(
             {"generation": _GENERATION, "canary_key": _CANARY_KEY, "arm": _ARM, "count": _COUNT}
         ),
     },

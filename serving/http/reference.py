@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from serving.answers.reasons import TOLD, LiveReason, Stale
+from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from serving.config.settings import ServingConfig, limits_of
 from serving.http.json_schema import QUERY
 from serving.http.openapi import PROBES, Operation, document
@@ -30,7 +30,7 @@ def _operations() -> tuple[Operation, ...]:
     return (*described_operations(limits_of(ServingConfig())), *PROBES)
 
 
-def _words(field: str, described_values: Iterable[tuple[str, str]]) -> str:
+def _enum_table(field: str, described_values: Iterable[tuple[str, str]]) -> str:
     return _table(
         (f"`{field}`", "says"),
         ((f"`{field_value}`", meaning) for field_value, meaning in described_values),
@@ -55,9 +55,15 @@ def sections() -> Mapping[str, str]:
             ("option", "meaning"),
             ((f"`{name}`", schema["description"]) for name, schema in QUERY.items()),
         ),
-        "reason": _words("reason", ((miss_reason, miss_reason.meaning) for miss_reason in TOLD)),
-        "live": _words("live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)),
-        "stale": _words("stale", ((stale_reason, stale_reason.meaning) for stale_reason in Stale)),
+        "reason": _enum_table(
+            "reason", ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_REASONS)
+        ),
+        "live": _enum_table(
+            "live", ((live_reason, live_reason.meaning) for live_reason in LiveReason)
+        ),
+        "stale": _enum_table(
+            "stale", ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason)
+        ),
         "codes": _table(
             ("status", "code", "meaning"),
             (

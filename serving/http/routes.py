@@ -22,13 +22,13 @@ from serving.http.service import Service
 from serving.metrics.registry import CONTENT_TYPE
 from serving.ranking.candidate_scoring import rank_candidates
 from serving.ranking.user_vectors import vector_table
-from serving.rendering.answer_fields import Answer
+from serving.rendering.answer_fields import AnswerJson
 from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
-from serving.requests.content import beside, lookup_of, take
+from serving.requests.content import lookup_of, pop_content, run_in_thread_if_large
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
-from serving.requests.models import Ask, RequestOptions
+from serving.requests.models import LookupRequest, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
 
@@ -38,7 +38,7 @@ DOCS = StaticPage("/docs", "serving.http", "docs_page")
 LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
 
 
-class _Rest(PathConvertor):
+class _PathRemainder(PathConvertor):
     """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
 
     regex = r"[\s\S]*"
@@ -55,7 +55,7 @@ class _Direct(APIRoute):
 
 def routes(service: Service) -> tuple[APIRouter, Json]:
     """Return all routes of the service, and the OpenAPI document of those that it describes."""
-    register_url_convertor("rest", _Rest())
+    register_url_convertor("rest", _PathRemainder())
     router = APIRouter(route_class=_Direct)
     guard = Guard(service.metrics, service.timer)
 
@@ -68,16 +68,18 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
-        lookup_request = await _asked(service, request, form.sent, request.path_params["table"])
+        lookup_request = await _read_lookup(
+            service, request, form.request_form, request.path_params["table"]
+        )
         answers, of = await _answers(service, request, lookup_request, started)
-        if form.wanted == "json":
+        if form.response_form == "json":
             return {"answers": answers}
         table = of.table(request.path_params["table"])
         ids = [entity.raw for entity in lookup_request.entities]
         return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
-        lookup_request = await _asked(service, request, "json", None)
+        lookup_request = await _read_lookup(service, request, "json", None)
         return {"answers": (await _answers(service, request, lookup_request, started))[0]}
 
     async def score(request: Request, started: float) -> object:
@@ -86,12 +88,12 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         score_request = score_request.with_options(
             _with_headers(service, request, score_request.options)
         )
-        user = score_request.user.of_table(vector_table(service.holding().live).name)
+        user = score_request.user.of_table(vector_table(service.capture_served().live).name)
         of, assigned = service.experiments.route((user,), score_request.options)
-        served, part = of.trial.route(of.holding(), (user,), score_request.options)
+        served, part = of.trial.route(of.capture_served(), (user,), score_request.options)
         answer = await rank_candidates(of.ladder, service.filters, served, score_request, started)
         of.trial.count(part, [{"source": answer["source"]}])  # its scores are of the caller's items
-        return of.marked(service.experiments.mark(assigned, [answer]))[0]
+        return of.attach_staleness(service.experiments.attach_arm(assigned, [answer]))[0]
 
     async def feedback(request: Request, _started: float) -> object:
         reported_feedback = feedback_of(await _json(service, request))
@@ -102,11 +104,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         if intake is None:
             problem_message = "this service takes no events in: set enabled = true in [events]"
             raise Problem(409, "events_disabled", problem_message)
-        sent_events = intake.reader.listed(
+        sent_events = intake.reader.extract_events(
             await _events(service, request, intake.reader.config.batch)
         )
         spend(request.scope, len(sent_events))
-        return as_json(202, await intake.take(sent_events))
+        return as_json(202, await intake.accept_events(sent_events))
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -116,11 +118,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         return await explained(request, lookup_request)
 
     async def explain_input(request: Request, _started: float) -> object:
-        lookup_request = await _asked(service, request, "json", request.path_params["table"])
+        lookup_request = await _read_lookup(service, request, "json", request.path_params["table"])
         return await explained(request, lookup_request)
 
-    async def explained(request: Request, lookup_request: Ask) -> object:
-        lookup_request = Ask(
+    async def explained(request: Request, lookup_request: LookupRequest) -> object:
+        lookup_request = LookupRequest(
             lookup_request.entities, _with_headers(service, request, lookup_request.options)
         )
         if lookup_request.options.arm is not None:
@@ -128,11 +130,11 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
                 "explanations are of the service's own namespace: ask a service of the arm's"
             )
             raise unprocessable("invalid_field", problem_message, "arm")
-        return await service.explainer.explain(service.holding(), lookup_request)
+        return await service.explainer.explain(service.capture_served(), lookup_request)
 
     async def generations(_request: Request, _started: float) -> object:
-        holder = service.follower.shelf
-        return overview(service.holding(), service.follower.health, holder.canary)
+        holder = service.follower.holder
+        return overview(service.capture_served(), service.follower.health, holder.canary)
 
     async def dashboard_data(_request: Request, _started: float) -> object:
         body = await service.dashboard.data()
@@ -142,9 +144,9 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
         return as_json(200, {"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
-        health, served = service.follower.health, service.follower.holding
+        health, served = service.follower.health, service.follower.served
         body = {
-            **health.told_to_anybody(),
+            **health.to_public_json(),
             "generation": None if served is None else served.live.generation,
             "epoch": None if served is None else served.live.epoch,
             "schedule": service.nights.body(),
@@ -196,25 +198,29 @@ def routes(service: Service) -> tuple[APIRouter, Json]:
 
 
 async def _answers(
-    service: Service, request: Request, lookup_request: Ask, started: float
-) -> tuple[list[Answer], Snapshot]:
+    service: Service, request: Request, lookup_request: LookupRequest, started: float
+) -> tuple[list[AnswerJson], Snapshot]:
     """The answers, one per entity, and the snapshot that was asked."""
-    lookup_request = Ask(
+    lookup_request = LookupRequest(
         lookup_request.entities, _with_headers(service, request, lookup_request.options)
     )
     service.metrics.stage("parse", service.timer() - started)
     of, assigned = service.experiments.route(lookup_request.entities, lookup_request.options)
-    served, part = of.trial.route(of.holding(), lookup_request.entities, lookup_request.options)
+    served, part = of.trial.route(
+        of.capture_served(), lookup_request.entities, lookup_request.options
+    )
     lookup = of.lookup(is_reshaped=lookup_request.options.is_reshaped)
     answers = await lookup(served, lookup_request, started)
     of.trial.count(part, answers)
     live = served.pinned(lookup_request.options.generation).live
-    return of.marked(service.experiments.mark(assigned, answers)), live
+    return of.attach_staleness(service.experiments.attach_arm(assigned, answers)), live
 
 
-async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
+async def _read_lookup(
+    service: Service, request: Request, form: Form, table: str | None
+) -> LookupRequest:
     body, limits = await _body(service, request), service.limits
-    lookup_request = await beside(
+    lookup_request = await run_in_thread_if_large(
         body, functools.partial(lookup_of, request.scope, body, form, table, limits)
     )
     spend(request.scope, len(lookup_request.entities))
@@ -223,14 +229,16 @@ async def _asked(service: Service, request: Request, form: Form, table: str | No
 
 async def _json(service: Service, request: Request) -> object:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, functools.partial(take, request.scope, body, "json", limits))
+    return await run_in_thread_if_large(
+        body, functools.partial(pop_content, request.scope, body, "json", limits)
+    )
 
 
 async def _events(service: Service, request: Request, events_max: int) -> object:
     body, limits = await _body(service, request), service.limits
-    read = functools.partial(take, request.scope, body, "json", limits)
+    read = functools.partial(pop_content, request.scope, body, "json", limits)
     try:
-        return await beside(body, read)
+        return await run_in_thread_if_large(body, read)
     except Problem as problem:
         return await asyncio.to_thread(read_body_of_events, problem, body, events_max)
 

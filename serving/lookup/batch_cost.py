@@ -4,7 +4,7 @@ _FORGET = 0.95
 """Weight that each further batch leaves to those before it: about the last twenty count."""
 
 
-class Cost:
+class BatchCost:
     """Seconds of a batch as `fixed + each * size`: a least-squares line whose evidence fades."""
 
     def __init__(self) -> None:

@@ -9,28 +9,28 @@ import numpy as np
 
 from cache.errors import InvalidInput
 from cache.events.new_items import merged_lists
-from cache.model.predictor import Predictor, Prepared
+from cache.model.predictor import Predictor, PreparedInput
 from serving.answers.reasons import LiveReason
 from serving.lookup.micro_batcher import (
     Compute,
-    Computed,
-    Job,
+    ComputedRecord,
+    InferenceJob,
+    InferenceOutcome,
     LiveUnavailable,
-    Outcome,
     without_frames,
 )
 from serving.near.near_matches import NearInput, NearMatches, kind_of
 
-_Prepare = Callable[[], Sequence[Prepared | InvalidInput | None]]
-_Predict = Callable[[Sequence[Job], Sequence[Prepared]], Sequence[Computed]]
+_Prepare = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
+_Predict = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]]
 
 
 def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = time.time) -> Compute:
     """Function that runs one inference for jobs of one snapshot, table and kind; `near` may reuse answers."""
     compute_plain = functools.partial(compute, near=near, clock=clock)
 
-    def run(jobs: Sequence[Job]) -> list[Outcome]:
-        if jobs[0].newer is not None:
+    def run(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
+        if jobs[0].event_input is not None:
             return with_events(jobs, int(clock()))
         return with_new_items(jobs, int(clock())) if jobs[0].new.items else compute_plain(jobs)
 
@@ -38,32 +38,38 @@ def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = tim
 
 
 def compute(
-    jobs: Sequence[Job],
+    jobs: Sequence[InferenceJob],
     *,
     near: NearMatches | None = None,
     clock: Callable[[], float] = time.time,
-) -> list[Outcome]:
+) -> list[InferenceOutcome]:
     """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
     snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
     predictor = snapshot.predictor
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
         prints = [job.fingerprint for job in batch_jobs]
         records = predictor.predict(
             table, batch, prints, scored_at, blocked=snapshot.blocked_ordinals
         )
         predicted_rows = zip(records, batch, strict=True)
-        return [Computed(record, prepared.dropped) for record, prepared in predicted_rows]
+        return [
+            ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows
+        ]
 
-    def reuse(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def reuse(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
         assert near is not None  # noqa: S101 - else nobody asks
         near_records = near.predict(
             snapshot, table, list(map(_near_input, batch_jobs, batch)), scored_at
         )
         return [
-            Computed(record, prepared.dropped, distance)
+            ComputedRecord(record, prepared.unknown_id_count, distance)
             for (record, distance), prepared in zip(near_records, batch, strict=True)
         ]
 
@@ -71,30 +77,34 @@ def compute(
     return _outcomes(jobs, lambda: _prepared(predictor, jobs), reuse if may_reuse else predict)
 
 
-def with_events(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
+def with_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
     """Runs one inference for jobs with newer events; a job that fails costs the others nothing."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = None if snapshot.events is None else snapshot.events.predictor
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
         prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
         records = predictor.predict(table, batch, prints, scored_at, new)
-        return [Computed(record) for record in records]
+        return [ComputedRecord(record) for record in records]
 
-    inputs = [job.newer for job in jobs if job.newer is not None]
+    inputs = [job.event_input for job in jobs if job.event_input is not None]
     return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
 
 
-def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
+def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
     """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
     if predictor is None:
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
-    def predict(batch_jobs: Sequence[Job], batch: Sequence[Prepared]) -> Sequence[Computed]:
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
         search, vectors = predictor.search(table), predictor.vectors(batch)
         metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = search.lists(batch, vectors, snapshot.blocked_ordinals)
@@ -105,7 +115,7 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
         records = predictor.lists(table, merged, [job.fingerprint for job in batch_jobs], scored_at)
         predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [
-            Computed(record, prepared.dropped, own=without)
+            ComputedRecord(record, prepared.unknown_id_count, record_without_new_items=without)
             for record, prepared, without in predicted_rows
         ]
 
@@ -113,31 +123,33 @@ def with_new_items(jobs: Sequence[Job], scored_at: int) -> list[Outcome]:
 
 
 def _prepared(
-    predictor: Predictor, jobs: Sequence[Job]
-) -> Sequence[Prepared | InvalidInput | None]:
+    predictor: Predictor, jobs: Sequence[InferenceJob]
+) -> Sequence[PreparedInput | InvalidInput | None]:
     """Inputs that callers sent, prepared: lists leave out what the users had by the night as well."""
     prepared_inputs = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
     return [
-        replace(prepared, excluded=np.union1d(prepared.excluded, job.had))
-        if isinstance(prepared, Prepared) and len(job.had)
+        replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_ordinals))
+        if isinstance(prepared, PreparedInput) and len(job.seen_ordinals)
         else prepared
         for job, prepared in zip(jobs, prepared_inputs, strict=True)
     ]
 
 
-def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list[Outcome]:
+def _outcomes(
+    jobs: Sequence[InferenceJob], prepare: _Prepare, predict: _Predict
+) -> list[InferenceOutcome]:
     """Outcomes of jobs whose inputs are prepared, and predicted from, together.
 
     Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
     """
-    outcomes: list[Outcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
+    outcomes: list[InferenceOutcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
     try:
         prepared_inputs = prepare()
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
         return [without_frames(error)] * len(jobs)
-    ready: list[tuple[int, Prepared]] = []
+    ready: list[tuple[int, PreparedInput]] = []
     for job_index, prepared in enumerate(prepared_inputs):
-        if isinstance(prepared, Prepared):
+        if isinstance(prepared, PreparedInput):
             ready.append((job_index, prepared))
         elif prepared is not None:
             outcomes[job_index] = prepared
@@ -160,5 +172,5 @@ def _outcomes(jobs: Sequence[Job], prepare: _Prepare, predict: _Predict) -> list
     return outcomes
 
 
-def _near_input(job: Job, prepared: Prepared) -> NearInput:
+def _near_input(job: InferenceJob, prepared: PreparedInput) -> NearInput:
     return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)

@@ -10,126 +10,130 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.new_items import NO_NEW_ITEMS, NewItems
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
-from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
+from cache.tiers.results import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.answers.sources import Source
 from serving.fresh.newer_events import CountedEvents
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import Answer, History, Prediction, history_in
+from serving.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
 from serving.requests.errors import Problem, from_input
-from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 
 _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 """Reasons that hold for the previous generation as well."""
 _NO_ITEMS = np.empty(0, np.int64)
 
 
-class Partial(NamedTuple):
+class PartialList(NamedTuple):
     """Part of a list that passes a filter, where that is less than was asked for, and where the list came from."""
 
     prediction: Prediction
     snapshot: Snapshot
     source: Source
     producer: str
-    passing: Passing
-    told: Mapping[str, bool]
+    filter_mask: FilterMask
+    answer_flags: Mapping[str, bool]
     """Fields that are true of the list."""
-    had: frozenset[int] = frozenset()
+    seen_ordinals: frozenset[int] = frozenset()
     """Ordinals of what the user had, where the list is of another generation than the live one."""
 
 
 @dataclass(slots=True, eq=False)
-class Case:
+class PendingAnswer:
     """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
 
-    `dropped` counts the ids of the history that the model lacked, where live has counted them. `near` is the distance
-    of the input whose answer live reused; where `is_exact`, none will do. `counted` are newer events of the user, which
-    the answer counts; once `is_settled`, by leaving their items out of a list that was computed without them.
-    `new_items` are those that an answer computed now may name.
+    `unknown_id_count` counts the ids of the history that the model lacked, where live has counted them. `near` is the
+    distance of the input whose answer live reused; where `is_exact`, none will do. `counted_events` are newer events of
+    the user, which the answer counts; once `is_settled`, by leaving their items out of a list that was computed without
+    them. `new_items` are those that an answer computed now may name.
     """
 
     entity: RequestedEntity
     table: Table
     k: int
-    want: Want
+    record_key: RecordKey
     digest: bytes
     reason: str | None = None
     live_reason: str | None = None
-    found: Found | None = None
-    answer: Answer | None = None
-    dropped: int | None = None
-    partial: Partial | None = None
+    hit: Hit | None = None
+    answer: AnswerJson | None = None
+    unknown_id_count: int | None = None
+    partial: PartialList | None = None
     near: float | None = None
     is_exact: bool = False
-    counted: CountedEvents | None = None
+    counted_events: CountedEvents | None = None
     is_settled: bool = False
     new_items: NewItems = NO_NEW_ITEMS
-    _history: tuple[str, History] | None = None
-    _stored: Want | None = None
+    _history: tuple[str, SentHistory] | None = None
+    _nightly_key: RecordKey | None = None
 
-    def take(self, outcome: Outcome) -> None:
+    def set_result(self, outcome: ReadResult) -> None:
         """Takes over how a read of the tiers ended."""
-        if isinstance(outcome, Missed):
+        if isinstance(outcome, Miss):
             self.reason = outcome.reason
         else:
-            self.found = outcome
+            self.hit = outcome
 
-    def count(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
+    def include_counted_events(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
         """Takes newer events into account: what is stored of a user with them lies beside, under their digest.
 
         A list that the night made under a filter is left out, too: what passes is looked for in the user's own.
         """
-        self.counted, self.is_settled, self.is_exact = counted_events, is_settled, True
-        self.reason = self.found = None
+        self.counted_events, self.is_settled, self.is_exact = counted_events, is_settled, True
+        self.reason = self.hit = None
         if not is_settled:
-            self._lie_under(counted_events.digest)
+            self._use_digest(counted_events.digest)
 
-    def answer_with(self, new_items: NewItems) -> None:
+    def include_new_items(self, new_items: NewItems) -> None:
         """Takes new items into account: what is computed of an input lies under a digest that names them, too."""
         self.new_items, self.is_exact = new_items, True
-        if new_items and self.entity.has_input and self.want.position < 0:
-            self.reason = self.found = None
-            self._lie_under(xxhash.xxh3_128_digest(self.digest + new_items.digest))
+        if new_items and self.entity.has_input and self.record_key.position < 0:
+            self.reason = self.hit = None
+            self._use_digest(xxhash.xxh3_128_digest(self.digest + new_items.digest))
 
-    def _lie_under(self, digest: bytes) -> None:
-        self._stored, self.digest = self.of_the_night._replace(table=self.table), digest
-        self.want = Want(self.table, digest, fingerprint(digest), -1, digest)
+    def _use_digest(self, digest: bytes) -> None:
+        self._nightly_key, self.digest = self.nightly_key._replace(table=self.table), digest
+        self.record_key = RecordKey(self.table, digest, fingerprint(digest), -1, digest)
 
-    def settle(self) -> bool:
+    def fall_back_to_nightly(self) -> bool:
         """Wants what the night stored from now on, where nothing can be had that counts newer events or new items.
 
         Returns whether there may be such a thing, which was not asked for before.
         """
-        if self._stored is None:
+        if self._nightly_key is None:
             return False
-        self.want, self._stored, self.is_settled = self._stored, None, True
-        return self.want.position >= 0 or self.counted is None
+        self.record_key, self._nightly_key, self.is_settled = self._nightly_key, None, True
+        return self.record_key.position >= 0 or self.counted_events is None
 
     @property
     def names_new_items(self) -> bool:
         """True if the record read for it is not the one the night stored: where there are new items, it has them."""
-        return self._stored is not None
+        return self._nightly_key is not None
 
     @property
-    def of_the_night(self) -> Want:
+    def nightly_key(self) -> RecordKey:
         """Read request for what the night stored, whatever is wanted in its place."""
-        return self._stored or self.want
+        return self._nightly_key or self.record_key
 
     @property
     def position(self) -> int:
         """Position of the entity in its directory; -1 where the night did not know it."""
-        return self.want.position if self.counted is None else self.counted.input.position
+        return (
+            self.record_key.position
+            if self.counted_events is None
+            else self.counted_events.input.position
+        )
 
     @property
     def size_bytes(self) -> int:
         """Approximate bytes of the input while it waits for the model."""
-        if self.counted is not None:
-            return 256 + 128 * self.counted.events
+        if self.counted_events is not None:
+            return 256 + 128 * self.counted_events.events
         history, features = self.entity.history or (), self.entity.features or {}
         named = [
             128 + len(name) + _feature_bytes(feature_value)
@@ -140,12 +144,12 @@ class Case:
     @property
     def own_ordinal(self) -> int | None:
         """Ordinal of an item of the catalogue, its own input: its model index stands in the item table; else None."""
-        if self.table.entity == "item" and self.want.position >= 0:
-            return self.want.position
+        if self.table.entity == "item" and self.record_key.position >= 0:
+            return self.record_key.position
         return None
 
     @property
-    def source(self) -> LiveInput:
+    def live_input(self) -> LiveInput:
         """Input of live inference: history, features if there are any, and own ordinal."""
         return LiveInput(self.entity.history, self.entity.features or None, self.own_ordinal)
 
@@ -161,16 +165,16 @@ class Case:
     @property
     def may_reuse(self) -> bool:
         """True if the answer to an input close by will do: never for an id that the night knows."""
-        return self.want.position < 0 and not self.is_exact
+        return self.record_key.position < 0 and not self.is_exact
 
     def may_compute(self, snapshot: Snapshot) -> bool:
         """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
-        if self.counted is not None and not self.is_settled:
+        if self.counted_events is not None and not self.is_settled:
             return True
         is_computed_by_night = self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
-        if self.counted is not None and is_computed_by_night:
+        if self.counted_events is not None and is_computed_by_night:
             return False
         if not self.entity.has_input and self.own_ordinal is None:
             return False
@@ -180,7 +184,7 @@ class Case:
         """A record of this generation; raises CorruptArtefact."""
         return decode(self.table.layout, stored_record, snapshot.numbered)
 
-    def had_by_night(self, live: Snapshot) -> NDArray[np.int64]:
+    def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
         """Ordinals in the live generation of the items that its night knows the user to have had.
 
         None where the generation does not keep them (it has neither attributes of items nor events), and none of a
@@ -199,10 +203,10 @@ class Case:
             return False
         if not record.live:
             return True
-        counted_events = None if self.is_settled else self.counted
-        return counted_events is not None and counted_events.input.sent is None
+        counted_events = None if self.is_settled else self.counted_events
+        return counted_events is not None and counted_events.input.caller_input is None
 
-    def history_in(self, snapshot: Snapshot) -> History:
+    def history_in(self, snapshot: Snapshot) -> SentHistory:
         """The sent history as this generation knows it, looked up once."""
         if self._history is None or self._history[0] != snapshot.generation:
             self._history = snapshot.generation, history_in(snapshot, self.entity.history)
@@ -219,7 +223,7 @@ def _feature_bytes(value: FeatureValue) -> int:
     return 40 * len(value)
 
 
-async def cases_of(snapshot: Snapshot, request: Ask) -> list[Case]:
+async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> list[PendingAnswer]:
     """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
     pace = YieldPacer()
@@ -230,14 +234,16 @@ async def cases_of(snapshot: Snapshot, request: Ask) -> list[Case]:
         if entity.features:
             _check_features(snapshot, table, entity)
         digest = _digest(snapshot, entity)
-        record_key = made_under_filter(
-            snapshot, _want(snapshot, table, entity, digest), request.options
+        record_key = with_filter_table(
+            snapshot, _find_record_key(snapshot, table, entity, digest), request.options
         )
-        cases.append(Case(entity, table, k, record_key, digest))
+        cases.append(PendingAnswer(entity, table, k, record_key, digest))
     return cases
 
 
-def made_under_filter(snapshot: Snapshot, record_key: Want, options: RequestOptions) -> Want:
+def with_filter_table(
+    snapshot: Snapshot, record_key: RecordKey, options: RequestOptions
+) -> RecordKey:
     """Read request for the list that the night made under the filter that is called, where it made one.
 
     Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
@@ -252,26 +258,28 @@ def made_under_filter(snapshot: Snapshot, record_key: Want, options: RequestOpti
     return record_key if table is None else record_key._replace(table=table)
 
 
-def plain_case(
-    snapshot: Snapshot, table: Table, k: int, record_key: Want, entity: RequestedEntity
-) -> Case:
+def build_plain_pending(
+    snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
+) -> PendingAnswer:
     """The case of an entity that came with nothing but an id, which was looked up as `record_key`."""
     digest = record_key.digest or snapshot.digest_of_nothing
-    return Case(entity, table, k, record_key, digest)
+    return PendingAnswer(entity, table, k, record_key, digest)
 
 
-def plain_want(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
+def find_plain_record_key(snapshot: Snapshot, table: Table, raw: bytes) -> RecordKey:
     """Read request for an id that came without an input, with the digest of an item, which is its own input."""
-    record_key = want_in(snapshot, table, raw)
+    record_key = find_record_key(snapshot, table, raw)
     is_input = table.entity == "item" and record_key.position >= 0
     return record_key._replace(digest=snapshot.digest_of_nothing) if is_input else record_key
 
 
-def want_in(snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None) -> Want:
-    """Read request (`Want`) for an id, with the digest of its input if it came with one."""
+def find_record_key(
+    snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None
+) -> RecordKey:
+    """Read request (`RecordKey`) for an id, with the digest of its input if it came with one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw, directory.seed)
-    return Want(table, key, fingerprint(raw), directory.find(key), digest)
+    return RecordKey(table, key, fingerprint(raw), directory.find(key), digest)
 
 
 def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
@@ -279,12 +287,14 @@ def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
     return input_digest(model, entity.history or None, entity.features or None)
 
 
-def _want(snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes) -> Want:
+def _find_record_key(
+    snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes
+) -> RecordKey:
     if entity.raw is None:
-        return Want(table, digest, fingerprint(digest), -1, digest)
+        return RecordKey(table, digest, fingerprint(digest), -1, digest)
     if entity.has_input:
-        return want_in(snapshot, table, entity.raw, digest)
-    return plain_want(snapshot, table, entity.raw)
+        return find_record_key(snapshot, table, entity.raw, digest)
+    return find_plain_record_key(snapshot, table, entity.raw)
 
 
 def _checked_k(table: Table, k: int | None) -> int:
@@ -309,14 +319,14 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
         raise from_input(error, f"{entity.field}.features") from error
 
 
-def still_open(cases: Sequence[Case]) -> list[Case]:
+def still_open(cases: Sequence[PendingAnswer]) -> list[PendingAnswer]:
     """Cases without an answer yet, but those of whose list too little passes a filter: no rung has more of it."""
     return [
         case for case in cases if case.answer is None and case.reason is not MissReason.FILTERED
     ]
 
 
-def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
+def find_previous_record_key(previous: Snapshot, case: PendingAnswer) -> RecordKey | str:
     """The record that a case may be answered with from the previous generation, or why there is none."""
     raw = case.entity.raw
     if raw is None or case.reason in _NO_OTHER_NIGHT:
@@ -324,8 +334,10 @@ def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
     table = previous.manifest.tables.get(case.table.name)
     if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
         return "no_such_table"
-    if table.is_facet and case.want.position < 0:  # items that had this value have another now
+    if (
+        table.is_facet and case.record_key.position < 0
+    ):  # items that had this value have another now
         return "not_in_generation"
-    record_key = want_in(previous, table, raw)
+    record_key = find_record_key(previous, table, raw)
     # Never an overlay: it was computed for another night.
     return record_key if record_key.position >= 0 else "not_in_generation"

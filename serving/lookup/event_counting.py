@@ -5,35 +5,37 @@ from collections.abc import Awaitable, Callable, Sequence
 import xxhash
 
 from cache.events.new_item_tower import ITEM_VECTORS
-from cache.events.new_items import NO_NEW, NewItemsOf
-from cache.tiers.results import Found, MissReason, Outcome, Want
+from cache.events.new_items import NO_NEW, EligibleNewItems
+from cache.tiers.results import Hit, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.fresh.newer_events import NO_LIMIT, CountedEvents, NewerEvents
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case
+from serving.lookup.entity import PendingAnswer
 from serving.requests.models import RequestOptions
 
-ReadRecords = Callable[[Sequence[Want]], Awaitable[Sequence[Outcome]]]
+ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
 """Reads the records that the night stored: one outcome per read request, in order."""
 
 
-def new_items_of(snapshot: Snapshot, case: Case) -> NewItemsOf:
+def new_items_of(snapshot: Snapshot, case: PendingAnswer) -> EligibleNewItems:
     """New items that the answer of a case may name, without those that it leaves out."""
     if not case.new_items:
         return NO_NEW
     raws = list(case.entity.history or ())
     # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
-    if case.counted is not None and not case.is_settled:
-        raws += case.counted.items
+    if case.counted_events is not None and not case.is_settled:
+        raws += case.counted_events.items
     excluded_numbers = {case.new_items.numbers.get(raw, -1) for raw in raws} | snapshot.blocked
-    return NewItemsOf(case.new_items, frozenset(excluded_numbers), case.of_the_night.fingerprint)
+    return EligibleNewItems(
+        case.new_items, frozenset(excluded_numbers), case.nightly_key.fingerprint
+    )
 
 
 async def count_newer(
     newer_events: NewerEvents,
     snapshot: Snapshot,
-    cases: Sequence[Case],
+    cases: Sequence[PendingAnswer],
     options: RequestOptions,
     read_records: ReadRecords,
 ) -> None:
@@ -53,49 +55,51 @@ async def count_newer(
     undecided = []
     for case in cases:
         raw = case.entity.raw
-        if raw is None or raw not in packed or case.counted is not None:
+        if raw is None or raw not in packed or case.counted_events is not None:
             continue
         await pace.step(case.entity)
-        counted_events = _counted(
+        counted_events = _find_counted_events(
             newer_events, snapshot, case, raw, options, takes_sent=case.entity.has_input
         )
         if counted_events is None:
             continue
-        counts_sent = case.want.position >= 0 and counted_events.input.sent is not None
+        counts_sent = (
+            case.record_key.position >= 0 and counted_events.input.caller_input is not None
+        )
         if counts_sent and _is_computed(snapshot, case, counted_events):
             undecided.append((case, raw))
         else:
             _count(snapshot, case, counted_events)
     if not undecided:
         return
-    record_keys = [case.want._replace(table=case.table, digest=None) for case, _ in undecided]
+    record_keys = [case.record_key._replace(table=case.table, digest=None) for case, _ in undecided]
     outcomes = await read_records(record_keys)
     for (case, raw), outcome in zip(undecided, outcomes, strict=True):
         await pace.step(case.entity)
-        has_record = isinstance(outcome, Found)
-        counted_events = _counted(
+        has_record = isinstance(outcome, Hit)
+        counted_events = _find_counted_events(
             newer_events, snapshot, case, raw, options, takes_sent=not has_record
         )
         if counted_events is not None:
             _count(snapshot, case, counted_events)
 
 
-def count_as(snapshot: Snapshot, case: Case, sibling_pending: Case) -> None:
+def count_as(snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer) -> None:
     """Have a case count the very events that the case of another table counts: both are parts of one answer.
 
     Events that were accepted in between would make a list of one history, and leave out the items of another.
     """
-    events, counted_events = snapshot.events, sibling_pending.counted
+    events, counted_events = snapshot.events, sibling_pending.counted_events
     if events is None or counted_events is None:
         return
-    if events.changes(case.table, counted_events.input.position, snapshot.seen):
+    if events.changes(case.table, counted_events.input.position, snapshot.seen_items):
         _count(snapshot, case, counted_events)
 
 
-def _counted(
+def _find_counted_events(
     newer_events: NewerEvents,
     snapshot: Snapshot,
-    case: Case,
+    case: PendingAnswer,
     raw: bytes,
     options: RequestOptions,
     *,
@@ -103,9 +107,9 @@ def _counted(
 ) -> CountedEvents | None:
     """Newer events of a user that the answer of a case counts, with the new items among them; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent_input = (case.source, case.digest) if takes_sent else None
-    counted_events = newer_events.counted(
-        snapshot, case.table, raw, case.want.position, sent_input, as_of
+    sent_input = (case.live_input, case.digest) if takes_sent else None
+    counted_events = newer_events.find_counted_events(
+        snapshot, case.table, raw, case.record_key.position, sent_input, as_of
     )
     if counted_events is None:
         return None
@@ -113,12 +117,12 @@ def _counted(
     if new_items := case.new_items:
         digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
         counted_events = counted_events._replace(digest=digest)
-    if snapshot.new_items.newest > as_of:  # some may have been others then, or gone since
+    if snapshot.new_items.newest_number > as_of:  # some may have been others then, or gone since
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
 
 
-def _is_computed(snapshot: Snapshot, case: Case, counted_events: CountedEvents) -> bool:
+def _is_computed(snapshot: Snapshot, case: PendingAnswer, counted_events: CountedEvents) -> bool:
     """Return True if a model is to answer the case from the events."""
     events = snapshot.events
     return (
@@ -128,9 +132,9 @@ def _is_computed(snapshot: Snapshot, case: Case, counted_events: CountedEvents) 
     )
 
 
-def _count(snapshot: Snapshot, case: Case, counted_events: CountedEvents) -> None:
+def _count(snapshot: Snapshot, case: PendingAnswer, counted_events: CountedEvents) -> None:
     is_computed = _is_computed(snapshot, case, counted_events)
-    case.count(counted_events, is_settled=not is_computed)
+    case.include_counted_events(counted_events, is_settled=not is_computed)
     if counted_events.is_past and is_computed:
         case.reason = MissReason.NEWER_EVENTS  # never one that is stored
     if snapshot.predictor is None:
@@ -161,7 +165,9 @@ def _with_new(
     )
 
 
-def _answer_with_new(snapshot: Snapshot, cases: Sequence[Case], options: RequestOptions) -> None:
+def _answer_with_new(
+    snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions
+) -> None:
     """Has lists of users that are computed now name the new items of a generation.
 
     Not in another order, which asks for more of an item than what is known of a new one.
@@ -173,4 +179,4 @@ def _answer_with_new(snapshot: Snapshot, cases: Sequence[Case], options: Request
         new_items = new_items.up_to(options.as_of)
     for case in cases:
         if case.table.kind == "topk" and case.table.entity == "user":
-            case.answer_with(new_items)
+            case.include_new_items(new_items)

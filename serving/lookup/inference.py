@@ -9,19 +9,19 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
 
 from cache.errors import CorruptArtefact
-from cache.l2.lease_commands import Mark
+from cache.l2.lease_commands import LeaseMark
 from cache.tiers.results import STANDS_IN, MissReason
-from cache.tiers.singleflight import Boarded, SingleFlight
-from cache.tiers.tiered import Found, Tiered, Want
+from cache.tiers.singleflight import FlightSeat, SingleFlight
+from cache.tiers.tiered import Hit, RecordKey, TieredCache
 from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case
+from serving.lookup.entity import PendingAnswer
 from serving.lookup.event_counting import new_items_of
-from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
+from serving.lookup.leases import LeaseManager
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.metrics.changed_answers import ChangedAnswers
-from serving.usage.repeat_rate import Repeats
+from serving.usage.repeat_rate import RepeatRate
 
 SHARED = frozenset(
     {
@@ -41,10 +41,10 @@ _LOOKED_UP = SHARED | {MissReason.UNREAD}
 log = logging.getLogger(__name__)
 
 
-class Batcher(Protocol):
+class InferenceBatcher(Protocol):
     """Protocol of the batcher that computes live answers."""
 
-    def infer(self, job: Job) -> Awaitable[Computed]:
+    def infer(self, job: InferenceJob) -> Awaitable[ComputedRecord]:
         """Outcome of one job; raises LiveUnavailable where there is none."""
 
 
@@ -52,50 +52,50 @@ Key = tuple[str, str, int | bytes, bytes, bool, bool]
 """Generation, table, entity and digest of the input, and if another's answer will do: what one inference answers."""
 
 
-class Wanted(NamedTuple):
+class InferenceTarget(NamedTuple):
     """Answer that an inference gives: of which record and input, and if it stands in for one of the night.
 
-    `own` is the record request of the same input without new items, by the id.
+    `key_without_new_items` is the record request of the same input without new items, by the id.
     """
 
-    want: Want
+    record_key: RecordKey
     digest: bytes
     stands_in: bool
     is_kept: bool = True
-    own: Want | None = None
+    key_without_new_items: RecordKey | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Inferences:
+class LiveInferences:
     """The live rung; callers with the same input share a flight, callers with different inputs never do."""
 
-    batcher: Batcher
-    tiers: Tiered
+    batcher: InferenceBatcher
+    tiers: TieredCache
     _: KW_ONLY
     overlay_ttl_s: float
     outage_ttl_s: float
-    lead: Lead | None = None
+    leases: LeaseManager | None = None
     admit: Callable[[], bool] = lambda: True
     spares_reads: bool = False
-    changed: ChangedAnswers | None = None
+    changed_answers: ChangedAnswers | None = None
     reuses: frozenset[str] = frozenset()
     """Tables whose answers to inputs close by may be reused."""
-    repeats: Repeats = field(init=False, default_factory=Repeats)
-    flights: SingleFlight[Key, Computed] = field(init=False, default_factory=SingleFlight)
-    _jobs: dict[Key, Job] = field(init=False, default_factory=dict)
+    repeats: RepeatRate = field(init=False, default_factory=RepeatRate)
+    flights: SingleFlight[Key, ComputedRecord] = field(init=False, default_factory=SingleFlight)
+    _jobs: dict[Key, InferenceJob] = field(init=False, default_factory=dict)
 
-    def found_again(self) -> None:
+    def note_repeat(self) -> None:
         """Counts an input that was answered from an overlay."""
         self.repeats.saw(True)
 
     async def run(
-        self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
-    ) -> list[Computed | LiveUnavailable]:
+        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], limit_s: float
+    ) -> list[ComputedRecord | LiveUnavailable]:
         """Outcomes within `limit_s` seconds, one per case, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable(LiveReason.NO_MODEL)] * len(cases)
         give_up = time.monotonic() + limit_s
-        boarded: list[Boarded[Key, Computed] | None] = []
+        boarded: list[FlightSeat[Key, ComputedRecord] | None] = []
         pace = YieldPacer()
         try:
             for case in cases:
@@ -110,8 +110,8 @@ class Inferences:
                 _outcome(case, flight_seat)
                 for case, flight_seat in zip(cases, boarded, strict=False)
             ]
-            if self.changed is not None:
-                self._compare(self.changed, snapshot, cases, outcomes)
+            if self.changed_answers is not None:
+                self._compare(self.changed_answers, snapshot, cases, outcomes)
         finally:
             for flight_seat in boarded:
                 if flight_seat is not None:
@@ -119,18 +119,18 @@ class Inferences:
         return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(cases) - len(boarded))
 
     def _board(
-        self, snapshot: Snapshot, case: Case, deadline: float
-    ) -> Boarded[Key, Computed] | None:
+        self, snapshot: Snapshot, case: PendingAnswer, deadline: float
+    ) -> FlightSeat[Key, ComputedRecord] | None:
         """A place in the one flight for this input, None if it is left out under overload.
 
         A future per entity, and no task unless others may compute it.
         """
-        record_key, table = case.want, case.table.name
+        record_key, table = case.record_key, case.table.name
         may_reuse = table in self.reuses and case.may_reuse and case.reason in _LOOKED_UP
         digest = case.digest + case.new_items.digest
         is_led = record_key.position < 0 and case.reason in SHARED
         lead, key = (
-            self.lead,
+            self.leases,
             (snapshot.generation, table, record_key.key, digest, may_reuse, is_led),
         )
         if (job := self._jobs.get(key)) is not None:
@@ -141,52 +141,58 @@ class Inferences:
         if not joins and not self.admit():  # who joins a flight costs nothing
             return None
 
-        def work() -> asyncio.Future[Computed]:
-            job = Job(
-                snapshot, table, case.source, record_key.fingerprint, case.size_bytes, deadline, may_reuse=may_reuse,
-                newer=None if case.is_settled else case.counted and case.counted.input,
-                new=new_items_of(snapshot, case), had=case.had_by_night(snapshot),
+        def work() -> asyncio.Future[ComputedRecord]:
+            job = InferenceJob(
+                snapshot, table, case.live_input, record_key.fingerprint, case.size_bytes, deadline,
+                may_reuse=may_reuse,
+                event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
+                new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
             )  # fmt: skip
             self._jobs[key] = job
             # As it is now: a case that settles for less wants something else.
-            is_kept = case.counted is None or not case.counted.is_past
+            is_kept = case.counted_events is None or not case.counted_events.is_past
             night_record_key = (
-                case.of_the_night if case.new_items and case.entity.raw is not None else None
+                case.nightly_key if case.new_items and case.entity.raw is not None else None
             )
-            inference_target = Wanted(
+            inference_target = InferenceTarget(
                 record_key, case.digest, case.reason in STANDS_IN, is_kept, night_record_key
             )
             if lead is None or not is_led:
                 computing = self._infer(job, inference_target)
             else:
-                computing = asyncio.ensure_future(self._led(lead, job, inference_target))
+                computing = asyncio.ensure_future(
+                    self._infer_under_lease(lead, job, inference_target)
+                )
             computing.add_done_callback(lambda _: self._forget(key, job))
             return computing
 
         return self.flights.board(key, work)
 
-    def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
+    def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
         """Has the overlays that would be read next left unread where that pays, but for probes."""
         if snapshot.predictor is None or not (self.spares_reads and self.repeats.are_rare):
             return
         for case in cases:
-            record_key = case.want
+            record_key = case.record_key
             if (
                 record_key.position < 0
                 and record_key.digest is not None
                 and case.may_compute(snapshot)
             ):
-                case.want = record_key._replace(here_only=True)
+                case.record_key = record_key._replace(skips_overlay=True)
                 if self.repeats.spare():
                     self.tiers.probe(snapshot.view, record_key, self.repeats.probed)
 
     def _infer(
-        self, job: Job, inference_target: Wanted, lease_mark: Mark | None = None
-    ) -> asyncio.Future[Computed]:
+        self,
+        job: InferenceJob,
+        inference_target: InferenceTarget,
+        lease_mark: LeaseMark | None = None,
+    ) -> asyncio.Future[ComputedRecord]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
-        unknown, outage = inference_target.want.position < 0, inference_target.stands_in
+        unknown, outage = inference_target.record_key.position < 0, inference_target.stands_in
 
-        def keep(finished_future: asyncio.Future[Computed]) -> None:
+        def keep(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
                 not (inference_target.is_kept and (unknown or outage))
                 or finished_future.cancelled()
@@ -198,57 +204,72 @@ class Inferences:
                 ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
                 view, night_record_key, record = (
                     job.snapshot.view,
-                    inference_target.own,
+                    inference_target.key_without_new_items,
                     computed.record,
                 )
                 if (
-                    computed.own is not None and night_record_key is not None
+                    computed.record_without_new_items is not None and night_record_key is not None
                 ):  # an id alone tells of no new items
                     if night_record_key.digest is not None and unknown:
                         self.tiers.put_live(
-                            view, night_record_key, computed.own, night_record_key.digest, ttl_s
+                            view,
+                            night_record_key,
+                            computed.record_without_new_items,
+                            night_record_key.digest,
+                            ttl_s,
                         )
-                    record = record if unknown else computed.own
+                    record = record if unknown else computed.record_without_new_items
                 self.tiers.put_live(
-                    view, inference_target.want, record, inference_target.digest, ttl_s, lease_mark
+                    view,
+                    inference_target.record_key,
+                    record,
+                    inference_target.digest,
+                    ttl_s,
+                    lease_mark,
                 )
-            elif lease_mark is not None and self.lead is not None:
+            elif lease_mark is not None and self.leases is not None:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
-                self.lead.give_back(lease_mark)
+                self.leases.give_back(lease_mark)
 
         computing = asyncio.ensure_future(self.batcher.infer(job))
         computing.add_done_callback(keep)
         return computing
 
-    async def _led(self, lead: Lead, job: Job, inference_target: Wanted) -> Computed:
-        async def compute(lease_mark: Mark | None) -> Computed:
+    async def _infer_under_lease(
+        self, lead: LeaseManager, job: InferenceJob, inference_target: InferenceTarget
+    ) -> ComputedRecord:
+        async def compute(lease_mark: LeaseMark | None) -> ComputedRecord:
             return await self._infer(job, inference_target, lease_mark)
 
         limit_s = max(0.0, job.deadline - time.monotonic())
         answer = await lead.answer(
-            job.snapshot.view, inference_target.want, inference_target.digest, limit_s, compute
+            job.snapshot.view,
+            inference_target.record_key,
+            inference_target.digest,
+            limit_s,
+            compute,
         )
-        if not isinstance(answer, Found):
+        if not isinstance(answer, Hit):
             return answer
-        self.found_again()
-        return Computed(answer.record)
+        self.note_repeat()
+        return ComputedRecord(answer.record)
 
     def _compare(
         self,
         changed_answers: ChangedAnswers,
         snapshot: Snapshot,
-        cases: Sequence[Case],
-        outcomes: Sequence[Computed | LiveUnavailable],
+        cases: Sequence[PendingAnswer],
+        outcomes: Sequence[ComputedRecord | LiveUnavailable],
     ) -> None:
         """Compares lists computed from newer events with the night's, where L1 holds that: a sample without a read."""
         for case, outcome in zip(cases, outcomes, strict=False):
             if (
-                case.counted is None
+                case.counted_events is None
                 or case.table.kind != "topk"
-                or not isinstance(outcome, Computed)
+                or not isinstance(outcome, ComputedRecord)
             ):
                 continue
-            if (hit := self.tiers.look(snapshot.view, case.of_the_night)) is not None:
+            if (hit := self.tiers.inspect(snapshot.view, case.nightly_key)) is not None:
                 record, stored_record = outcome.record, hit.record
                 with contextlib.suppress(CorruptArtefact):
                     items = case.decoded(snapshot, record).items
@@ -256,12 +277,14 @@ class Inferences:
                     if items is not None and night_items is not None:
                         changed_answers.compare(case.table.name, items, night_items)
 
-    def _forget(self, key: Key, job: Job) -> None:
+    def _forget(self, key: Key, job: InferenceJob) -> None:
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
 
-def _outcome(case: Case, flight_seat: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
+def _outcome(
+    case: PendingAnswer, flight_seat: FlightSeat[Key, ComputedRecord] | None
+) -> ComputedRecord | LiveUnavailable:
     if flight_seat is None:
         return LiveUnavailable(LiveReason.OVERLOADED)
     if not flight_seat.waiter.done():

@@ -11,13 +11,13 @@ from typing import TypeVar
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.data_plane import DataPlane
-from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake, Mark
-from cache.tiers.tiered import Found, Tiered, View, Want
+from cache.l2.lease_commands import DONE_PREFIX, GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
+from cache.tiers.tiered import Hit, RecordKey, TieredCache, View
 
 REST_S = 1.0
 """Seconds without leases after Redis was slow or refused one."""
 
-_LOOKS = 8
+_CHECKS_PER_LIFE = 8
 """Checks of the leases held, per life of a lease."""
 
 _FIRST_POLL_S = 0.002
@@ -38,12 +38,12 @@ class LeaseCounts:
     timed_out: int = 0
     unavailable: int = 0
 
-    def events(self) -> dict[str, float]:
+    def internal_counters(self) -> dict[str, float]:
         """LeaseCounts by the names under which they are scraped."""
         return {f"leases_{name}": count for name, count in asdict(self).items()}
 
 
-class Lead:
+class LeaseManager:
     """Leases that live for half of `wait_s` and are renewed while their leader computes.
 
     Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
@@ -54,7 +54,7 @@ class Lead:
     def __init__(
         self,
         leases: DataPlane,
-        tiers: Tiered,
+        tiers: TieredCache,
         keyspace: Keyspace,
         *,
         wait_s: float,
@@ -76,7 +76,7 @@ class Lead:
         self._sleep = sleep
         self._jitter = jitter
         self._resting_until = float("-inf")
-        self._held: dict[Mark, float] = {}
+        self._written_at_by_mark: dict[LeaseMark, float] = {}
         """Monotonic time since when each lease stands as it is in Redis."""
         self._renewal: asyncio.TimerHandle | None = None
 
@@ -90,11 +90,11 @@ class Lead:
     async def answer(
         self,
         view: View,
-        record_key: Want,
+        record_key: RecordKey,
         digest: bytes,
         limit_s: float,
-        compute: Callable[[Mark | None], Awaitable[T]],
-    ) -> T | Found:
+        compute: Callable[[LeaseMark | None], Awaitable[T]],
+    ) -> T | Hit:
         """Answer of `compute`, run at most in one process at a time, or the one that another process has just stored.
 
         `compute` stores its answer with the mark that it is given; its errors are the caller's.
@@ -102,12 +102,12 @@ class Lead:
         if self._rests():
             return await compute(None)
         lease_set_at = started_at = self._timer()
-        lease_mark = self._mark(view, record_key, digest)
-        lease_state = await self._take(lease_mark)
+        lease_mark = self._build_lease_mark(view, record_key, digest)
+        lease_state = await self._try_acquire(lease_mark)
         if lease_state is not None:
             give_up = started_at + min(self._wait_s, limit_s / 2)
             follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up)
-            if isinstance(follow_result, Found):
+            if isinstance(follow_result, Hit):
                 return follow_result
             if not follow_result:
                 return await compute(lease_mark)
@@ -115,7 +115,10 @@ class Lead:
         return await self._lead(lease_mark, lease_set_at, compute)
 
     async def _lead(
-        self, lease_mark: Mark, lease_set_at: float, compute: Callable[[Mark | None], Awaitable[T]]
+        self,
+        lease_mark: LeaseMark,
+        lease_set_at: float,
+        compute: Callable[[LeaseMark | None], Awaitable[T]],
     ) -> T:
         self._begin(lease_mark, lease_set_at)
         try:
@@ -125,27 +128,27 @@ class Lead:
             self.give_back(lease_mark)
             raise
         finally:
-            del self._held[lease_mark]
+            del self._written_at_by_mark[lease_mark]
         return computed
 
-    def _begin(self, lease_mark: Mark, lease_set_at: float) -> None:
+    def _begin(self, lease_mark: LeaseMark, lease_set_at: float) -> None:
         self.counts.led += 1
-        self._held[lease_mark] = lease_set_at
+        self._written_at_by_mark[lease_mark] = lease_set_at
         if self._renewal is None:
             self._renew_later()
 
-    def give_back(self, lease_mark: Mark) -> None:
+    def give_back(self, lease_mark: LeaseMark) -> None:
         """Ends a lease under which nothing was stored: somebody else may try at once."""
         self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK, 1))
 
     async def _follow(
         self,
-        lease_mark: Mark,
+        lease_mark: LeaseMark,
         lease_state: bytes | TierUnavailable,
         view: View,
-        record_key: Want,
+        record_key: RecordKey,
         give_up: float,
-    ) -> Found | bool:
+    ) -> Hit | bool:
         """The stored answer, else whether this process leads now."""
         if not isinstance(lease_state, TierUnavailable):
             self.counts.waited += 1
@@ -155,13 +158,13 @@ class Lead:
             if isinstance(latest_state, TierUnavailable):
                 self.counts.unavailable += 1
                 return False
-            if latest_state.startswith(DONE):
-                if (hit := await self._tiers.look_again(view, record_key)) is not None:
+            if latest_state.startswith(DONE_PREFIX):
+                if (hit := await self._tiers.read_overlay_again(view, record_key)) is not None:
                     self.counts.adopted += 1
                     return hit
                 # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
                 if (
-                    await self._leases.lease(self._instead(lease_mark, latest_state))
+                    await self._leases.lease(self._build_swap(lease_mark, latest_state))
                     == lease_mark.token
                 ):
                     break
@@ -171,18 +174,18 @@ class Lead:
                 return False
             await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
             pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
-            latest_state = await self._take(lease_mark)
+            latest_state = await self._try_acquire(lease_mark)
         self.counts.taken_over += 1
         return True
 
-    def _instead(self, lease_mark: Mark, expected_value: bytes) -> LeaseSwap:
+    def _build_swap(self, lease_mark: LeaseMark, expected_value: bytes) -> LeaseSwap:
         return LeaseSwap(lease_mark.key, expected_value, lease_mark.token, self._life_ms)
 
     @property
     def _life_ms(self) -> int:
         return max(1, round(1000 * self._life_s))
 
-    async def _take(self, lease_mark: Mark) -> bytes | TierUnavailable | None:
+    async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
         started_at = self._timer()
         lease_state = await self._leases.lease(
             LeaseTake(lease_mark.key, lease_mark.token, self._life_ms)
@@ -194,9 +197,9 @@ class Lead:
         if isinstance(lease_state, TierUnavailable) or took_s > self._slow_s:
             self._resting_until = self._timer() + REST_S
 
-    def _mark(self, view: View, record_key: Want, digest: bytes) -> Mark:
+    def _build_lease_mark(self, view: View, record_key: RecordKey, digest: bytes) -> LeaseMark:
         self._number += 1
-        return Mark(
+        return LeaseMark(
             self._keyspace.lease(
                 view.generation, record_key.table.name, hash_hex(record_key.key), digest
             ),
@@ -205,25 +208,25 @@ class Lead:
 
     def _renew_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._renewal = loop.call_later(self._life_s / _LOOKS, self._renew)
+        self._renewal = loop.call_later(self._life_s / _CHECKS_PER_LIFE, self._renew)
 
     def _renew(self) -> None:
         # All leases of the process in one pipeline, and no timer for those that end before it.
         self._renewal = None
         if (
-            self._held
+            self._written_at_by_mark
         ):  # first of all: leases whose renewal fails this time are renewed the next time
             self._renew_later()
         now_s = self._timer()
         # None is older than a third of its life by then; most have ended before.
-        at_most = self._life_s / 3 - self._life_s / _LOOKS
+        at_most = self._life_s / 3 - self._life_s / _CHECKS_PER_LIFE
         old = [
             lease_mark
-            for lease_mark, lease_set_at in self._held.items()
+            for lease_mark, lease_set_at in self._written_at_by_mark.items()
             if now_s - lease_set_at > at_most
         ]
         if old:
-            self._held.update(dict.fromkeys(old, now_s))
+            self._written_at_by_mark.update(dict.fromkeys(old, now_s))
             self._leases.submit(
-                [self._instead(lease_mark, lease_mark.token) for lease_mark in old], len
+                [self._build_swap(lease_mark, lease_mark.token) for lease_mark in old], len
             )

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.events.event_predictor import EventInput
-from cache.events.new_items import NO_NEW, NewItemsOf
+from cache.events.new_items import NO_NEW, EligibleNewItems
 from cache.model.predictor import LiveInput
 from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_cost import Cost
+from serving.lookup.batch_cost import BatchCost
 
 
 class LiveUnavailable(Exception):
@@ -30,7 +30,7 @@ class LiveUnavailable(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class InferenceJob:
     """Input queued for a table of a snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
 
     snapshot: Snapshot
@@ -42,38 +42,38 @@ class Job:
     queued_at: float = 0.0
     may_reuse: bool = False
     """True if the answer to an input close by will do."""
-    newer: EventInput | None = None
+    event_input: EventInput | None = None
     """Newer events to compute from, in place of `source`."""
-    new: NewItemsOf = NO_NEW
+    new: EligibleNewItems = NO_NEW
     """New items that its list may name."""
-    had: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Ordinals of items that its list leaves out beside those of `source`: the user had them by the night."""
 
     @property
-    def lane(self) -> str:
+    def queue_name(self) -> str:
         """Name of what shares its batches, and what these cost."""
-        if self.newer is not None:
+        if self.event_input is not None:
             return f"{self.table} with events"
         return f"{self.table} with new items" if self.new.items else self.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed:
-    """Record that live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted.
+class ComputedRecord:
+    """Record that live made of an input; the model lacks `unknown_id_count` ids of the history (None: not counted).
 
-    `near` is the distance of the input whose answer it reuses, None where it was computed. `own` is the record without
-    new items, where these are in it.
+    `near` is the distance of the input whose answer it reuses, None where it was computed. `record_without_new_items`
+    is the record without new items, where these are in it.
     """
 
     record: bytes
-    dropped: int | None = None
+    unknown_id_count: int | None = None
     near: float | None = None
-    own: bytes | None = None
+    record_without_new_items: bytes | None = None
 
 
-Outcome = Computed | Exception
-Compute = Callable[[Sequence[Job]], list[Outcome]]
-Place = tuple[Job, asyncio.Future[Computed]]
+InferenceOutcome = ComputedRecord | Exception
+Compute = Callable[[Sequence[InferenceJob]], list[InferenceOutcome]]
+QueuedJob = tuple[InferenceJob, asyncio.Future[ComputedRecord]]
 
 
 class MicroBatcher:
@@ -103,18 +103,18 @@ class MicroBatcher:
         self._compute = compute
         self._observe = observe
         self._timer = timer
-        self._lanes: dict[tuple[int, str], deque[Place]] = {}
-        self._costs: defaultdict[str, Cost] = defaultdict(Cost)
+        self._queues: dict[tuple[int, str], deque[QueuedJob]] = {}
+        self._costs: defaultdict[str, BatchCost] = defaultdict(BatchCost)
         self._pump_due = False
         self.queued = 0
         self.queued_bytes = 0
         self.hopeless = 0
         """Jobs that were not computed since they could not have ended in time."""
 
-    def infer(self, job: Job) -> "asyncio.Future[Computed]":
+    def infer(self, job: InferenceJob) -> "asyncio.Future[ComputedRecord]":
         """The outcome for one job; LiveUnavailable when the queue is full, time too short or nothing came of it."""
         loop = asyncio.get_running_loop()
-        computed_future: asyncio.Future[Computed] = loop.create_future()
+        computed_future: asyncio.Future[ComputedRecord] = loop.create_future()
         if (
             self.queued >= self._max_queue
             or self.queued_bytes + job.size_bytes > self._max_queue_bytes
@@ -122,7 +122,9 @@ class MicroBatcher:
             computed_future.set_exception(LiveUnavailable(LiveReason.BUSY))
             return computed_future
         job.queued_at = self._timer()
-        self._lanes.setdefault((id(job.snapshot), job.lane), deque()).append((job, computed_future))
+        self._queues.setdefault((id(job.snapshot), job.queue_name), deque()).append(
+            (job, computed_future)
+        )
         self.queued += 1
         self.queued_bytes += job.size_bytes
         if self._idle and not self._pump_due:
@@ -134,24 +136,24 @@ class MicroBatcher:
     def waited(self) -> float:
         """Largest share of its time that the oldest input of a lane has waited; 0 while none waits."""
         now_s = self._timer()
-        heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
+        heads = [waiting[0][0] for waiting in self._queues.values() if waiting]
         times = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in heads]
         return max((waited / max(time_s, 1e-6) for waited, time_s in times), default=0.0)
 
     def _pump(self) -> None:
         self._pump_due = False
-        while self._idle and self._lanes:
-            queue_key = next(iter(self._lanes))
-            waiting = self._lanes.pop(queue_key)
-            batch = self._take(waiting, self._costs[queue_key[1]])
+        while self._idle and self._queues:
+            queue_key = next(iter(self._queues))
+            waiting = self._queues.pop(queue_key)
+            batch = self._pop_batch(waiting, self._costs[queue_key[1]])
             if waiting:
-                self._lanes[queue_key] = waiting  # behind the other lanes
+                self._queues[queue_key] = waiting  # behind the other lanes
             if batch:
                 self._start(batch)
 
-    def _take(self, waiting: deque[Place], cost: Cost) -> list[Place]:
+    def _pop_batch(self, waiting: deque[QueuedJob], cost: BatchCost) -> list[QueuedJob]:
         """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
-        batch: list[Place] = []
+        batch: list[QueuedJob] = []
         now_s, limit = self._timer(), self._max_batch
         while waiting and len(batch) < limit:
             job, computed_future = waiting[0]
@@ -171,14 +173,14 @@ class MicroBatcher:
             self.queued_bytes -= job.size_bytes
         return batch
 
-    def _start(self, batch: list[Place]) -> None:
+    def _start(self, batch: list[QueuedJob]) -> None:
         self._idle -= 1
         loop = asyncio.get_running_loop()
         started = self._timer()
 
         def run() -> None:
             error: Exception | None = None
-            outcomes: Sequence[Outcome] = ()
+            outcomes: Sequence[InferenceOutcome] = ()
             try:
                 outcomes = self._compute([job for job, _ in batch])
             except Exception as failed:
@@ -187,7 +189,7 @@ class MicroBatcher:
             report_outcomes(outcomes, error, self._timer())
 
         def report_outcomes(
-            outcomes: Sequence[Outcome], error: Exception | None, ended_at: float
+            outcomes: Sequence[InferenceOutcome], error: Exception | None, ended_at: float
         ) -> None:
             # Where the loop is closed every caller is gone.
             with contextlib.suppress(RuntimeError):
@@ -205,9 +207,9 @@ class MicroBatcher:
 
     def _finish(
         self,
-        batch: list[Place],
+        batch: list[QueuedJob],
         started: float,
-        outcomes: Sequence[Outcome],
+        outcomes: Sequence[InferenceOutcome],
         error: Exception | None,
         ended_at: float,
     ) -> None:
@@ -216,17 +218,17 @@ class MicroBatcher:
             outcomes = [error] * len(batch)
         else:
             self._observe(len(batch), ended_at - started)
-            self._costs[batch[0][0].lane].add(len(batch), ended_at - started)
-        if self._lanes:  # the next batch first: the model works while answers are handed out
+            self._costs[batch[0][0].queue_name].add(len(batch), ended_at - started)
+        if self._queues:  # the next batch first: the model works while answers are handed out
             self._pump()
         _resolve(batch, outcomes)
 
 
-def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
+def _resolve(batch: Sequence[QueuedJob], outcomes: Sequence[InferenceOutcome]) -> None:
     for (_, computed_future), outcome in zip(batch, outcomes, strict=True):
         if computed_future.done():
             continue
-        if isinstance(outcome, Computed):
+        if isinstance(outcome, ComputedRecord):
             computed_future.set_result(outcome)
         else:
             computed_future.set_exception(outcome)

@@ -4,21 +4,21 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cache.tiers.tiered import Tiered
+from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import Lateness
+from serving.admission.deadline_check import DeadlineCheck
 from serving.admission.gate import AdmissionGate
-from serving.generations.pointer_follower import Follower
-from serving.generations.served_set import Holding
+from serving.generations.pointer_follower import PointerFollower
+from serving.generations.served_set import ServedGenerations
 from serving.lookup.ladder import Ladder
 from serving.metrics.registry import Metrics
-from serving.rendering.answer_fields import Answer
+from serving.rendering.answer_fields import AnswerJson
 from serving.replica.canary_router import CanaryRouter
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers
-from serving.requests.models import Ask, Limits
+from serving.requests.fast_parse import HeaderJudge
+from serving.requests.models import Limits, LookupRequest
 
-Lookup = Callable[[Holding, Ask, float], Awaitable[list[Answer]]]
+LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
 """Answers each entity of a request once, in order, from what was held when it came, at a monotonic time."""
 
 
@@ -30,33 +30,33 @@ class LookupService:
     read of L2 may take now; without `observes` nothing is noted for the dashboard.
     """
 
-    follower: Follower
+    follower: PointerFollower
     trial: CanaryRouter
     ladder: Ladder
-    reshaped: Lookup
+    reshaped: LookupFunction
     metrics: Metrics
     limits: Limits
     body_bytes: int
     body_timeout_s: float
-    tiers: Tiered
+    tiers: TieredCache
     l2_bound_s: Callable[[], float]
     admission: Admission
     observes: bool = True
     timer: Callable[[], float] = time.monotonic
 
-    def holding(self) -> Holding:
+    def capture_served(self) -> ServedGenerations:
         """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
-        served = self.follower.shelf.holding
+        served = self.follower.holder.served
         if served is None:
             reason = self.follower.failed or "no generation has been published yet"
             raise Problem(503, "not_ready", reason)
         return served
 
-    def lookup(self, *, is_reshaped: bool) -> Lookup:
+    def lookup(self, *, is_reshaped: bool) -> LookupFunction:
         """The way to answer a request, by whether its options reshape lists."""
         return self.reshaped if is_reshaped else self.ladder.lookup
 
-    def marked(self, answers: list[Answer]) -> list[Answer]:
+    def attach_staleness(self, answers: list[AnswerJson]) -> list[AnswerJson]:
         """The answers, each with why this replica may lag behind, if it may."""
         if (stale := self.follower.concerns.text) is not None:
             for answer in answers:
@@ -65,8 +65,8 @@ class LookupService:
 
     def gate(self) -> AdmissionGate:
         """The gate before all that lies below L1, with the service's bounds."""
-        headers = Headers(self.limits)
-        lateness = Lateness(self.admission, headers, self.limits)
+        headers = HeaderJudge(self.limits)
+        lateness = DeadlineCheck(self.admission, headers, self.limits)
         requested = self.metrics.requested
         return AdmissionGate(
             self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s

@@ -16,7 +16,7 @@ class ChangedAnswers(Collector):
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()
         self._lists: Counter[str] = Counter()
-        self._shares: defaultdict[str, float] = defaultdict(float)
+        self._share_sums: defaultdict[str, float] = defaultdict(float)
 
     def compare(
         self, table: str, items: NDArray[np.uint32], of_the_night: NDArray[np.uint32]
@@ -24,11 +24,11 @@ class ChangedAnswers(Collector):
         """Adds the share of a computed list that is not in the one of the night."""
         if len(items):
             self._lists[table] += 1
-            self._shares[table] += float(1.0 - np.isin(items, of_the_night).mean())
+            self._share_sums[table] += float(1.0 - np.isin(items, of_the_night).mean())
 
     def totals(self) -> tuple[int, int, float]:
         """Answers, lists that were compared, and the sum of their shares, of all tables."""
-        return self.answers.total(), self._lists.total(), sum(self._shares.values())
+        return self.answers.total(), self._lists.total(), sum(self._share_sums.values())
 
     def collect(self) -> Iterable[Metric]:
         """Metric families by table."""
@@ -44,5 +44,5 @@ class ChangedAnswers(Collector):
             labels=["table"],
         )
         for table, count in self._lists.items():
-            changes.add_metric([table], count, self._shares[table])
+            changes.add_metric([table], count, self._share_sums[table])
         yield changes

@@ -46,7 +46,7 @@ def by_label(family: F, samples: Mapping[str, float]) -> F:
     return family
 
 
-class Events(Collector):
+class InternalCounters(Collector):
     """Collector of what the tiers did besides answering: `larder_<name>_total`."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:

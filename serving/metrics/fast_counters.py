@@ -25,7 +25,7 @@ class LabelHistogram:
     sum: float = 0.0
 
 
-class Seconds(Collector):
+class SecondsHistogram(Collector):
     """A histogram by one label, without a lock: only the event loop adds to it.
 
     Counted in finer buckets (`serving.metrics.log_buckets`) than Prometheus is told: one bisect serves both.
@@ -36,7 +36,7 @@ class Seconds(Collector):
     ) -> None:
         self.bounds = finer(bounds)
         self._name, self._text, self._label = name, text, label
-        self._shown = [(bound, self.bounds.index(bound)) for bound in bounds]
+        self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
         self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
@@ -51,14 +51,14 @@ class Seconds(Collector):
         for value, spent in self.spent.items():
             sums = list(accumulate(spent.counts))
             buckets: list[tuple[str, float]] = []
-            for bound, at in (*self._shown, (float("inf"), len(sums) - 1)):
+            for bound, at in (*self._exposed_bounds, (float("inf"), len(sums) - 1)):
                 name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
                 buckets.append((name, float(sums[at])))
             family.add_metric([value], buckets, spent.sum)
         yield family
 
 
-class Overload(Collector):
+class OverloadCollector(Collector):
     """Collector of how full the process is, and of what it did about it."""
 
     def __init__(self, admission: Admission) -> None:
@@ -89,7 +89,7 @@ class Overload(Collector):
             (
                 "costly_admitted_ratio",
                 "Of the requests that are costly, those that may go on",
-                admission.costly.share,
+                admission.costly.admitted_share,
             ),
             ("requests_under_way", "Requests below L1", admission.under_way),
             ("requests_max", "Requests that may be below L1 at once", admission.requests_max),
@@ -97,7 +97,7 @@ class Overload(Collector):
             yield GaugeMetricFamily(f"larder_{name}", text, value)
 
 
-class Tally:
+class FastTally:
     """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Tally:
         self.requests: defaultdict[str, int] = defaultdict(int)
         self.flushes: list[Callable[[], None]] = []
 
-    def take(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
         for flush in self.flushes:
             flush()

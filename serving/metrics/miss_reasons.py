@@ -7,10 +7,14 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from cache.tiers.eviction_history import Absence
-from cache.tiers.results import TOLD_AS, TOLD_WITH_STORED, MissReason
+from cache.tiers.results import PUBLIC_BY_INTERNAL_REASON, REASONS_WITH_STORED_ANSWER, MissReason
 
 REASONS = tuple(
-    [reason for reason in MissReason if reason not in TOLD_AS and reason not in TOLD_WITH_STORED]
+    [
+        reason
+        for reason in MissReason
+        if reason not in PUBLIC_BY_INTERNAL_REASON and reason not in REASONS_WITH_STORED_ANSWER
+    ]
 )
 """Reasons that are counted: no stored tier answered."""
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cache.tiers.results import TOLD_AS
+from cache.tiers.results import PUBLIC_BY_INTERNAL_REASON
 from serving.answers.sources import Source
 from serving.metrics.changed_answers import ChangedAnswers
-from serving.metrics.fast_counters import Seconds, Tally
+from serving.metrics.fast_counters import FastTally, SecondsHistogram
 from serving.metrics.miss_reasons import L1Misses
 from serving.tracing.request_context import note
 
@@ -56,8 +56,8 @@ class Metrics:
         )
         self.l1_misses = L1Misses()
         registry.register(self.l1_misses)
-        self.changed = ChangedAnswers()
-        registry.register(self.changed)
+        self.changed_answers = ChangedAnswers()
+        registry.register(self.changed_answers)
         self.live_failures = counter(
             "larder_live_failures", "Inputs that live did not answer", ["table", "reason"]
         )
@@ -67,12 +67,12 @@ class Metrics:
         )
         for outcome in OUTCOMES:  # what first appears above 0 has no increase an alert could see
             self.refreshes.labels(outcome)
-        self.answer_seconds = Seconds(
+        self.answer_seconds = SecondsHistogram(
             "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS
         )
         registry.register(self.answer_seconds)
-        self.tally = Tally()
-        self.stage_seconds = Seconds(
+        self.tally = FastTally()
+        self.stage_seconds = SecondsHistogram(
             "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
         )
         registry.register(self.stage_seconds)
@@ -173,7 +173,9 @@ class Metrics:
         if self.is_flipping:
             self.flip_answer_seconds.observe(seconds)
 
-    def hot(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
+    def count_fast_answers(
+        self, table: str, source: Source, seconds: float, times: int = 1
+    ) -> None:
         """Counts `times` entities of a table as asked for and answered on the hot route, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)
@@ -192,9 +194,9 @@ class Metrics:
 
     def missed(self, table: str, reason: str) -> None:
         """Counts one entity that no stored tier answered."""
-        self._child(self.misses, table, TOLD_AS.get(reason, reason)).inc()
+        self._child(self.misses, table, PUBLIC_BY_INTERNAL_REASON.get(reason, reason)).inc()
 
-    def asked(self, tables: Iterable[str]) -> None:
+    def count_entities(self, tables: Iterable[str]) -> None:
         """Counts entities that passed validation: each of them will be answered exactly once."""
         for table in tables:
             self._child(self.entities, table).inc()
@@ -226,7 +228,7 @@ class Metrics:
         self.warmed_records.inc(records)
         self.warming_seconds.inc(seconds)
 
-    def hold(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
+    def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
         """Sets the generations held from now on, by role."""
         self.generation_info.clear()
         for role, generation in roles.items():
@@ -250,7 +252,7 @@ class Metrics:
 
     def settle(self) -> None:
         """Takes over what the hot route has counted since the last time."""
-        answers, requests = self.tally.take()
+        answers, requests = self.tally.drain()
         for (table, source), count in answers.items():
             self._child(self.entities, table).inc(count)
             self._child(self.answers, table, source).inc(count)

@@ -6,7 +6,7 @@ RANGES = 12
 FARTHEST = 0.5
 """Distance, in lengths of the vector, from which on nothing is near."""
 
-_LEAST = 1e-30
+_MARGIN_MIN = 1e-30
 
 
 def range_of(distance: float, margin: float) -> int:
@@ -16,5 +16,5 @@ def range_of(distance: float, margin: float) -> int:
     """
     if distance <= 0:
         return RANGES - 1
-    halvings = int(math.log2(max(margin, _LEAST) * FARTHEST / distance))
+    halvings = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST / distance))
     return min(max(halvings, 0), RANGES - 1)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from cache.format.records.layout import NO_ITEM
 from cache.model.list_search import ListSearch
-from cache.model.predictor import Predictor, Prepared
-from serving.near.neighbours import JUDGED, Near, Neighbours, Outcome
+from cache.model.predictor import Predictor, PreparedInput
+from serving.near.neighbours import JUDGED, NearAnswer, NearOutcome, Neighbours
 
 DEPTH = 2
 """Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
@@ -61,7 +61,7 @@ class ListMatches:
     def predict(
         self,
         predictor: Predictor,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         prints: Sequence[int],
         scored_at: int,
         blocked: Ordinals,
@@ -84,7 +84,7 @@ class ListMatches:
             for row, near_answer in enumerate(close)
             if near_answer is not None and self._is_worth(near_answer, counts[row])
         }
-        outcomes: list[Outcome] = [
+        outcomes: list[NearOutcome] = [
             "far" if near_answer is None else "leave" for near_answer in close
         ]
         ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
@@ -97,7 +97,9 @@ class ListMatches:
             candidates = [
                 candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets
             ]
-            ordinals[rows], scores[rows] = search.best(vectors[rows], candidates, row_exclusions)
+            ordinals[rows], scores[rows] = search.rank_candidates(
+                vectors[rows], candidates, row_exclusions
+            )
             distances = np.array([near[row].distance for row in rows])
             proven = self._proven(
                 search, directions[rows], ordinals[rows, -1], candidate_sets, distances
@@ -114,10 +116,10 @@ class ListMatches:
             needed_candidates = [
                 deep_ordinals[: counts[row]] for row, deep_ordinals in zip(rows, deep, strict=True)
             ]
-            best_lists = search.best(
+            best_lists = search.rank_candidates(
                 vectors[rows], needed_candidates, [excluded[row] for row in rows]
             )
-            searched_candidate_sets = self._kept(search, directions[rows], deep)
+            searched_candidate_sets = self._to_candidates(search, directions[rows], deep)
             for row, answer, items in zip(
                 rows, searched_candidate_sets, best_lists[0], strict=True
             ):
@@ -135,7 +137,7 @@ class ListMatches:
         ]
         return predictor.lists(self._table, (ordinals, scores), prints, scored_at), reused
 
-    def _is_worth(self, near: Near[Candidates], count: int) -> bool:
+    def _is_worth(self, near: NearAnswer[Candidates], count: int) -> bool:
         """True if its candidates hold a whole list and may be of use."""
         may_use = self._reach is not None or self.neighbours.may_use(near)
         return may_use and len(near.answer.ordinals) >= count
@@ -159,7 +161,7 @@ class ListMatches:
         proven: list[bool] = (np.isneginf(beyond) | (is_full & is_above)).tolist()
         return proven
 
-    def _kept(
+    def _to_candidates(
         self, search: ListSearch, directions: Vectors, searched_ordinals: Sequence[Ordinals]
     ) -> list[Candidates]:
         """Candidates as they are kept: as copies, for they are parts of a whole batch's."""

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 from cache.config.near import NearConfig
 from cache.model.input_preparation import LiveInput
-from cache.model.predictor import Predictor, Prepared
+from cache.model.predictor import Predictor, PreparedInput
 from serving.generations.snapshot import Snapshot
 from serving.near.list_matches import Candidates, ListMatches
-from serving.near.neighbours import Neighbours, Outcome
+from serving.near.neighbours import NearOutcome, Neighbours
 from serving.near.reuse_policy import ReusePolicy
 from serving.near.value_matches import ValueMatches
 
@@ -26,7 +26,7 @@ Matches = ListMatches | ValueMatches
 class NearInput(NamedTuple):
     """Input ready for its model; `kind` is None where only an answer of its own will do."""
 
-    prepared: Prepared
+    prepared: PreparedInput
     fingerprint: int
     kind: InputKind | None
 
@@ -45,7 +45,7 @@ class NearMatches:
     """
 
     def __init__(self, configured: Mapping[str, NearConfig], rng: Random | None = None) -> None:
-        self.counts: dict[str, Counter[Outcome]] = {name: Counter() for name in configured}
+        self.counts: dict[str, Counter[NearOutcome]] = {name: Counter() for name in configured}
         self._configured = configured
         self._rng = rng or Random()
         self._matches: WeakKeyDictionary[Predictor, dict[tuple[str, InputKind], Matches]] = (
@@ -110,11 +110,13 @@ class NearMatches:
             matches_by_key = self._matches.setdefault(predictor, {})
             matches = matches_by_key.get((table, kind))
             if matches is None:
-                matches = matches_by_key[table, kind] = self._made(predictor, snapshot, table)
+                matches = matches_by_key[table, kind] = self._build_matches(
+                    predictor, snapshot, table
+                )
             self._policies[table, kind] = matches.neighbours.policy
             return matches
 
-    def _made(self, predictor: Predictor, snapshot: Snapshot, table: str) -> Matches:
+    def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table: str) -> Matches:
         config, counts = self._configured[table], self.counts[table]
         layout = snapshot.manifest.tables[table].layout
         if layout.kind == "topk":

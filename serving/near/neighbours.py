@@ -16,10 +16,10 @@ from serving.near.closeness import FARTHEST, RANGES, range_of
 from serving.near.reuse_policy import Decision, ReusePolicy
 
 Answer = TypeVar("Answer")
-Outcome = Decision | Literal["far", "proven"]
+NearOutcome = Decision | Literal["far", "proven"]
 """Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
 
-JUDGED: tuple[Outcome, ...] = ("learn", "audit")
+JUDGED: tuple[NearOutcome, ...] = ("learn", "audit")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,28 +31,28 @@ class KeptAnswer(Generic[Answer]):
     limit: float
 
 
-class Near(NamedTuple, Generic[Answer]):
+class NearAnswer(NamedTuple, Generic[Answer]):
     """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector.
 
     `closeness` is the range by which the policy knows it.
     """
 
-    kept: KeptAnswer[Answer]
+    kept_answer: KeptAnswer[Answer]
     distance: float
-    place: int
+    slot: int
     closeness: int
 
     @property
     def answer(self) -> Answer:
         """The answer itself."""
-        return self.kept.answer
+        return self.kept_answer.answer
 
 
 class Neighbours(Generic[Answer]):
     """Answers of one table, generation and kind of input; any thread may call it."""
 
     def __init__(
-        self, error: float, entries: int, dims: int, rng: Random, counts: Counter[Outcome]
+        self, error: float, entries: int, dims: int, rng: Random, counts: Counter[NearOutcome]
     ) -> None:
         self.policy = ReusePolicy(error, RANGES, rng)
         self._vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(entries, dims)
@@ -60,7 +60,9 @@ class Neighbours(Generic[Answer]):
         self._version = 0
         self._lock = Lock()
 
-    def near(self, vectors: NDArray[np.float32], version: int = 0) -> list[Near[Answer] | None]:
+    def near(
+        self, vectors: NDArray[np.float32], version: int = 0
+    ) -> list[NearAnswer[Answer] | None]:
         """The nearest recent answer of each vector [n, dims]; None where none is near, or it proved wrong at less.
 
         A later version of what all answers leave out forgets those before; an earlier one finds nothing.
@@ -74,23 +76,23 @@ class Neighbours(Generic[Answer]):
             nearest_entries = self._vectors.nearest(vectors)
         return [None if nearest is None else _near(nearest) for nearest in nearest_entries]
 
-    def may_use(self, near: Near[Answer]) -> bool:
+    def may_use(self, near: NearAnswer[Answer]) -> bool:
         """True unless the policy leaves it in any case."""
         with self._lock:
             return self.policy.may_use(near.closeness)
 
-    def decide(self, near: Near[Answer]) -> Decision:
+    def decide(self, near: NearAnswer[Answer]) -> Decision:
         """The policy's decision about a near answer."""
         with self._lock:
-            self._vectors.touch(near.place)
+            self._vectors.mark_used(near.slot)
             return self.policy.decide(near.closeness)
 
     def settle(
         self,
         vector: NDArray[np.float32],
         answer: Answer,
-        near: Near[Answer] | None,
-        outcome: Outcome,
+        near: NearAnswer[Answer] | None,
+        outcome: NearOutcome,
         *,
         wrong: bool,
         margin: float = 1.0,
@@ -107,7 +109,7 @@ class Neighbours(Generic[Answer]):
                 if not wrong:
                     return
                 limit = near.distance
-                near.kept.limit = min(near.kept.limit, limit)
+                near.kept_answer.limit = min(near.kept_answer.limit, limit)
             # A vector of no length, or what is made of numbers that are none, has no neighbours.
             is_sound = (
                 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
@@ -115,14 +117,14 @@ class Neighbours(Generic[Answer]):
             if is_sound and version == self._version:
                 self._vectors.add(vector, KeptAnswer(answer, margin, limit))
 
-    def count(self, outcomes: Sequence[Outcome]) -> None:
+    def count(self, outcomes: Sequence[NearOutcome]) -> None:
         """Counts inputs by what became of them."""
         with self._lock:
             self._counts.update(outcomes)
 
 
-def _near(nearest: Nearest[KeptAnswer[Answer]]) -> Near[Answer] | None:
+def _near(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
     kept_answer, distance = nearest.entry, nearest.distance
     if not distance < min(FARTHEST, kept_answer.limit):
         return None
-    return Near(kept_answer, distance, nearest.place, range_of(distance, kept_answer.margin))
+    return NearAnswer(kept_answer, distance, nearest.slot, range_of(distance, kept_answer.margin))

@@ -64,7 +64,7 @@ class ReusePolicy:
         self.audits = 0
         self.wrong_audits = 0
         self._alpha = ALPHA / ranges
-        self._own = [Samples() for _ in range(ranges)]
+        self._samples_by_range = [Samples() for _ in range(ranges)]
         self._from = [Samples() for _ in range(ranges)]
         """Samples of each range and all that are closer."""
         self._is_trusted = [False] * ranges
@@ -90,7 +90,7 @@ class ReusePolicy:
         """Takes in what came of a near answer that was computed as well."""
         if is_audit:
             self._audited(wrong=wrong)
-        samples_by_range, from_here = self._own, self._from
+        samples_by_range, from_here = self._samples_by_range, self._from
         if is_audit and wrong:
             samples_by_range[closeness] = Samples()
             for range_index in range(closeness + 1):
@@ -108,16 +108,16 @@ class ReusePolicy:
     def _trust(self) -> None:
         is_within = False
         for range_index, (range_samples, samples) in enumerate(
-            zip(self._own, self._from, strict=True)
+            zip(self._samples_by_range, self._from, strict=True)
         ):
-            is_within = is_within or self._holds(samples)
+            is_within = is_within or self._is_within_error(samples)
             is_clean = (
                 range_samples.judged * self.error >= 2
                 and range_samples.wrong <= range_samples.judged * self.error / 2
             )
             self._is_trusted[range_index] = is_within and is_clean
 
-    def _holds(self, samples: Samples) -> bool:
+    def _is_within_error(self, samples: Samples) -> bool:
         if samples.judged * self.error < 1:  # no bound is as low after so few
             return False
         alpha = self._alpha / (samples.starts * (samples.starts + 1))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.predictor import Predictor, Prepared
-from serving.near.neighbours import Neighbours, Outcome
+from cache.model.predictor import Predictor, PreparedInput
+from serving.near.neighbours import NearOutcome, Neighbours
 
 Numbers = NDArray[np.float32]
 
@@ -25,7 +25,7 @@ class ValueMatches:
     def predict(
         self,
         predictor: Predictor,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         prints: Sequence[int],
         scored_at: int,
         blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
@@ -35,7 +35,7 @@ class ValueMatches:
         neighbours = self.neighbours
         sent_vectors = predictor.sent_vectors(self._table, batch)
         near = neighbours.near(sent_vectors)
-        outcomes: list[Outcome] = [
+        outcomes: list[NearOutcome] = [
             "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]

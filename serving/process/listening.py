@@ -19,7 +19,7 @@ from serving.config.tls import TlsWatch
 log = logging.getLogger(__name__)
 
 
-class Listening:
+class ListeningSockets:
     """The sockets of one server, each with a second descriptor that nobody else knows of."""
 
     def __init__(
@@ -27,17 +27,17 @@ class Listening:
     ) -> None:
         self._server = server
         self._tls, self._handshake_s, self._is_due = tls, handshake_s, False
-        self._kept: list[tuple[socket.socket, socket.socket]] = []
+        self._socket_pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
         """Keeps a second descriptor of each socket from now on."""
-        self._kept = [(listener, listener.dup()) for listener in sockets]
+        self._socket_pairs = [(listener, listener.dup()) for listener in sockets]
 
     def leave(self) -> None:
         """Closes the second descriptors: the server itself stops listening."""
-        for _, spare in self._kept:
+        for _, spare in self._socket_pairs:
             spare.close()
-        self._kept = []
+        self._socket_pairs = []
 
     async def renew(self) -> None:
         """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
@@ -45,7 +45,7 @@ class Listening:
         old_servers = list(servers)
         socket_pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
-            for _, spare in self._kept:
+            for _, spare in self._socket_pairs:
                 socket_pairs.append((await self._listen_again(spare), spare))
         except BaseException:
             # The old ones go on; what listens already would be listened to twice from the next try on.
@@ -53,23 +53,23 @@ class Listening:
                 server.close()
             del servers[len(old_servers) :]
             raise
-        self._kept, self._is_due = socket_pairs, False
+        self._socket_pairs, self._is_due = socket_pairs, False
         for (
             old_server
         ) in old_servers:  # not earlier: where listening anew fails, the old ones go on
             servers.remove(old_server)
             old_server.close()
 
-    async def look(self) -> None:
+    async def reopen_closed(self) -> None:
         """Puts another socket in the place of each that was closed."""
-        for index, (listener, spare) in enumerate(self._kept):
+        for index, (listener, spare) in enumerate(self._socket_pairs):
             if listener.fileno() < 0:
                 log.error("a listening socket was closed: listening again")
-                self._kept[index] = await self._listen_again(spare), spare
+                self._socket_pairs[index] = await self._listen_again(spare), spare
 
     async def look_at_certificate(self) -> None:
         """Takes up a new certificate; its files are read in a thread, which a mount that hangs holds up alone."""
-        if self._tls is not None and await asyncio.to_thread(self._tls.look):
+        if self._tls is not None and await asyncio.to_thread(self._tls.reload_if_changed):
             self._is_due = True
         if self._is_due:
             await self.renew()

@@ -16,7 +16,7 @@ from cache.process.background_loops import BackgroundLoops
 from serving.config.settings import ServingConfig
 from serving.config.tls import TlsWatch
 from serving.process.gc_tuning import settle
-from serving.process.listening import Listening
+from serving.process.listening import ListeningSockets
 
 _BACKLOG = 2_048
 _LOOK_S = 0.05
@@ -35,7 +35,7 @@ class WatchedConnections(Protocol):
     def every_s(self) -> float:
         """Seconds between two looks."""
 
-    async def look(self, connections: Any, now_s: float) -> None:
+    async def close_stalled(self, connections: Any, now_s: float) -> None:
         """Ends those that stand still."""
 
 
@@ -80,13 +80,13 @@ class Server(uvicorn.Server):
         self._loops = BackgroundLoops() if loops is None else loops
         self._connections = connections
         self._tls = tls
-        self._listening = Listening(self, tls, handshake_s)
+        self._listening = ListeningSockets(self, tls, handshake_s)
         self._looking: list[asyncio.Task[None]] = []
         self._drain_s = drain_s
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._is_told = False
+        self._is_exit_requested = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts, then announces."""
@@ -102,7 +102,9 @@ class Server(uvicorn.Server):
                 await self._listening.renew()
             every_s = _LISTENING_LOOK_S if self._connections is None else self._connections.every_s
             self._looking.append(
-                self._loops.start("connections", self._look, wait=lambda: asyncio.sleep(every_s))
+                self._loops.start(
+                    "connections", self._maintain_connections, wait=lambda: asyncio.sleep(every_s)
+                )
             )
             if self._tls is not None:
                 self._looking.append(
@@ -123,25 +125,25 @@ class Server(uvicorn.Server):
             for looking in self._looking:
                 looking.cancel()
 
-    async def _look(self) -> None:
+    async def _maintain_connections(self) -> None:
         """Ends connections that stand still, and listens again where that ended."""
         if self._connections is not None:
             now_s = asyncio.get_running_loop().time()
-            await self._connections.look(self.server_state.connections, now_s)
-        await self._listening.look()
+            await self._connections.close_stalled(self.server_state.connections, now_s)
+        await self._listening.reopen_closed()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drains at the first signal, exits at once at the second."""
-        if self._loop is None or not self.started or self._is_told:
+        if self._loop is None or not self.started or self._is_exit_requested:
             super().handle_exit(sig, frame)
-            self.force_exit = self._is_told
+            self.force_exit = self._is_exit_requested
             if self.force_exit:
                 self.config.timeout_graceful_shutdown = 0
                 log.warning("told twice to stop: requests under way are cut off")
                 # What uvicorn says of its own parts from here on is a traceback of each.
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             return
-        self._is_told = True
+        self._is_exit_requested = True
         # A signal handler runs between any two instructions, and the loop may be asleep.
         self._loop.call_soon_threadsafe(self._start_draining, sig)
 

@@ -45,7 +45,7 @@ class Worker:
     control: socket.socket
     ready_at: float | None = None
 
-    def tell(self, signal_: signal.Signals) -> None:
+    def send_signal(self, signal_: signal.Signals) -> None:
         """Sends the process a signal, unless it has ended."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -66,7 +66,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Spawn:
+class WorkerSpawner:
     """Starts workers; each is a program of its own and reads its settings anew."""
 
     listener: socket.socket
@@ -106,11 +106,11 @@ class Workers:
     """Keeps `count` workers until it is told to stop."""
 
     count: int
-    spawn: Spawn
+    spawn: WorkerSpawner
     drain_s: float
     announce: Callable[[], None]
     pause_s: Callable[[int], float] = pause_s
-    _places: list[Worker | None] = field(default_factory=list)
+    _workers_by_slot: list[Worker | None] = field(default_factory=list)
     _slots: set[int] = field(default_factory=set)
     _living: set[Worker] = field(default_factory=set)
     _reaping: set[asyncio.Task[None]] = field(default_factory=set)
@@ -126,7 +126,7 @@ class Workers:
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(stop_signal, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
-        self._places = [None] * self.count
+        self._workers_by_slot = [None] * self.count
         rolling = self._loops.start("rolling_restart", self._roll, wait=self._rolling.wait)
         keeping = [
             self._loops.start(
@@ -147,17 +147,17 @@ class Workers:
         self._stopping.set()
         self.spawn.listener.close()  # the workers' own keep it open while they drain
         for worker in self._living:
-            worker.tell(signal.SIGTERM)
+            worker.send_signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(bound_s, self._kill)
 
     def _kill(self) -> None:
         for worker in self._living:
             log.warning("%s did not stop in time and is killed", worker)
-            worker.tell(signal.SIGKILL)
+            worker.send_signal(signal.SIGKILL)
 
     async def _keep(self, worker_index: int) -> None:
         """Keep a worker in one place: where one ends, or cannot be started, another try follows after a pause."""
-        workers, failures = self._places, 0
+        workers, failures = self._workers_by_slot, 0
         while not self._stopping.is_set():
             # One may be there: this begins again after an error.
             worker = workers[worker_index] or await self._start()
@@ -210,7 +210,7 @@ class Workers:
         return True
 
     def _announce_once(self) -> None:
-        is_whole = all(worker and worker.ready_at is not None for worker in self._places)
+        is_whole = all(worker and worker.ready_at is not None for worker in self._workers_by_slot)
         if is_whole and not self._is_announced:
             self._is_announced = True
             self.announce()
@@ -235,7 +235,7 @@ class Workers:
         self._reaping.add(reaping)
         reaping.add_done_callback(self._reaping.discard)
         if self._stopping.is_set():
-            worker.tell(signal.SIGTERM)
+            worker.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(START_S):
                 ready_message = await asyncio.get_running_loop().sock_recv(
@@ -265,13 +265,13 @@ class Workers:
                 await worker.process.wait()
         except TimeoutError:
             log.warning("%s did not end in time and is killed", worker)
-            worker.tell(signal.SIGKILL)
+            worker.send_signal(signal.SIGKILL)
             await worker.process.wait()
 
     async def _roll(self) -> None:
         """Replaces one worker after the other, the new one ready before the old one is let go."""
         self._rolling.clear()
-        for worker_index, old in enumerate(self._places):
+        for worker_index, old in enumerate(self._workers_by_slot):
             if self._stopping.is_set():
                 return
             if old is None or old.ready_at is None:
@@ -285,8 +285,8 @@ class Workers:
                     new or "a new worker",
                 )
                 return
-            if self._places[worker_index] is old:
-                self._places[worker_index] = new
+            if self._workers_by_slot[worker_index] is old:
+                self._workers_by_slot[worker_index] = new
             else:  # it died meanwhile, and has a successor
                 old = new
             old.retire()

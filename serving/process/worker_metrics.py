@@ -11,7 +11,7 @@ _ANSWER_S = 1.0
 _TEXT_MAX = 8 << 20
 
 
-class Peers:
+class WorkerPeers:
     """A unix socket per worker in a folder that only they may enter; on each, a worker tells its own counts."""
 
     def __init__(self, folder: Path, slot: int) -> None:
@@ -38,7 +38,7 @@ class Peers:
         """Answers peers from now on."""
         self._expose = expose
         path = self._folder / f"{self._slot}.sock"
-        self._server = await asyncio.start_unix_server(self._tell, path)
+        self._server = await asyncio.start_unix_server(self._serve_counts, path)
 
     async def aclose(self) -> None:
         """Stops answering peers, and removes the socket's file."""
@@ -53,7 +53,7 @@ class Peers:
             for peer_path in self._folder.glob("*.sock")
             if peer_path.stem != str(self._slot)
         ]
-        peer_texts = await asyncio.gather(*map(_ask, peer_paths))
+        peer_texts = await asyncio.gather(*map(_read_counts, peer_paths))
         texts = {
             peer_path.stem: text
             for peer_path, text in zip(peer_paths, peer_texts, strict=True)
@@ -62,7 +62,7 @@ class Peers:
         texts[str(self._slot)] = self._expose()
         return merged(dict(sorted(texts.items(), key=lambda slot_and_text: int(slot_and_text[0]))))
 
-    async def _tell(self, _reader: StreamReader, writer: StreamWriter) -> None:
+    async def _serve_counts(self, _reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             writer.write(self._expose())
             async with asyncio.timeout(_ANSWER_S):
@@ -70,7 +70,7 @@ class Peers:
         writer.close()
 
 
-async def _ask(path: Path) -> bytes:
+async def _read_counts(path: Path) -> bytes:
     """The counts of a peer; empty for one that died or hangs."""
     writer: StreamWriter | None = None
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.quality.comparison import AnswerSample
+from serving.quality.comparison import AnswerComparison
 
 Key = tuple[str, str, str, str]
 """Table, source, producer, band."""
@@ -18,7 +18,7 @@ _Z = 1.959964  # of 95 %
 
 
 @dataclass(slots=True)
-class Cell:
+class SampleTotals:
     """Samples that are counted together."""
 
     samples: int = 0
@@ -29,7 +29,7 @@ class Cell:
     age: float = 0.0
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
 
-    def saw(self, sample: AnswerSample) -> None:
+    def saw(self, sample: AnswerComparison) -> None:
         """Adds a sample to the sums."""
         self.samples += 1
         self.exact += sample.is_exact
@@ -45,7 +45,7 @@ class Cell:
         return [*sums, self.errors]
 
     @classmethod
-    def of(cls, cells: Iterable[Sequence[Any]]) -> "Cell":
+    def of(cls, cells: Iterable[Sequence[Any]]) -> "SampleTotals":
         """Sum of cells in the form that `to_json` gives them."""
         total_cell = cls()
         for samples, exact, overlap, squares, error, age, errors in cells:
@@ -105,12 +105,12 @@ def half_width(total: float, squares: float, of: int) -> float:
     return _Z * math.sqrt(variance / of)
 
 
-def packed(cells: Mapping[Key, Cell]) -> dict[str, list[Any]]:
+def packed(cells: Mapping[Key, SampleTotals]) -> dict[str, list[Any]]:
     """Cells as JSON; no part of a key holds a tab."""
     return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
 
 
-def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, Cell]:
+def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, SampleTotals]:
     """The cells of all parts, summed."""
     cells_by_name: dict[str, list[Sequence[Any]]] = {}
     for part in parts:
@@ -119,5 +119,5 @@ def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, Cell]:
     cell_by_key = {}
     for name, cells in cells_by_name.items():
         table, source, producer, band = name.split("\t")
-        cell_by_key[table, source, producer, band] = Cell.of(cells)
+        cell_by_key[table, source, producer, band] = SampleTotals.of(cells)
     return cell_by_key

@@ -18,9 +18,9 @@ from cache.model.tower_spec import TowerSpec
 from serving.answers.reasons import LiveReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
-from serving.quality.night_inputs import Inputs
-from serving.usage.answer_sampling import Pick
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.quality.night_inputs import NightInputs
+from serving.usage.answer_sampling import AnswerSample
 
 CLOSE = 2.0**-8
 """Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
@@ -32,13 +32,13 @@ defaults.
 """
 
 
-class AnswerSample(NamedTuple):
+class AnswerComparison(NamedTuple):
     """Comparison of an answer: `overlap` and `score_error` are shares, `age_s` the data's when the answer was served.
 
     Of lists `overlap` is that of the first n of both, n being what was served; of vectors their cosine (0 if negative);
     of values 1 minus the error. `score_error` is the mean difference of the numbers rank by rank, as a share of the
-    largest that the model gives. `whole` is the overlap as the night's own gate has it, None where the stored record
-    was not at hand.
+    largest that the model gives. `record_overlap` is the overlap as the night's own gate has it, None where the stored
+    record was not at hand.
     """
 
     table: str
@@ -49,18 +49,18 @@ class AnswerSample(NamedTuple):
     overlap: float
     score_error: float
     age_s: float
-    whole: float | None = None
+    record_overlap: float | None = None
 
 
 class Agreement(NamedTuple):
-    """Agreement of what was served with what the model gives, in the terms of `AnswerSample`."""
+    """Agreement of what was served with what the model gives, in the terms of `AnswerComparison`."""
 
     is_exact: bool
     overlap: float
     score_error: float
 
 
-class Skipped(Exception):
+class SampleSkipped(Exception):
     """An answer that cannot be compared, and why."""
 
     def __init__(self, reason: str) -> None:
@@ -68,38 +68,42 @@ class Skipped(Exception):
         self.reason = reason
 
 
-def compare(sample: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSample:
+def compare(
+    sample: AnswerSample, snapshot: Snapshot, inputs: NightInputs | None
+) -> AnswerComparison:
     """Compares an answer; raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
-        raise Skipped("gone")
+        raise SampleSkipped("gone")
     if snapshot.blocks(table, sample.raw):
-        raise Skipped("blocked")
+        raise SampleSkipped("blocked")
     if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
-        raise Skipped("no_model")
+        raise SampleSkipped("no_model")
     source = _source(sample, snapshot, table, inputs)
     directory = snapshot.directories[table.entity]
     position = directory.find(hash_id(sample.raw, directory.seed))
     seen_ordinals = snapshot.had_by_night(table, position)
-    job = Job(snapshot, sample.table, source, fingerprint(sample.raw), 0, had=seen_ordinals)
+    job = InferenceJob(
+        snapshot, sample.table, source, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals
+    )
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
-        raise Skipped("no_input")
-    if not isinstance(outcome, Computed):
-        raise Skipped("failed")
+        raise SampleSkipped("no_input")
+    if not isinstance(outcome, ComputedRecord):
+        raise SampleSkipped("failed")
     try:
-        served, numbers = _sent(sample, snapshot, table)
+        served, numbers = _decode_served(sample, snapshot, table)
         stored_prediction = (
-            _stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
+            _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
         )
         live_record = decode(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
-        raise Skipped("failed") from damage
+        raise SampleSkipped("failed") from damage
     if live_record.items is None or served is None:
         agreement = _numbers(table, numbers, live_record.numbers)
         whole_overlap: float | None = agreement.overlap
     else:
-        keep = _allowed(live_record.items, (*sample.barred, snapshot.blocked))
+        keep = _allowed(live_record.items, (*sample.exclusions, snapshot.blocked))
         items, scores = live_record.items[keep], live_record.numbers[keep]
         agreement = _lists(served, numbers, items, scores)
         whole_overlap = None
@@ -109,21 +113,23 @@ def compare(sample: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSa
             ).overlap
     age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
     band = _band(snapshot, source)
-    return AnswerSample(
+    return AnswerComparison(
         table.name, sample.source, sample.producer, band, *agreement, age_s, whole_overlap
     )
 
 
-def _source(sample: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | None) -> LiveInput:
-    if sample.sent is not None:
-        return sample.sent
+def _source(
+    sample: AnswerSample, snapshot: Snapshot, table: Table, inputs: NightInputs | None
+) -> LiveInput:
+    if sample.caller_input is not None:
+        return sample.caller_input
     if sample.producer == "live":  # stored for an input that somebody else had sent
-        raise Skipped("no_input")
+        raise SampleSkipped("no_input")
     if table.entity == "item":
         return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
     night_input = None if inputs is None else inputs.of(sample.raw)
     if night_input is None:
-        raise Skipped("no_input")
+        raise SampleSkipped("no_input")
     if night_input.features:  # of all models of users; each takes its own
         spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
         model_features = {
@@ -134,11 +140,11 @@ def _source(sample: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | Non
     return night_input
 
 
-Listed = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
+OrdinalsAndNumbers = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
 """Ordinals (of lists) and numbers."""
 
 
-def _stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> Listed:
+def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
     decoded = decode(table.layout, record, snapshot.items.count)
     if decoded.items is None:
         return None, decoded.numbers
@@ -146,9 +152,9 @@ def _stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> Listed:
     return decoded.items[keep].astype(np.int64), decoded.numbers[keep]
 
 
-def _sent(sample: Pick, snapshot: Snapshot, table: Table) -> Listed:
+def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
     if sample.fields is None and not sample.body:
-        return _stored(sample.record, snapshot, table, sample.k)
+        return _decode_stored(sample.record, snapshot, table, sample.k)
     fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
     if (items := fields.get("items")) is not None:
         ordinals = snapshot.items.ordinals_of([item_id.encode() for item_id in items])

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class NightInputs:
     """Inputs of one generation's users."""
 
     probe: Probe
@@ -25,7 +25,7 @@ class Inputs:
         return self.probe.of(hash_id(raw, self.seed))
 
 
-def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> Inputs | None:
+def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
     """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
     described = snapshot.manifest.facts.get(FACT)
     if not described:
@@ -34,7 +34,7 @@ def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> Inputs | None:
         artefact = Artefact(**described)
         fetch_checked(store, snapshot.generation, artefact)
         probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
-        return Inputs(probe, snapshot.directories["user"].seed)
+        return NightInputs(probe, snapshot.directories["user"].seed)
     except Exception:
         log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
         return None

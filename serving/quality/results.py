@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from cache.format.gate_rules import SKEW, SKEW_COSINE
 from serving.generations.snapshot import Snapshot
 from serving.metrics.event_counters import by_label
-from serving.quality.aggregates import Cell, Key, packed
-from serving.quality.comparison import AnswerSample
+from serving.quality.aggregates import Key, SampleTotals, packed
+from serving.quality.comparison import AnswerComparison
 from serving.sequential.drift import ALPHA, Drift
 
 FLOOR = 0.5
@@ -28,15 +28,15 @@ LENIENCE = 0.05
 LABELS = ("table", "source", "producer", "band")
 
 
-class Results(Collector):
+class QualityResults(Collector):
     """Sums of all samples, and of the live release's, which alone is judged for drift. For the event loop only."""
 
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
         self.cpu_s = 0.0
-        self.since = 0.0
-        self._all: defaultdict[Key, Cell] = defaultdict(Cell)
-        self._live: defaultdict[Key, Cell] = defaultdict(Cell)
+        self.judged_since = 0.0
+        self._all: defaultdict[Key, SampleTotals] = defaultdict(SampleTotals)
+        self._live: defaultdict[Key, SampleTotals] = defaultdict(SampleTotals)
         self.release: tuple[str, int] | None = None
         """Generation and epoch that are judged."""
         self._drifts: dict[str, Drift] = {}
@@ -46,28 +46,28 @@ class Results(Collector):
         if (release := (live.generation, live.epoch)) == self.release:
             return
         tables = live.manifest.tables
-        self.release, self.since = release, now_s
+        self.release, self.judged_since = release, now_s
         self._live.clear()
         self._drifts = {
             name: Drift(_floor(live, table.kind == "topk"), ALPHA / len(tables))
             for name, table in tables.items()
         }
 
-    def add(self, sample: AnswerSample, generation: str) -> None:
+    def add(self, sample: AnswerComparison, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
         key: Key = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)
         if self.release is None or self.release[0] != generation:
             return
         self._live[key].saw(sample)
-        if sample.producer == "batch" and sample.whole is not None:
-            self._drifts[sample.table].saw(sample.whole)
+        if sample.producer == "batch" and sample.record_overlap is not None:
+            self._drifts[sample.table].saw(sample.record_overlap)
 
     def to_json(self) -> dict[str, Any]:
         """Part of this replica, which other replicas merge with their own."""
         return {
             "generation": None if self.release is None else self.release[0],
-            "since": self.since,
+            "since": self.judged_since,
             "cells": packed(self._live),
             "drift": {
                 name: drift.found_after for name, drift in self._drifts.items() if drift.is_found

@@ -5,13 +5,13 @@ from typing import Any
 
 import orjson
 
-from cache.control.hot_keys import COLD, Name, hour_of
+from cache.control.hot_keys import COLD_WINDOW, Name, hour_of
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from serving.generations.snapshot import Snapshot
-from serving.quality.aggregates import Cell, Key, merged
-from serving.quality.results import Results
-from serving.usage.table_usage import GIGABYTE, Usage
+from serving.quality.aggregates import Key, SampleTotals, merged
+from serving.quality.results import QualityResults
+from serving.usage.table_usage import GIGABYTE, TableUsage
 
 LIFE_S = 120
 """Life of the hash in Redis in seconds, from the last report of any replica on."""
@@ -30,8 +30,8 @@ class SharedReport:
         self,
         control: ControlPlane,
         name: str,
-        results: Results,
-        usage: Usage,
+        results: QualityResults,
+        usage: TableUsage,
         live: Callable[[], Snapshot | None],
         clock: Callable[[], float],
         every_s: float,
@@ -51,8 +51,12 @@ class SharedReport:
     async def report(self) -> None:
         """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
         await self._usage.report()
-        now_s, send_command, key = self._clock(), self._control.ask, self._control.keyspace.quality
-        own_part = self._own(now_s)
+        now_s, send_command, key = (
+            self._clock(),
+            self._control.execute,
+            self._control.keyspace.quality,
+        )
+        own_part = self._build_own_part(now_s)
         try:
             await send_command("HSET", key, self._name, orjson.dumps(own_part))
             await send_command("EXPIRE", key, LIFE_S)
@@ -74,11 +78,11 @@ class SharedReport:
     async def sign_off(self) -> None:
         """Takes this replica's part back."""
         try:
-            await self._control.ask("HDEL", self._control.keyspace.quality, self._name)
+            await self._control.execute("HDEL", self._control.keyspace.quality, self._name)
         except TierUnavailable:
             return
 
-    def told(self) -> dict[str, Any] | None:
+    def to_json(self) -> dict[str, Any] | None:
         """Quality for the dashboard, as `summary` of this generation's parts; None before there is a generation."""
         if self._results.release is None:
             return None
@@ -87,7 +91,7 @@ class SharedReport:
             for replica_part in self._parts
             if replica_part["generation"] == self._results.release[0]
         ]
-        own_part = self._own(self._clock())
+        own_part = self._build_own_part(self._clock())
         return summary(
             [own_part, *parts],
             worklist=self._worklist,
@@ -95,7 +99,7 @@ class SharedReport:
             size_bytes=self._usage.size_bytes(),
         )
 
-    def _own(self, now_s: float) -> dict[str, Any]:
+    def _build_own_part(self, now_s: float) -> dict[str, Any]:
         hits = sum(self._usage.hits().values())
         return {"replica": self._name, "at": now_s, "hits": hits, **self._results.to_json()}
 
@@ -107,7 +111,11 @@ class SharedReport:
         if self._until_count:
             self._until_count -= 1
             return
-        self._worklist = len(still_cold(live, await self._control.hot(hour_of(now_s, COLD), COLD)))
+        self._worklist = len(
+            still_cold(
+                live, await self._control.fetch_hot_names(hour_of(now_s, COLD_WINDOW), COLD_WINDOW)
+            )
+        )
         self._until_count = _REPORTS_A_COUNT - 1
 
 
@@ -139,7 +147,7 @@ def summary(
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
     cells = merged(replica_part["cells"] for replica_part in parts)
-    total_cell = Cell.of(cell.to_json() for cell in cells.values())
+    total_cell = SampleTotals.of(cell.to_json() for cell in cells.values())
     drift = sorted({table for replica_part in parts for table in replica_part["drift"]})
     gigabytes = size_bytes / GIGABYTE
     return {
@@ -157,7 +165,7 @@ def summary(
     }
 
 
-def _row(key: Key, cell: Cell) -> dict[str, Any]:
+def _row(key: Key, cell: SampleTotals) -> dict[str, Any]:
     table, source, producer, band = key
     return {
         "table": table,
@@ -168,7 +176,7 @@ def _row(key: Key, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _figures(cell: Cell) -> dict[str, Any]:
+def _figures(cell: SampleTotals) -> dict[str, Any]:
     """Figures of a cell; without samples they are None, since a rate of 0 would be an alarm."""
     is_known = cell.samples > 0
     return {
@@ -180,7 +188,7 @@ def _figures(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _sentence(total_cell: Cell, drift: Sequence[str]) -> str:
+def _sentence(total_cell: SampleTotals, drift: Sequence[str]) -> str:
     if drift:
         return (
             f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "

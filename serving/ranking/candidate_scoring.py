@@ -6,23 +6,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.filters.reranking import Reranker
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric, score
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.lookup.ladder import Ladder
 from serving.ranking.filters import Filters
 from serving.ranking.user_vectors import metric_of, vector_table
-from serving.rendering.answer_fields import Answer, history_in
+from serving.rendering.answer_fields import AnswerJson, history_in
 from serving.requests.errors import Problem
-from serving.requests.models import Ask, RequestOptions, ScoreAsk
+from serving.requests.models import LookupRequest, RequestOptions, ScoreRequest
 
 
 async def rank_candidates(
-    ladder: Ladder, filters: Filters, served: Holding, score_request: ScoreAsk, started: float
-) -> Answer:
+    ladder: Ladder,
+    filters: Filters,
+    served: ServedGenerations,
+    score_request: ScoreRequest,
+    started: float,
+) -> AnswerJson:
     """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
 
     With a history or features the vector is computed from them, whatever is stored. `score_tolerance` bounds what
@@ -34,18 +38,18 @@ async def rank_candidates(
     served = served.pinned(score_request.options.generation)
     sought = score_request.options
     deadline = started + sought.deadline_s
-    filter_mask = await filters.passing(served.live, sought.filter, deadline)
+    filter_mask = await filters.evaluate(served.live, sought.filter, deadline)
     reranker = await filters.reranker(served.live, sought.rerank, deadline)
     if not await _can_shape(filters, served.previous, sought, deadline):
         served = replace(served, previous=None)  # it cannot answer this, and the live one can
     table = vector_table(served.live)
     user = score_request.user.of_table(table.name)
     options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
-    answer = (await ladder.lookup(served, Ask((user,), options), started))[0]
+    answer = (await ladder.lookup(served, LookupRequest((user,), options), started))[0]
     snapshot = served.find(answer["generation"]) or served.live
     vector = answer.pop("vector")
     if snapshot is not served.live:
-        filter_mask = await filters.passing(snapshot, sought.filter, deadline)
+        filter_mask = await filters.evaluate(snapshot, sought.filter, deadline)
         reranker = await filters.reranker(snapshot, sought.rerank, deadline)
     ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
@@ -67,7 +71,7 @@ async def _can_shape(
     """True if a generation has what the request's filter and order name."""
     if snapshot is not None:
         try:
-            await filters.passing(snapshot, options.filter, deadline)
+            await filters.evaluate(snapshot, options.filter, deadline)
             await filters.reranker(snapshot, options.rerank, deadline)
         except Problem:
             return False
@@ -87,7 +91,7 @@ def _ranked(
     order = np.lexsort((ordinals, -scores))
     if reranker is not None:
         item_limit = len(order) if k is None else k
-        order = order[reranker.places(ordinals[order].astype(np.uint32), scores[order], item_limit)]
+        order = order[reranker.rerank(ordinals[order].astype(np.uint32), scores[order], item_limit)]
     order = order[:k]
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
@@ -116,9 +120,9 @@ def score_tolerance(
 
 
 def _sorted_out(
-    snapshot: Snapshot, score_request: ScoreAsk, filter_mask: Passing | None
+    snapshot: Snapshot, score_request: ScoreRequest, filter_mask: FilterMask | None
 ) -> tuple[list[int], dict[str, list[str]]]:
-    history = history_in(snapshot, score_request.user.history).seen
+    history = history_in(snapshot, score_request.user.history).item_numbers
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
     candidate_ordinals = snapshot.items.ordinals_of(score_request.items)

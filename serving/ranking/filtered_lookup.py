@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 from serving.admission.work_pacer import YieldPacer
 from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.answer_builder import Turn, left_out
-from serving.lookup.entity import Case, cases_of
+from serving.lookup.answer_builder import RequestContext, left_out
+from serving.lookup.entity import PendingAnswer, build_pending_answers
 from serving.lookup.event_counting import count_as
 from serving.lookup.ladder import Ladder
-from serving.ranking.filters import Filters, Search
+from serving.ranking.filters import Filters, VectorSearch
 from serving.ranking.user_vectors import metric_of, vector_table
-from serving.rendering.answer_fields import Answer
-from serving.requests.models import Ask
+from serving.rendering.answer_fields import AnswerJson
+from serving.requests.models import LookupRequest
 
 
-class VectorOf(NamedTuple):
+class SourcedVector(NamedTuple):
     """Vector of an entity, where it came from, and why it was not a stored one."""
 
     vector: NDArray[np.float32]
     source: Source
     producer: str
     reason: str | None
-    told: Mapping[str, bool] = MappingProxyType({})
+    answer_flags: Mapping[str, bool] = MappingProxyType({})
     """Fields of an answer that are true because of it."""
 
 
@@ -41,11 +41,13 @@ class FilteredLookup:
         self._ladder = ladder
         self._filters = filters
 
-    async def lookup(self, served: Holding, request: Ask, started: float) -> list[Answer]:
+    async def lookup(
+        self, served: ServedGenerations, request: LookupRequest, started: float
+    ) -> list[AnswerJson]:
         """Answers each entity once, in order, from what `served` had when the request came."""
         served = served.pinned(request.options.generation)
-        cases = await cases_of(served.live, request)
-        context = Turn.of(request.options, started)
+        cases = await build_pending_answers(served.live, request)
+        context = RequestContext.of(request.options, started)
         for case in cases:
             case.is_exact = True
         await self._filters.apply(served, cases, context)
@@ -54,10 +56,12 @@ class FilteredLookup:
             await self._search(served, waiting, context)
         return [case.answer for case in cases if case.answer is not None]
 
-    async def _search(self, served: Holding, cases: list[Case], context: Turn) -> None:
+    async def _search(
+        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+    ) -> None:
         """The best of what passes, where a list had too little of it; else, and under overload, what the list had."""
         snapshot = served.live
-        filter_mask = context.passing(snapshot)
+        filter_mask = context.filter_mask(snapshot)
         admitted = [case for case in cases if self._is_admitted(case)]
         vectors = await self._vectors_of(served, admitted, context)
         pending_vectors = [
@@ -80,54 +84,54 @@ class FilteredLookup:
                 await pace.step(case.entity)
                 case.reason = entity_vector.reason
                 # Its vector counts the events, or is one that no event changes, and its items are left out.
-                case.is_settled = bool(entity_vector.told)
-                self._ladder.reply.searched(
+                case.is_settled = bool(entity_vector.answer_flags)
+                self._ladder.answer_builder.searched(
                     case,
                     snapshot,
                     search_result,
                     entity_vector.source,
                     entity_vector.producer,
                     context,
-                    entity_vector.told,
+                    entity_vector.answer_flags,
                 )
         for case in cases:
             if case.answer is None:
-                self._ladder.reply.settle(case, snapshot, context)
+                self._ladder.answer_builder.answer_partial(case, snapshot, context)
 
-    def _is_admitted(self, case: Case) -> bool:
+    def _is_admitted(self, case: PendingAnswer) -> bool:
         if self._filters.admit():
             return True
         case.live_reason = LiveReason.OVERLOADED
         return False
 
     async def _vectors_of(
-        self, served: Holding, cases: Sequence[Case], context: Turn
-    ) -> list[VectorOf | None]:
+        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
+    ) -> list[SourcedVector | None]:
         """Vectors of the entities, in order; None where there is none of this generation."""
         snapshot = served.live
-        entity_vectors: list[VectorOf | None] = [None] * len(cases)
+        entity_vectors: list[SourcedVector | None] = [None] * len(cases)
         users = [index for index, case in enumerate(cases) if case.table.entity == "user"]
         for index, case in enumerate(cases):
             if (ordinal := case.own_ordinal) is not None:
-                source = Source.LIVE if case.found is None else Source(case.found.tier)
-                entity_vectors[index] = VectorOf(
+                source = Source.LIVE if case.hit is None else Source(case.hit.tier)
+                entity_vectors[index] = SourcedVector(
                     snapshot.items.vectors[ordinal], source, "batch",
-                    case.reason if case.found is None else None,
+                    case.reason if case.hit is None else None,
                 )  # fmt: skip
         if users:
             table = vector_table(snapshot).name
             entities = tuple(cases[index].entity.of_table(table) for index in users)
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
-            of_vectors = await cases_of(snapshot, Ask(entities, options))
+            of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for index, of_vector in zip(users, of_vectors, strict=True):
                 of_vector.is_exact = True
                 count_as(snapshot, of_vector, cases[index])
-            part = Turn.of(options, context.started, is_part=True)
+            part = RequestContext.of(options, context.started, is_part=True)
             answers = await self._ladder.resolve(served, of_vectors, part)
             for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
                     flag_fields = {"approximate": True} if answer.get("approximate") else {}
-                    entity_vectors[index] = VectorOf(
+                    entity_vectors[index] = SourcedVector(
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), flag_fields,
                     )  # fmt: skip
@@ -137,8 +141,10 @@ class FilteredLookup:
 
 
 def _search_of(
-    case: Case, snapshot: Snapshot, vector: NDArray[np.float32], context: Turn
-) -> Search:
+    case: PendingAnswer, snapshot: Snapshot, vector: NDArray[np.float32], context: RequestContext
+) -> VectorSearch:
     """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
-    return Search(vector, left_out(case, snapshot, context), k, metric_of(snapshot, case.table))
+    return VectorSearch(
+        vector, left_out(case, snapshot, context), k, metric_of(snapshot, case.table)
+    )

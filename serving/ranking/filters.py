@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from cache.filters.expression import Filter, InvalidFilter
 from cache.filters.filtering import Filtering, unknown_filter
-from cache.filters.masks import Passing, UnknownAttribute
+from cache.filters.masks import FilterMask, UnknownAttribute
 from cache.filters.reranking import Reranker, Reranking, below
 from cache.model.ranking import Metric
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.answer_builder import Searched, Turn
-from serving.lookup.entity import Case
+from serving.lookup.answer_builder import RequestContext, Searched
+from serving.lookup.entity import PendingAnswer
 from serving.requests.errors import Problem, from_input, unprocessable
 
 THREADS = 2
@@ -32,11 +32,11 @@ _INLINE_ROWS = 4_096
 """Vectors up to which a search is made there."""
 
 
-class Search(NamedTuple):
+class VectorSearch(NamedTuple):
     """Search for one list: a vector, ordinals to leave out, and how many are wanted."""
 
     vector: NDArray[np.float32]
-    gone: NDArray[np.int64]
+    exclusions: NDArray[np.int64]
     k: int
     metric: Metric
 
@@ -47,8 +47,8 @@ class _Evaluation:
 
     filtering: Filtering
     """Kept alive: it is known by its id."""
-    work: "Future[Passing]"
-    outcome: "asyncio.Future[Passing]"
+    work: "Future[FilterMask]"
+    outcome: "asyncio.Future[FilterMask]"
     waiting: int = 0
     """Requests that wait for it."""
 
@@ -75,7 +75,9 @@ class Filters:
         self._timer = timer
         self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
-    async def apply(self, served: Holding, cases: Sequence[Case], context: Turn) -> None:
+    async def apply(
+        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
+    ) -> None:
         """Works out what passes, and another order, in each generation held.
 
         Raises Problem for what the live one cannot take.
@@ -101,13 +103,15 @@ class Filters:
             with contextlib.suppress(Problem):
                 await self._shape(served.previous, context)
 
-    async def _shape(self, snapshot: Snapshot, context: Turn) -> None:
+    async def _shape(self, snapshot: Snapshot, context: RequestContext) -> None:
         options = context.options
         if options.filter is not None:
-            context.passes(snapshot, await self._passed(snapshot, options.filter, context.deadline))
+            context.set_filter_mask(
+                snapshot, await self._passed(snapshot, options.filter, context.deadline)
+            )
         reranker = await self.reranker(snapshot, options.rerank, context.deadline)
         if reranker is not None:
-            context.reranks(snapshot, reranker)
+            context.set_reranker(snapshot, reranker)
 
     async def reranker(
         self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
@@ -129,28 +133,32 @@ class Filters:
         boosted = []
         for boost_index, boost in enumerate(reranking.boosts):
             try:
-                boosted.append(await self._known(snapshot, boost.filter, deadline))
+                boosted.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
             except InvalidFilter as error:
                 raise below(error, f"boost[{boost_index}].filter") from error
         attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
         return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
 
-    async def passing(
+    async def evaluate(
         self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
-    ) -> Passing | None:
+    ) -> FilterMask | None:
         """Items of a generation that pass, None without a filter.
 
         Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
         """
         return None if filter_ is None else await self._passed(snapshot, filter_, deadline)
 
-    async def _passed(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> Passing:
+    async def _passed(
+        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
+    ) -> FilterMask:
         try:
-            return await self._known(snapshot, filter_, deadline)
+            return await self._get_or_evaluate(snapshot, filter_, deadline)
         except InvalidFilter as error:
             raise from_input(error, "filter") from error
 
-    async def _known(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> Passing:
+    async def _get_or_evaluate(
+        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
+    ) -> FilterMask:
         filtering = snapshot.filtering
         if filtering is None:
             if isinstance(filter_, str):
@@ -159,25 +167,27 @@ class Filters:
                 "items of this generation have no attributes: [sources] item_attributes names them for the next night",
                 attributes={},
             )
-        if (filter_mask := filtering.kept(filter_)) is not None:
+        if (filter_mask := filtering.get_cached(filter_)) is not None:
             return filter_mask
         if self._mask_executor is None or filtering.cost(filter_) <= _INLINE_COST:
-            return filtering.passing(filter_)
+            return filtering.evaluate(filter_)
         return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
 
     async def _evaluated(
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
-    ) -> Passing:
+    ) -> FilterMask:
         """What passes, worked out once for all requests that ask for it meanwhile; raises Problem where it is late."""
         key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
         evaluation = self._evaluations.get(key)
         if evaluation is None:
             if len(self._evaluations) >= WAITING_MAX or not self.admit():
                 raise _overloaded()
-            work = executor.submit(filtering.passing, filter_)
+            work = executor.submit(filtering.evaluate, filter_)
             evaluation = _Evaluation(filtering, work, asyncio.wrap_future(work))
             self._evaluations[key] = evaluation
-            evaluation.outcome.add_done_callback(lambda outcome: self._ended(key, outcome))
+            evaluation.outcome.add_done_callback(
+                lambda outcome: self._finish_evaluation(key, outcome)
+            )
         evaluation.waiting += 1
         try:
             timeout_s = max(0.0, deadline - self._timer())
@@ -191,7 +201,9 @@ class Filters:
             raise _overloaded()
         return evaluation.outcome.result()
 
-    def _ended(self, key: tuple[int, bytes | str], outcome: "asyncio.Future[Passing]") -> None:
+    def _finish_evaluation(
+        self, key: tuple[int, bytes | str], outcome: "asyncio.Future[FilterMask]"
+    ) -> None:
         evaluation = self._evaluations.get(key)
         if evaluation is not None and evaluation.outcome is outcome:
             del self._evaluations[key]
@@ -199,7 +211,11 @@ class Filters:
             outcome.exception()  # taken, also where every request has left
 
     async def search(
-        self, snapshot: Snapshot, filter_mask: Passing, searches: Sequence[Search], deadline: float
+        self,
+        snapshot: Snapshot,
+        filter_mask: FilterMask,
+        searches: Sequence[VectorSearch],
+        deadline: float,
     ) -> list[Searched] | None:
         """Best of what passes for each vector, in order; None where that is not done by `deadline` (monotonic)."""
         filtering = snapshot.filtering
@@ -211,10 +227,10 @@ class Filters:
                 if self._timer() > deadline:  # nobody waits any more, and others do
                     return None
                 search_results.append(
-                    filtering.best(
+                    filtering.search(
                         vector_search.vector,
                         filter_mask,
-                        vector_search.gone,
+                        vector_search.exclusions,
                         vector_search.k,
                         vector_search.metric,
                     )

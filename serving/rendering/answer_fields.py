@@ -7,7 +7,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.filters.reranking import Reranker
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
@@ -15,21 +15,21 @@ from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
 from serving.requests.models import RequestedEntity
 
-Answer = dict[str, Any]
+AnswerJson = dict[str, Any]
 Prediction = dict[str, Any]
 JSON = orjson.OPT_SERIALIZE_NUMPY
-Barred = tuple[frozenset[int], ...]
+Exclusions = tuple[frozenset[int], ...]
 """Ordinals to leave out, as sets that are each made once and shared by many entities."""
 
 
-class History(NamedTuple):
-    """A sent history in one generation: `seen` numbers of items, and how many ids its models do not know."""
+class SentHistory(NamedTuple):
+    """A sent history in one generation: `item_numbers` numbers of items, and how many ids its models do not know."""
 
-    seen: frozenset[int]
-    dropped: int
+    item_numbers: frozenset[int]
+    unknown_id_count: int
 
 
-_NO_HISTORY = History(frozenset(), 0)
+_NO_HISTORY = SentHistory(frozenset(), 0)
 
 
 def from_record(
@@ -37,8 +37,8 @@ def from_record(
     table: Table,
     record: Record,
     k: int,
-    exclusions: Barred,
-    filter_mask: Passing | None = None,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
@@ -63,8 +63,8 @@ def from_defaults(
     table: Table,
     entity: RequestedEntity,
     k: int,
-    exclusions: Barred,
-    filter_mask: Passing | None = None,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
@@ -82,7 +82,7 @@ def from_defaults(
     return _top(snapshot, default.items, default.scores, k, exclusions, filter_mask, reranker)
 
 
-def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
+def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
     """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
     if not history:
         return _NO_HISTORY
@@ -90,7 +90,7 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
     ordinals = snapshot.items.ordinals_of(raws)
     dropped_count = int((snapshot.items.to_model(ordinals) < 0).sum())
     numbers = snapshot.new_items.numbers_of(raws, ordinals)
-    return History(frozenset(numbers.tolist()), dropped_count)
+    return SentHistory(frozenset(numbers.tolist()), dropped_count)
 
 
 def _top(
@@ -98,8 +98,8 @@ def _top(
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
     k: int,
-    exclusions: Barred,
-    filter_mask: Passing | None,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None,
     reranker: Reranker | None,
 ) -> Prediction:
     """The first k of a list, in its order or a re-ranker's, without what is barred, blocked or does not pass."""
@@ -113,10 +113,10 @@ def _top(
         for excluded_set in left_out:
             keep = [index for index in keep if ordinals[index] not in excluded_set]
         items, scores = items[keep], scores[keep]
-    return listed(snapshot, items, scores, k, reranker)
+    return build_list(snapshot, items, scores, k, reranker)
 
 
-def listed(
+def build_list(
     snapshot: Snapshot,
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
@@ -124,7 +124,7 @@ def listed(
     reranker: Reranker | None,
 ) -> Prediction:
     """The first k of these, by their own order or a re-ranker's."""
-    selection = slice(k) if reranker is None else reranker.places(items, scores, k)
+    selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
     items, scores = items[selection], scores[selection]
     item_table, new = snapshot.items, snapshot.new_items
     ids = new.ids_of(item_table, items) if new else item_table.ids_of(items)
@@ -142,9 +142,9 @@ def origin_of(
     producer: str | None,
     now_s: float,
     **optional_fields: object,
-) -> Answer:
+) -> AnswerJson:
     """The fields of `Origin` behind a prediction, in their order, without `optional_fields` that are None."""
-    origin: Answer = {
+    origin: AnswerJson = {
         "source": source,
         "producer": producer,
         "generation": snapshot.generation,
@@ -166,9 +166,9 @@ def complete(
     producer: str | None,
     now_s: float,
     **optional_fields: object,
-) -> Answer:
+) -> AnswerJson:
     """The prediction with where it came from."""
-    answer: Answer = {"id": entity.id, "table": table}
+    answer: AnswerJson = {"id": entity.id, "table": table}
     answer |= prediction
     answer |= origin_of(snapshot, source, producer, now_s, **optional_fields)
     return answer

@@ -28,7 +28,7 @@ from serving.arrow_ipc.writer import (
     texts,
     whole_texts,
 )
-from serving.rendering.answer_fields import Answer
+from serving.rendering.answer_fields import AnswerJson
 
 TABLE = "table"
 """Schema metadata key whose value names the table that was asked."""
@@ -48,7 +48,7 @@ Row = tuple[Any, ...]
 class StoredRows(NamedTuple):
     """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
 
-    places: NDArray[np.int64]
+    answer_indices: NDArray[np.int64]
     by_tier: tuple[Row, Row]
     """Origin of rows from L1, and of rows from L2."""
     is_l2: NDArray[np.bool_]
@@ -58,7 +58,7 @@ class StoredRows(NamedTuple):
 
 
 NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
-_NOTHING = StoredRows(
+_NO_STORED_ROWS = StoredRows(
     np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
 
@@ -66,8 +66,8 @@ _NOTHING = StoredRows(
 def answers_stream(
     table: Table,
     ids: Sequence[bytes | None],
-    answers: Mapping[int, Answer],
-    stored_rows: StoredRows = _NOTHING,
+    answers: Mapping[int, AnswerJson],
+    stored_rows: StoredRows = _NO_STORED_ROWS,
 ) -> bytes:
     """The body of the response: row i is one of `stored_rows`, or else `answers[i]`."""
     rows = len(ids)
@@ -97,13 +97,18 @@ def _ids(ids: Sequence[bytes | None]) -> Column:
     return texts(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
 
 
-def _origins(rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows) -> list[Column]:
+def _origins(rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows) -> list[Column]:
     l1, l2 = stored_rows.by_tier
     if not answers and (count := np.count_nonzero(stored_rows.is_l2)) in (0, rows):
         origin_row = l2 if count else l1
-        return [_same(field, value, rows) for field, value in zip(_ORIGIN, origin_row, strict=True)]
+        return [
+            _constant_column(field, value, rows)
+            for field, value in zip(_ORIGIN, origin_row, strict=True)
+        ]
     origins: list[Row] = [()] * rows
-    for row, is_l2 in zip(stored_rows.places.tolist(), stored_rows.is_l2.tolist(), strict=True):
+    for row, is_l2 in zip(
+        stored_rows.answer_indices.tolist(), stored_rows.is_l2.tolist(), strict=True
+    ):
         origins[row] = l2 if is_l2 else l1
     for row, answer in answers.items():
         origins[row] = row_of(answer)
@@ -111,7 +116,7 @@ def _origins(rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows) 
     return [column(field, values) for field, values in by_field]
 
 
-def _same(field: Field, value: Any, rows: int) -> Column:
+def _constant_column(field: Field, value: Any, rows: int) -> Column:
     """A column with one value in each row."""
     if field.kind == "utf8":
         return no_text(rows) if value is None else same_text(value.encode(), rows)
@@ -122,7 +127,7 @@ def _same(field: Field, value: Any, rows: int) -> Column:
     return Column(((rows, 0),), (b"", struct.pack(_PACKED[field.kind], value) * rows))
 
 
-def row_of(origin: Answer) -> Row:
+def row_of(origin: AnswerJson) -> Row:
     """Row of an answer, or of its origin alone, in the origin's columns."""
     return tuple([origin.get(field.name) for field in _ORIGIN])
 
@@ -131,7 +136,7 @@ def column(field: Field, values: Sequence[Any]) -> Column:
     """Column of a declared field that is no list, with at least one value; None is null."""
     if field.kind == "utf8":
         if values.count(values[0]) == len(values):
-            return _same(field, values[0], len(values))
+            return _constant_column(field, values[0], len(values))
         return texts([None if text is None else text.encode() for text in values])
     if field.kind == "f8" and None not in values:
         return numbers(np.array(values, np.float64))
@@ -142,7 +147,7 @@ def column(field: Field, values: Sequence[Any]) -> Column:
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows
+    rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
 ) -> tuple[Column, Column, Column]:
     if not answers:
         count, width = stored_rows.numbers.shape
@@ -153,9 +158,9 @@ def _top_columns(
     width, short = stored_rows.numbers.shape[1], [False] * rows
     items, names_by_row = [b""] * rows, {}
     counts = np.zeros(rows, np.int32)
-    counts[stored_rows.places] = width
+    counts[stored_rows.answer_indices] = width
     cuts = [0, *np.cumsum(stored_rows.items.sizes.sum(axis=1)).tolist()]
-    for row, (start, end) in zip(stored_rows.places.tolist(), pairwise(cuts), strict=True):
+    for row, (start, end) in zip(stored_rows.answer_indices.tolist(), pairwise(cuts), strict=True):
         items[row] = stored_rows.items.data[start:end]
     for row, answer in answers.items():
         names_by_row[row] = names = [item_id.encode() for item_id in answer["items"]]
@@ -163,8 +168,8 @@ def _top_columns(
     ends = np.zeros(rows + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
     sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
-    slots = ends[stored_rows.places][:, None] + np.arange(width, dtype=np.int32)
-    if len(stored_rows.places):  # without any, even the width of their sizes is nothing
+    slots = ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
+    if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
         sizes[slots], flat[slots] = stored_rows.items.sizes, stored_rows.numbers
     for row, answer in answers.items():
         row_slice = slice(ends[row], ends[row + 1])
@@ -178,11 +183,11 @@ def _names(named: Named) -> Column:
 
 
 def _vectors(
-    field: Field, rows: int, answers: Mapping[int, Answer], stored_rows: StoredRows, width: int
+    field: Field, rows: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows, width: int
 ) -> tuple[Field, Column]:
     """Field and column of the table's width; where another night's answers have another, of lists of any size."""
     values: list[NDArray[np.float32] | None] = [None] * rows
-    for row, vector in zip(stored_rows.places.tolist(), stored_rows.numbers, strict=True):
+    for row, vector in zip(stored_rows.answer_indices.tolist(), stored_rows.numbers, strict=True):
         values[row] = vector
     for row, answer in answers.items():
         values[row] = answer[field.name]

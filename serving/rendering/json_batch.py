@@ -18,14 +18,16 @@ from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import JSON
 
 _ITEM_LIST, _SCORE_LIST, _SHORT = [answer_field.key for answer_field in PREDICTION["topk"]]
-_ITEMS, _SCORES, _WHOLE = _ITEM_LIST + b"[", b"]" + _SCORE_LIST + b"[", b"]" + _SHORT + b"false"
+_ITEMS, _SCORES, _NOT_SHORT = _ITEM_LIST + b"[", b"]" + _SCORE_LIST + b"[", b"]" + _SHORT + b"false"
 (_VECTOR,), (_VALUES, _LABELS) = [
     [answer_field.key for answer_field in PREDICTION[kind]] for kind in ("vector", "value")
 ]
 _NUMERALS = Numerals()
 
 
-def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
+def plain_record_mask(
+    snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int
+) -> NDArray[np.bool_]:
     """Mask bool[n] of whole nightly records with nothing to tell or to leave out: `k` items each, or all numbers."""
     layout, is_list = table.layout, table.kind == "topk"
     width, min_count = layout.width, k if is_list else layout.width
@@ -35,7 +37,7 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
         is_nightly = rows["flags"] & plain_bits() == NIGHTLY
         usable: NDArray[np.bool_] = is_nightly & (rows["count"] == width) & is_finite
         return usable
-    raw_mask = loader.kernels.plain(
+    raw_mask = loader.kernels.plain_record_mask(
         rows, width, is_list, layout.precision == "f2", plain_bits(), NIGHTLY, min_count, SAFE_EXPONENT,
         snapshot.items.count,
     )  # fmt: skip
@@ -47,7 +49,7 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
 
 
 def numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
-    """Numbers float32[n, k]: scores, or all numbers of a vector or of values, of records that are `plain`."""
+    """Numbers float32[n, k] of records that `plain_record_mask` marks: scores, or all numbers of a vector or value."""
     layout, is_list = table.layout, table.kind == "topk"
     if layout.precision == "i1":
         return dequantize(layout, rows, np.float32)
@@ -64,7 +66,7 @@ def texts_of(
     k: int,
     ends: Sequence[bytes],
 ) -> list[bytes]:
-    """The JSON of each answer from a `plain` record; `ends` begin after the prediction."""
+    """The JSON of each answer from a record that `plain_record_mask` marks; `ends` begin after the prediction."""
     names = _names(ids)
     named = b'","table":%b' % orjson.dumps(table.name)
     if table.kind == "topk":
@@ -76,7 +78,7 @@ def texts_of(
     if table.kind == "topk":
         middle, after = repeat(named + _ITEMS), repeat(_SCORES)
         items = snapshot.items.texts.lines(rows["items"][:, :k])
-        pieces = head, names, middle, items, after, lists, repeat(_WHOLE), ends
+        pieces = head, names, middle, items, after, lists, repeat(_NOT_SHORT), ends
         return [b"".join(answer_pieces) for answer_pieces in zip(*pieces, strict=False)]
     field, last = _VECTOR, b"]"
     if table.kind == "value":
@@ -109,7 +111,7 @@ def _compiled(
     for _ in range(2):
         kernel_result = loader.kernels.answers(
             rows, layout.width, layout.precision == "f2", k, *snapshot.items.lent, _NUMERALS.table,
-            b'{"id":"', names, named + _ITEMS, _SCORES, _WHOLE, list(ends),
+            b'{"id":"', names, named + _ITEMS, _SCORES, _NOT_SHORT, list(ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):
             return kernel_result

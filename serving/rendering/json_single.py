@@ -3,27 +3,29 @@
 import numpy as np
 import orjson
 
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.format.records.layout import NIGHTLY, plain_bits
-from cache.tiers.l1 import Ready
-from cache.tiers.results import Found
-from serving.answers.sources import STORED, Source
+from cache.tiers.l1 import ReadyAnswer
+from cache.tiers.results import Hit
+from serving.answers.sources import STORED_SOURCES, Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import JSON, Answer, age_s, from_record, is_cut, origin_of
-from serving.rendering.json_batch import plain, texts_of
+from serving.rendering.answer_fields import JSON, AnswerJson, age_s, from_record, is_cut, origin_of
+from serving.rendering.json_batch import plain_record_mask, texts_of
 
 AGE = "age_seconds"
 """The one field of a stored answer that differs each time it is sent."""
 
 
-class Marks:
+class StaticTail:
     """Closing fields of all answers from the batch records of a snapshot, for as long as it is served."""
 
     def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
         self.snapshot, self.stale = snapshot, stale
-        origins = {tier: origin_of(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED}
+        origins = {
+            tier: origin_of(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED_SOURCES
+        }
         self._heads = {tier: _around_age(origin)[0] for tier, origin in origins.items()}
         self._tail = _around_age(origins[Source.L1])[1]
 
@@ -47,7 +49,7 @@ class Marks:
         events: bytes | None = None,
         *,
         by_attributes: bool,
-    ) -> Ready:
+    ) -> ReadyAnswer:
         """An answer from L1 whose prediction is `start`, for when it is asked for again.
 
         With `by_attributes` it depends on those of items, which events may set anew.
@@ -56,21 +58,21 @@ class Marks:
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if by_attributes:
             stamp = snapshot.values_stamp
-        return Ready(stamp, head, self._tail, data_until, entity_name, request, events=events)
+        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, events=events)
 
 
 def ready_with_events(
-    snapshot: Snapshot, answer: Answer, raw: bytes, request: bytes, events: bytes
-) -> Ready:
+    snapshot: Snapshot, answer: AnswerJson, raw: bytes, request: bytes, events: bytes
+) -> ReadyAnswer:
     """An answer from L1 that counts a user's newer events, for when it is asked for again before there are others."""
     head, tail = _around_age(answer)
-    return Ready(
+    return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw),
         request, events=events, is_newer=True,
     )  # fmt: skip
 
 
-def _around_age(origin: Answer) -> tuple[bytes, bytes]:
+def _around_age(origin: AnswerJson) -> tuple[bytes, bytes]:
     """JSON of an answer, or of its origin alone: up to its age, which is a number, and on from there to the brace."""
     fields = list(origin.items())
     at = list(origin).index(AGE)
@@ -82,10 +84,10 @@ def _around_age(origin: Answer) -> tuple[bytes, bytes]:
 def start_of(
     snapshot: Snapshot,
     table: Table,
-    hit: Found,
+    hit: Hit,
     id_: str,
     k: int,
-    filter_mask: Passing | None = None,
+    filter_mask: FilterMask | None = None,
 ) -> bytes | None:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from.
 
@@ -96,7 +98,7 @@ def start_of(
     try:
         if table.kind == "topk" and is_row and filter_mask is None:
             row = np.frombuffer(hit.record, table.layout.dtype)
-            if plain(snapshot, table, row, k)[0]:
+            if plain_record_mask(snapshot, table, row, k)[0]:
                 return texts_of(snapshot, table, [id_], row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
         record = decode(table.layout, hit.record, snapshot.items.count)

@@ -16,8 +16,8 @@ from cache.l2.control_plane import ControlPlane
 from cache.process.background_loops import BackgroundLoops, stop
 from cache.resp.reply_shapes import WrongReply
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
-from serving.answers.reasons import Stale
-from serving.generations.pointer_follower import Follower
+from serving.answers.reasons import StaleReason
+from serving.generations.pointer_follower import PointerFollower
 from serving.generations.store_threads import InThread
 from serving.replica.blocklist_loader import newest_blocklist
 from serving.replica.heartbeat import Heartbeat
@@ -37,7 +37,7 @@ class Refresher:
 
     def __init__(
         self,
-        follower: Follower,
+        follower: PointerFollower,
         store: ArtefactStore,
         control: ControlPlane,
         heartbeat: Heartbeat,
@@ -64,7 +64,7 @@ class Refresher:
         )  # fmt: skip
         self._wakes = {b"blocklist": self._wake_blocklist}
         self._steps: list[tuple[str, Callable[[], float], Step, asyncio.Event]] = [
-            ("pointer", self.look_s, follower.look, self._wake_pointer),
+            ("pointer", self.look_s, follower.poll_pointer, self._wake_pointer),
             ("blocklist", lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             ("heartbeat", lambda: heartbeat_s, self.beat, self._wake_beat),
             ("host_copies", lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
@@ -74,7 +74,9 @@ class Refresher:
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
-    def also(self, name: str, pause_s: float, step: Step, wake: bytes | None = None) -> None:
+    def add_periodic(
+        self, name: str, pause_s: float, step: Step, wake: bytes | None = None
+    ) -> None:
         """Takes another step, every `pause_s` seconds from the start on, and when `wake` is announced.
 
         `name` is that of its loop, in the log and in metrics.
@@ -83,17 +85,17 @@ class Refresher:
         if wake is not None:
             self._wakes[wake] = event
 
-    def along(self, name: str, run: Step) -> None:
+    def add_loop(self, name: str, run: Step) -> None:
         """Take a run along, in a background loop with this name, from the start until this is closed."""
         self._runs.append((name, run))
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
         await self.look_at_blocklist()
-        await self.follower.look()
+        await self.follower.poll_pointer()
         await self.look_at_blocklist()  # loading takes minutes, in which more may have been blocked
         await self.beat()
-        self.follower.shelf.changed = (
+        self.follower.holder.on_change = (
             self._wake_beat.set
         )  # whoever waits for a swap hears of it at once
         for name, pause_s, step, wake in self._steps:
@@ -122,7 +124,7 @@ class Refresher:
 
         A version that could not be put in force is tried again at each look, before the store is asked.
         """
-        follower, holder = self.follower, self.follower.shelf
+        follower, holder = self.follower, self.follower.holder
         is_enforced = await holder.enforce()
         current = holder.blocklist.version if holder.is_blocklist_known else -1
         try:
@@ -133,15 +135,15 @@ class Refresher:
             is_enforced = await holder.block(blocklist)
         if not is_enforced:
             remedy = f"it is tried again at each look; the error was {holder.enforcement_error}"
-            follower.note("blocklist", Stale.BLOCKLIST_NOT_ENFORCED, remedy)
+            follower.note("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
             return
-        follower.note("blocklist", trouble and Stale.BLOCKLIST_UNREADABLE, trouble or "")
+        follower.note("blocklist", trouble and StaleReason.BLOCKLIST_UNREADABLE, trouble or "")
         if trouble is None:
             self.blocklist_read_at = self._timer()
 
     async def sweep_copies(self) -> None:
         """Removes this host's copies of what the store no longer has, never one that is held here."""
-        generations, idle_cutoff_at = self.follower.shelf.generations, time.time() - COPY_IDLE_S
+        generations, idle_cutoff_at = self.follower.holder.generations, time.time() - COPY_IDLE_S
         await self._in_thread(self._store.sweep_host_copies, generations, cutoff_at=idle_cutoff_at)
 
     async def beat(self) -> None:
@@ -175,7 +177,7 @@ class Refresher:
         self._is_policy_fine = not policy.startswith("allkeys")
         self.follower.note(
             "eviction",
-            None if self._is_policy_fine else Stale.EVICTION_POLICY,
+            None if self._is_policy_fine else StaleReason.EVICTION_POLICY,
             f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
         )
 

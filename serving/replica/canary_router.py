@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cache.store.releases import Canary
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.metrics.registry import Metrics
-from serving.rendering.answer_fields import Answer
-from serving.replica.canary_stats import ARMS, Arm, ArmCounts, ArmShare, EventNames
+from serving.rendering.answer_fields import AnswerJson
+from serving.replica.canary_stats import ARMS, Arm, ArmCounts, CanaryAssignment, EventNames
 from serving.requests.models import RequestedEntity, RequestOptions
 
 
@@ -24,29 +24,32 @@ class CanaryRouter:
     def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
         self._running = running
         self._metrics = metrics
-        self._counted: Canary | None = None
+        self._counted_canary: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
         self._events = EventNames()
 
     def route(
-        self, served: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
-    ) -> tuple[Holding, ArmShare | None]:
+        self,
+        served: ServedGenerations,
+        entities: Sequence[RequestedEntity],
+        options: RequestOptions,
+    ) -> tuple[ServedGenerations, CanaryAssignment | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._running.canary) is None:
             return served, None
         if options.generation is not None:
-            return self._aside(served, "pinned")
+            return self._without_arm(served, "pinned")
         key = key_of(served, entities, options)
         if key is None:
-            return self._aside(served, "no_key")
+            return self._without_arm(served, "no_key")
         if served.canary is None or served.next is None:
-            return self._aside(served, "not_held")
+            return self._without_arm(served, "not_held")
         self._begin(canary)
-        if served.canary.takes(key):
-            return served.tried(served.next), ArmShare("canary", key, canary)
-        return served, ArmShare("live", key, canary)
+        if served.canary.has_key(key):
+            return served.for_canary(served.next), CanaryAssignment("canary", key, canary)
+        return served, CanaryAssignment("live", key, canary)
 
-    def count(self, part: ArmShare | None, answers: Sequence[Answer]) -> None:
+    def count(self, part: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
         """Count a request of one arm that has its answers.
 
         One that was routed under another canary, or another share, does not count for the one that runs now.
@@ -57,13 +60,18 @@ class CanaryRouter:
         self._metrics.canary_requests.labels(arm).inc()
         for answer in answers:
             self._metrics.canary_answers.labels(arm, answer["source"]).inc()
-        if canary != self._counted:
+        if canary != self._counted_canary:
             return
         for top in self._counts[arm].answered(key, answers):
             self._metrics.canary_top_score.labels(arm).observe(top)
 
     def feedback(
-        self, served: Holding, generation: str | None, key: bytes | None, event: str, count: int
+        self,
+        served: ServedGenerations,
+        generation: str | None,
+        key: bytes | None,
+        event: str,
+        count: int,
     ) -> Arm | None:
         """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
         canary = self._running.canary
@@ -74,7 +82,7 @@ class CanaryRouter:
             arms: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
             arm = arms.get(generation)
         else:
-            arm = "canary" if key is not None and served.canary.takes(key) else "live"
+            arm = "canary" if key is not None and served.canary.has_key(key) else "live"
         if arm is not None:
             self._counts[arm].heard(event, count)
             self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)
@@ -94,17 +102,22 @@ class CanaryRouter:
 
     def _begin(self, canary: Canary) -> None:
         if (
-            canary != self._counted
+            canary != self._counted_canary
         ):  # another one, or another share: what was counted is not comparable
-            self._counted, self._counts = canary, {arm: ArmCounts(canary.event) for arm in ARMS}
+            self._counted_canary, self._counts = (
+                canary,
+                {arm: ArmCounts(canary.event) for arm in ARMS},
+            )
 
-    def _aside(self, served: Holding, reason: str) -> tuple[Holding, None]:
+    def _without_arm(
+        self, served: ServedGenerations, reason: str
+    ) -> tuple[ServedGenerations, None]:
         self._metrics.canary_requests.labels(reason).inc()
         return served, None
 
 
 def key_of(
-    served: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
+    served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> bytes | None:
     """Key by which a request is assigned: the caller's, else the one user that it is about."""
     if options.canary_key is not None:

@@ -25,7 +25,7 @@ _MIDDLE = _OCTAVES * _STEPS_PER_OCTAVE
 EVENTS_MAX = 16
 """Kinds of feedback that are told apart; what comes after them is `other`."""
 
-OTHER = "other"
+OTHER_EVENT = "other"
 
 
 class EventNames:
@@ -38,7 +38,7 @@ class EventNames:
         """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
         if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
             self._names.add(event)
-        return event if event in self._names else OTHER
+        return event if event in self._names else OTHER_EVENT
 
 
 KEYS_MAX = 8_192
@@ -57,7 +57,7 @@ def bucket(score: float) -> int:
     return step if score > 0 else -step
 
 
-class ArmShare(NamedTuple):
+class CanaryAssignment(NamedTuple):
     """Part of a request in a canary: the arm that answers it, the key that chose it, and the canary itself."""
 
     arm: Arm
@@ -65,14 +65,14 @@ class ArmShare(NamedTuple):
     canary: Canary
 
 
-class _Seen(NamedTuple):
+class _FirstAnswer(NamedTuple):
     kind: str
     top: float | None
     at: int | None
 
 
 @dataclass(slots=True, eq=False)
-class Keys:
+class KeySample:
     """A uniform sample of the keys of one arm, each with what its first answer was."""
 
     limit: int = KEYS_MAX
@@ -80,32 +80,36 @@ class Keys:
     kinds: Counter[str] = field(default_factory=Counter)
     scores: Counter[int] = field(default_factory=Counter)
     score_sum: float = 0.0
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._first_answer_by_key)
 
     def saw(self, key: bytes, kind: str, top: float | None) -> None:
         """Adds an answer to a key; only its first one counts."""
         digest = xxhash.xxh3_64_intdigest(key, _SEED)
-        if digest in self._seen or digest & ((1 << self.level) - 1):
+        if digest in self._first_answer_by_key or digest & ((1 << self.level) - 1):
             return
-        first_answer = self._seen[digest] = _Seen(kind, top, None if top is None else bucket(top))
+        first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
+            kind, top, None if top is None else bucket(top)
+        )
         self.kinds[kind] += 1
         if first_answer.top is not None and first_answer.at is not None:
             self.scores[first_answer.at] += 1
             self.score_sum += first_answer.top
-        if len(self._seen) > self.limit:
+        if len(self._first_answer_by_key) > self.limit:
             self._halve()
 
     def _halve(self) -> None:
-        while len(self._seen) > self.limit:
+        while len(self._first_answer_by_key) > self.limit:
             self.level += 1
             low_bits = (1 << self.level) - 1
-            self._seen = {
-                key: first_answer for key, first_answer in self._seen.items() if not key & low_bits
+            self._first_answer_by_key = {
+                key: first_answer
+                for key, first_answer in self._first_answer_by_key.items()
+                if not key & low_bits
             }
-        first_answers = self._seen.values()
+        first_answers = self._first_answer_by_key.values()
         self.kinds = Counter([first_answer.kind for first_answer in first_answers])
         self.scores = Counter(
             [first_answer.at for first_answer in first_answers if first_answer.at is not None]
@@ -122,7 +126,7 @@ class ArmCounts:
     event: str = ""
     requests: int = 0
     feedback: Counter[str] = field(default_factory=Counter)
-    keys: Keys = field(default_factory=Keys)
+    keys: KeySample = field(default_factory=KeySample)
 
     def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
         """Counts one more request; the top scores of the lists that this very generation gave."""
@@ -135,7 +139,7 @@ class ArmCounts:
         """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
         other_count = len(self.feedback) - (self.event in self.feedback)
         if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
-            event = OTHER
+            event = OTHER_EVENT
         self.feedback[event] += count
 
     def to_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cache.control.schedule import Schedule
-from serving.generations.pointer_follower import Follower
+from serving.generations.pointer_follower import PointerFollower
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Nights:
     """Schedule's demand, compared with what is served; times are Unix seconds of this host's clock."""
 
     schedule: Schedule
-    follower: Follower
+    follower: PointerFollower
     clock: Callable[[], float] = time.time
 
     def due_at(self) -> float:
@@ -31,12 +31,12 @@ class Nights:
         return self.schedule.missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
-        served = self.follower.holding
+        served = self.follower.served
         return None if served is None else float(served.live.manifest.created_at)
 
     def age_s(self) -> float | None:
         """Seconds, now minus `data_until` of what is served; None when that is nothing."""
-        served = self.follower.holding
+        served = self.follower.served
         return None if served is None else self.clock() - served.live.manifest.data_until
 
     def body(self) -> dict[str, Any]:

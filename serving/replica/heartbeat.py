@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.formats import HEARTBEAT, RELEASE, served_formats, stamp
-from serving.generations.holder import Swap
-from serving.generations.pointer_follower import Follower
+from serving.generations.holder import LiveSwap
+from serving.generations.pointer_follower import PointerFollower
 from serving.generations.redis_clock import RedisClock
 from serving.metrics.registry import Metrics
-from serving.replica.host import Host
+from serving.replica.host import HostHeadroom
 
 
 @dataclass(slots=True, eq=False)
@@ -17,19 +17,19 @@ class Heartbeat:
     """Composes the payload; its times are Redis' own, so that those of several hosts can be compared."""
 
     replica_id: str
-    follower: Follower
+    follower: PointerFollower
     clock: RedisClock
     metrics: Metrics
     l2_p99_ms: Callable[[], float | None] = lambda: None
     canary: Callable[[], Mapping[str, Any] | None] = lambda: None
     overlay_ttl_s: float | None = None
-    host: Host | None = None
-    _stamped: tuple[Swap, float] | None = None
+    host: HostHeadroom | None = None
+    _stamped: tuple[LiveSwap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
         """JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` says why not."""
-        follower, holder = self.follower, self.follower.shelf
-        staged, served, failed = follower.staged, holder.holding, follower.failures
+        follower, holder = self.follower, self.follower.holder
+        staged, served, failed = follower.staged, holder.served, follower.failures
         swapped_at = self._swapped_at(holder.swap)
         if staged.warm_s is not None:
             self.metrics.warm_seconds.set(staged.warm_s)
@@ -48,10 +48,10 @@ class Heartbeat:
             **stamp(HEARTBEAT),
             "release": RELEASE,
             "reads": served_formats(),
-            **({} if self.host is None else self.host.left),
+            **({} if self.host is None else self.host.headroom),
         }
 
-    def _swapped_at(self, swap: Swap | None) -> float | None:
+    def _swapped_at(self, swap: LiveSwap | None) -> float | None:
         if swap is None or not swap.is_flip:
             return None
         # Once per swap: what the clock is told later must not move what has happened.

@@ -12,19 +12,19 @@ LOOK_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Host:
-    """Memory and disk left, asked now and then; `left` is what was found last, empty before the first look."""
+class HostHeadroom:
+    """Memory and disk left, asked now and then; `headroom` is what was found last, empty before the first look."""
 
     folder: Path
     in_thread: InThread
-    left: Mapping[str, int] = field(init=False, default_factory=dict)
+    headroom: Mapping[str, int] = field(init=False, default_factory=dict)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Looks once, beside the loop: a file system over a network may take its time."""
-        self.left = await self.in_thread(_look, self.folder)
+        self.headroom = await self.in_thread(_read_headroom, self.folder)
 
 
-def _look(folder: Path) -> dict[str, int]:
+def _read_headroom(folder: Path) -> dict[str, int]:
     return {
         "memory_available_bytes": memory_available_bytes(),
         "disk_free_bytes": disk_free_bytes(folder),

@@ -9,30 +9,30 @@ from prometheus_client.registry import Collector
 from cache.control.schedule import MISSED_MAX
 from cache.format.manifest import Manifest
 from cache.format.reuse import Reuse
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.metrics.event_counters import by_label
 from serving.replica.freshness import Nights
-from serving.replica.redis_memory import Room
+from serving.replica.redis_memory import RedisMemory
 from serving.replica.release_watch import ReleaseWatch
 
 Samples = Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False)
-class Figures(Collector):
+class NightMetrics(Collector):
     """Collector of the live generation's manifest, of what the release records say of the nights, and of Redis' room.
 
     Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
     """
 
-    holding: Callable[[], Holding | None]
+    get_served: Callable[[], ServedGenerations | None]
     nights: Nights
     releases: ReleaseWatch
-    room: Room
+    room: RedisMemory
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """All gauge families, also those without a sample yet."""
-        served, releases, room = self.holding(), self.releases, self.room
+        served, releases, room = self.get_served(), self.releases, self.room
         live = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",

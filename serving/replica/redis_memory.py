@@ -7,7 +7,7 @@ from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 
 
-class Room:
+class RedisMemory:
     """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
 
     def __init__(self, control: ControlPlane) -> None:
@@ -15,7 +15,7 @@ class Room:
         self.max_bytes = 0
         self._control = control
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
         try:
             infos = await self._control.infos()

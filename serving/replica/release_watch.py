@@ -23,7 +23,7 @@ class ReleaseWatch:
         self.refused: frozenset[str] = frozenset()
         self._store = store
         self._in_thread = in_thread
-        self._known: dict[int, Release] = {}
+        self._release_by_number: dict[int, Release] = {}
         self._reading = threading.Lock()
         self._judged: tuple[int, frozenset[str]] = 0, frozenset()
         self._trouble: str | None = None
@@ -34,9 +34,9 @@ class ReleaseWatch:
         Raises LarderError, OSError or ValueError where they cannot be read.
         """
         with self._reading:
-            return all_releases(self._store, self._known)
+            return all_releases(self._store, self._release_by_number)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Looks at the records once; new trouble is logged."""
         try:
             self.last, self.refused = await self._in_thread(self._read)
@@ -49,7 +49,9 @@ class ReleaseWatch:
 
     def _read(self) -> tuple[dict[str, float], frozenset[str]]:
         happened = [
-            release for release in self.records() if release.done or release.action not in POINTED
+            release
+            for release in self.records()
+            if release.is_done or release.action not in POINTED
         ]
         refusal = open_refusal(happened)
         return {release.action: release.at for release in happened}, self._rules(refusal)
@@ -58,13 +60,13 @@ class ReleaseWatch:
         if refusal is None:
             return frozenset()
         # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
-        if self._judged[0] != refusal.place or UNKNOWN in self._judged[1]:
+        if self._judged[0] != refusal.stored_number or UNKNOWN in self._judged[1]:
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
                 gates = ()
             failed = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
-            self._judged = refusal.place, failed or frozenset({UNKNOWN})
+            self._judged = refusal.stored_number, failed or frozenset({UNKNOWN})
         return self._judged[1]
 
 

@@ -9,17 +9,17 @@ from cache.format.ids import ID_BYTES_MAX, are_ids
 from serving.requests.errors import Problem
 from serving.requests.models import Limits, RequestOptions
 from serving.requests.options import ARM, query_options
-from serving.tracing.observer import ASKED
+from serving.tracing.observer import TIMING_HEADER
 
 PREFIX = b"/v1/lookup/"
 _QUERIES_MAX = 1_024
 _QUERY_BYTES_MAX = 256
 _DEADLINE_DIGITS_MAX = 9
 _BATCH_FIELDS = frozenset({"entities", "k"})
-_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ARM, ASKED})
+_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ARM, TIMING_HEADER})
 
 
-class Single(NamedTuple):
+class ParsedLookup(NamedTuple):
     """Lookup of one id in one table."""
 
     table: str
@@ -42,18 +42,18 @@ class QueryOptions:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._known: dict[bytes, RequestOptions | None] = {}
+        self._options_by_query: dict[bytes, RequestOptions | None] = {}
 
     def of(self, query: bytes) -> RequestOptions | None:
         """The options, read as everywhere else, once per distinct query."""
         if len(query) > _QUERY_BYTES_MAX:
             return self._read(query)
         try:
-            return self._known[query]
+            return self._options_by_query[query]
         except KeyError:
-            if len(self._known) >= _QUERIES_MAX:
-                self._known.clear()
-            options = self._known[query] = self._read(query)
+            if len(self._options_by_query) >= _QUERIES_MAX:
+                self._options_by_query.clear()
+            options = self._options_by_query[query] = self._read(query)
             return options
 
     def _read(self, query: bytes) -> RequestOptions | None:
@@ -65,7 +65,7 @@ class QueryOptions:
         return options if options == plain_options else None
 
 
-class Headers:
+class HeaderJudge:
     """Judges the headers that matter to a lookup; names come in lower case."""
 
     def __init__(self, limits: Limits) -> None:
@@ -82,14 +82,17 @@ class Headers:
                 if not sent_ms:
                     return None
                 deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)
-            elif name in (ARM, ASKED) or not (  # ASKED is taken away where the stages are told
+            elif name in (
+                ARM,
+                TIMING_HEADER,
+            ) or not (  # ASKED is taken away where the stages are told
                 value.isascii() and 0 < len(value) <= ID_BYTES_MAX
             ):
                 return None
         return deadline_s
 
 
-def single(path: bytes) -> Single | None:
+def single(path: bytes) -> ParsedLookup | None:
     """The table and the id of `/v1/lookup/<table>/<id>`."""
     if not path.startswith(PREFIX):
         return None
@@ -99,7 +102,7 @@ def single(path: bytes) -> Single | None:
     if not 0 < len(raw) <= ID_BYTES_MAX or b"%" in table:
         return None
     try:
-        return Single(table.decode("ascii"), raw.decode(), raw)
+        return ParsedLookup(table.decode("ascii"), raw.decode(), raw)
     except UnicodeDecodeError:
         return None
 

@@ -11,23 +11,23 @@ from serving.arrow_ipc.schema import Field
 from serving.requests.errors import unprocessable
 from serving.requests.fast_parse import IdBatch
 from serving.requests.fields import check_length, read_id
-from serving.requests.models import Ask, Limits, RequestedEntity
+from serving.requests.models import Limits, LookupRequest, RequestedEntity
 from serving.requests.options import text_options
 
 ID = "id"
 _K_DIGITS_MAX = 5
-_OTHERS = ("pandas", "ARROW:")
+_FOREIGN_PREFIXES = ("pandas", "ARROW:")
 """Prefixes of metadata names that other tools leave; they mean nothing here."""
 
 
-class Sent(NamedTuple):
+class ArrowLookup(NamedTuple):
     """Ids that were sent, as bytes of UTF-8, and options by name as texts."""
 
     ids: list[bytes]
     options: dict[str, str]
 
 
-def read_stream(body: bytes, limits: Limits) -> Sent:
+def read_stream(body: bytes, limits: Limits) -> ArrowLookup:
     """The ids, unchecked but for their number; raises Problem for what is no such stream."""
     try:
         # One more than allowed is enough to tell.
@@ -45,11 +45,15 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
         index = ids.index(None)
         raise unprocessable("invalid_field", f"entities[{index}] is null", f"entities[{index}]")
     check_length(ids, 1, limits.max_batch, "entities", "batch_too_long")
-    options = {name: text for name, text in frame.metadata.items() if not name.startswith(_OTHERS)}
-    return Sent(ids, options)
+    options = {
+        name: text
+        for name, text in frame.metadata.items()
+        if not name.startswith(_FOREIGN_PREFIXES)
+    }
+    return ArrowLookup(ids, options)
 
 
-def batch(id_stream: Sent) -> IdBatch | None:
+def batch(id_stream: ArrowLookup) -> IdBatch | None:
     """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
     raws, options = id_stream
     if not are_ids(raws) or not options.keys() <= {"k"}:
@@ -61,7 +65,7 @@ def batch(id_stream: Sent) -> IdBatch | None:
     return IdBatch(raws, int(k)) if is_k else None
 
 
-def stream_ask(id_stream: Sent, table: str, limits: Limits) -> Ask:
+def stream_lookup(id_stream: ArrowLookup, table: str, limits: Limits) -> LookupRequest:
     """Lookup from the stream of POST /v1/lookup/{table}."""
     ids = [raw_id.decode() for raw_id in id_stream.ids]
     raws = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(ids)]
@@ -69,7 +73,7 @@ def stream_ask(id_stream: Sent, table: str, limits: Limits) -> Ask:
         RequestedEntity(table, id_, raw, f"entities[{index}]")
         for index, (id_, raw) in enumerate(zip(ids, raws, strict=True))
     )
-    return Ask(entities, text_options(id_stream.options, limits))
+    return LookupRequest(entities, text_options(id_stream.options, limits))
 
 
 def _check_column(fields: tuple[Field, ...]) -> None:

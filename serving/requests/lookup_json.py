@@ -16,7 +16,13 @@ from serving.requests.fields import (
     read_object,
     refused_id,
 )
-from serving.requests.models import Ask, Limits, Reported, RequestedEntity, ScoreAsk
+from serving.requests.models import (
+    FeedbackReport,
+    Limits,
+    LookupRequest,
+    RequestedEntity,
+    ScoreRequest,
+)
 from serving.requests.options import body_options, query_options, read_arm
 
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
@@ -31,7 +37,7 @@ _EVENT = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _COUNT_MAX = 1_000_000
 
 
-def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> Ask:
+def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> LookupRequest:
     """Lookup from `<prefix><table>/<entity>?k=...`; the id is all after the table, percent-decoded, with slashes."""
     start = raw_path.find(prefix)
     if start < 0:
@@ -45,10 +51,12 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
         raw = canonical_id(id_)
     except InvalidId as error:
         raise refused_id(error, "id") from error
-    return Ask((RequestedEntity(_text(table), id_, raw, "id"),), query_options(query, limits))
+    return LookupRequest(
+        (RequestedEntity(_text(table), id_, raw, "id"),), query_options(query, limits)
+    )
 
 
-def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
+def lookup_ask(content: object, table: str | None, limits: Limits) -> LookupRequest:
     """Lookup from the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
     data = read_object(content, "body", _LOOKUP_FIELDS)
     sent_entities = data.get("entities")
@@ -60,10 +68,10 @@ def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
         _entity(sent_entity, table, f"entities[{index}]", limits)
         for index, sent_entity in enumerate(sent_entities)
     )
-    return Ask(entities, body_options(data, limits))
+    return LookupRequest(entities, body_options(data, limits))
 
 
-def score_ask(content: object, limits: Limits) -> ScoreAsk:
+def score_ask(content: object, limits: Limits) -> ScoreRequest:
     """Score request from the JSON of POST /v1/score."""
     data = read_object(content, "body", _SCORE_FIELDS)
     if "user" not in data:
@@ -72,10 +80,12 @@ def score_ask(content: object, limits: Limits) -> ScoreAsk:
     items = read_ids(data.get("items"), "items", limits.max_batch, "batch_too_long")
     if not items:
         raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
-    return ScoreAsk(_entity(data["user"], "", "user", limits), items, body_options(data, limits))
+    return ScoreRequest(
+        _entity(data["user"], "", "user", limits), items, body_options(data, limits)
+    )
 
 
-def feedback_of(content: object) -> Reported:
+def feedback_of(content: object) -> FeedbackReport:
     """Feedback from the JSON of POST /v1/feedback."""
     data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
@@ -97,7 +107,7 @@ def feedback_of(content: object) -> Reported:
             "invalid_field", f"count is a whole number from 1 to {_COUNT_MAX}", "count"
         )
     key = None if key is None else read_id(key, "canary_key")
-    return Reported(generation, key, arm, event, count)
+    return FeedbackReport(generation, key, arm, event, count)
 
 
 def _entity(value: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:

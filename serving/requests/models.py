@@ -86,7 +86,7 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class FeedbackReport:
     """Feedback of a caller: `count` events, of answers of a generation, to a key, or of an arm; the others are None."""
 
     generation: str | None
@@ -97,7 +97,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LookupRequest:
     """Lookup request: entities and the options for all of them."""
 
     entities: tuple[RequestedEntity, ...]
@@ -105,7 +105,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreAsk:
+class ScoreRequest:
     """Score request: a user and the candidates to put in order."""
 
     user: RequestedEntity

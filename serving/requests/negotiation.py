@@ -10,14 +10,14 @@ JSON_TYPE = "application/json"
 Form = Literal["json", "arrow"]
 
 _ARROW = MEDIA_TYPE.encode()
-_SENT: dict[bytes, Form] = {
+_FORM_BY_CONTENT_TYPE: dict[bytes, Form] = {
     _ARROW: "arrow",
     b"application/json": "json",
     # What curl and urllib say of a body when nobody chose a type.
     b"application/x-www-form-urlencoded": "json",
     b"": "json",
 }
-_WANTED: dict[bytes, Form] = {
+_FORM_BY_ACCEPT: dict[bytes, Form] = {
     _ARROW: "arrow",
     b"application/json": "json",
     b"application/*": "json",
@@ -29,8 +29,8 @@ _OFFERED = [JSON_TYPE, MEDIA_TYPE]
 class Forms(NamedTuple):
     """Forms of the request's body and of the answer."""
 
-    sent: Form
-    wanted: Form
+    request_form: Form
+    response_form: Form
 
 
 def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
@@ -42,12 +42,12 @@ def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
     accepted: list[bytes] = []
     for name, value in headers:
         if name == b"content-type":
-            body_form = _sent(value)
+            body_form = _parse_content_type(value)
         elif name == b"accept":
             accepted.append(value)
         elif name == b"content-encoding":
             _check_coding(value)
-    return Forms(body_form, _wanted(b",".join(accepted)) if accepted else "json")
+    return Forms(body_form, _choose_response_form(b",".join(accepted)) if accepted else "json")
 
 
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -67,9 +67,9 @@ def _check_coding(value: bytes) -> None:
         )  # fmt: skip
 
 
-def _sent(value: bytes) -> Form:
+def _parse_content_type(value: bytes) -> Form:
     type_ = value.partition(b";")[0].strip().lower()
-    form = _SENT.get(type_)
+    form = _FORM_BY_CONTENT_TYPE.get(type_)
     if form is None:
         raise Problem(
             415, "unsupported_media_type", f"a body is one of {', '.join(_OFFERED)}",
@@ -78,15 +78,15 @@ def _sent(value: bytes) -> Form:
     return form
 
 
-def _wanted(value: bytes) -> Form:
+def _choose_response_form(value: bytes) -> Form:
     """Form with the greatest weight, a type named outright before a wildcard, the first of equals."""
-    exact_form = _WANTED.get(value)
+    exact_form = _FORM_BY_ACCEPT.get(value)
     if exact_form is not None:
         return exact_form
     best_choice: tuple[float, bool, Form] | None = None
     for media_range in value.lower().split(b","):
         type_, *parameters = (part.strip() for part in media_range.split(b";"))
-        form, weight = _WANTED.get(type_), _weight(parameters)
+        form, weight = _FORM_BY_ACCEPT.get(type_), _weight(parameters)
         rank = weight, b"*" not in type_
         if form is not None and weight > 0 and (best_choice is None or rank > best_choice[:2]):
             best_choice = *rank, form

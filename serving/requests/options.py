@@ -30,7 +30,7 @@ ARM = b"x-larder-arm"
 """Header that names an arm, as `arm` of a body or a query does."""
 _NAME_CHARS_MAX = 32
 _JSON_CHARS_MAX = 16_384
-_WHOLE = re.compile(r"-?[0-9]+")
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
@@ -210,7 +210,7 @@ def _number(text: str | None, field: str) -> float | None:
 
 
 def _whole_number(text: str, field: str) -> int:
-    if not _WHOLE.fullmatch(text):
+    if not _WHOLE_NUMBER.fullmatch(text):
         raise unprocessable(
             f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field
         )

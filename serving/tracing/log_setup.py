@@ -29,8 +29,10 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
     urls = (settings.redis_url, settings.events_url, settings.artifacts)
     redact = Redactor({settings.token} | passwords_of(*urls))
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((Json if settings.log == "json" else Text)(redact, worker))
-    handler.addFilter(Limit(settings.log_lines_per_s))
+    handler.setFormatter(
+        (JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker)
+    )
+    handler.addFilter(LogRateLimit(settings.log_lines_per_s))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("faiss").setLevel(
         logging.WARNING
@@ -47,7 +49,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-class Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Formatter to one JSON object a line; `time` in UTC, the exception's traceback as one text."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
@@ -77,7 +79,7 @@ class Json(logging.Formatter):
         return value
 
 
-class Text(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
@@ -92,7 +94,7 @@ class Text(logging.Formatter):
         return self._redact(f"{first_line}{fields}{newline}{more}")
 
 
-class Limit(logging.Filter):
+class LogRateLimit(logging.Filter):
     """Rate limit: `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
 
     The first record that passes after others did not says how many were dropped.
@@ -103,19 +105,19 @@ class Limit(logging.Filter):
         self._per_s = per_s
         self._timer = timer
         self._lock = threading.Lock()
-        self._places: dict[tuple[str, int, int], _Bucket] = {}
+        self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether the record may be written; notes in it how many were dropped before."""
         log_site = record.name, record.lineno, record.levelno
         with self._lock:
             now_s = self._timer()
-            bucket = self._places.get(log_site)
+            bucket = self._bucket_by_location.get(log_site)
             if bucket is None:
-                if len(self._places) >= _PLACES_MAX:
-                    self._places.clear()
-                bucket = self._places[log_site] = _Bucket(now_s)
-            dropped_count = bucket.take(now_s, self._per_s)
+                if len(self._bucket_by_location) >= _PLACES_MAX:
+                    self._bucket_by_location.clear()
+                bucket = self._bucket_by_location[log_site] = _Bucket(now_s)
+            dropped_count = bucket.take_token(now_s, self._per_s)
         if dropped_count:
             record.larder_dropped = dropped_count
         return dropped_count is not None
@@ -125,15 +127,15 @@ class _Bucket:
     """Token bucket of one place in the program."""
 
     def __init__(self, now_s: float) -> None:
-        self._tokens, self._at, self._dropped = BURST, now_s, 0
+        self._tokens, self._at, self._dropped_count = BURST, now_s, 0
 
-    def take(self, now_s: float, per_s: float) -> int | None:
+    def take_token(self, now_s: float, per_s: float) -> int | None:
         """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
         self._tokens = min(BURST, self._tokens + (now_s - self._at) * per_s)
         self._at = now_s
         if self._tokens < 1.0:
-            self._dropped += 1
+            self._dropped_count += 1
             return None
         self._tokens -= 1.0
-        dropped_count, self._dropped = self._dropped, 0
+        dropped_count, self._dropped_count = self._dropped_count, 0
         return dropped_count

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.tracing.request_context import CALLER, CURRENT, Request, Seen
+from serving.tracing.request_context import CALLER, CURRENT, RequestFacts, RequestRecord
 from serving.tracing.request_id import accepted, new_id
 from serving.tracing.request_log import RequestLog
 from serving.tracing.trace_context import parent_of
@@ -15,15 +15,15 @@ from serving.tracing.trace_context import parent_of
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
-ASKED = b"x-larder-timing"
+TIMING_HEADER = b"x-larder-timing"
 """Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
 
-_NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", ASKED})
+_NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
 _ROUTES = {
     "/v1/lookup": "/v1/lookup/{table}",
     "/v1/explain": "/v1/explain/{table}",
 }
-_PLAIN = frozenset(
+_FIXED_ROUTES = frozenset(
     {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
 )  # fmt: skip
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
@@ -49,11 +49,11 @@ class RequestObserver:
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
-        request_record = Seen(time.monotonic(), "")
+        request_record = RequestRecord(time.monotonic(), "")
         if (caller := scope.get(CALLER)) is not None:
             request_record.caller = caller.name
         if values_by_header := _watched(scope["headers"]):
-            scope = _taken(request_record, values_by_header, scope)
+            scope = _read_request_headers(request_record, values_by_header, scope)
         if not request_record.id:
             request_record.id = new_id()
         span: Any = None
@@ -70,7 +70,7 @@ class RequestObserver:
             self._end(request_record, scope, span)
             request_record.end()
 
-    def _telling(self, request_record: Seen, send: Send) -> Send:
+    def _telling(self, request_record: RequestRecord, send: Send) -> Send:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request_record.status = status = message["status"]
@@ -89,19 +89,21 @@ class RequestObserver:
 
         return send_with_headers
 
-    def _end(self, request_record: Seen, scope: Scope, span: Any) -> None:
+    def _end(self, request_record: RequestRecord, scope: Scope, span: Any) -> None:
         seconds = time.monotonic() - request_record.started
         level = self.journal.level(request_record, seconds)
         if level is None and span is None:
             return
         request = request_of(scope, self.tables())
         if level is not None:
-            self.journal.told(level, request_record, request, seconds)
+            self.journal.write(level, request_record, request, seconds)
         if self.tracer is not None and span is not None:
             self.tracer.end(span, request_record, request, seconds)
 
 
-def _taken(request_record: Seen, values_by_header: dict[bytes, list[bytes]], scope: Scope) -> Scope:
+def _read_request_headers(
+    request_record: RequestRecord, values_by_header: dict[bytes, list[bytes]], scope: Scope
+) -> Scope:
     """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
     request_record.id = (
         accepted(values_by_header[b"x-request-id"][0]) or ""
@@ -110,12 +112,15 @@ def _taken(request_record: Seen, values_by_header: dict[bytes, list[bytes]], sco
     )
     if traceparents := values_by_header.get(b"traceparent"):
         request_record.parent = parent_of(traceparents, values_by_header.get(b"tracestate", ()))
-    if ASKED not in values_by_header:
+    if TIMING_HEADER not in values_by_header:
         return scope
-    return {**scope, "headers": [header for header in scope["headers"] if header[0] != ASKED]}
+    return {
+        **scope,
+        "headers": [header for header in scope["headers"] if header[0] != TIMING_HEADER],
+    }
 
 
-def timing(request_record: Seen, total_s: float) -> bytes:
+def timing(request_record: RequestRecord, total_s: float) -> bytes:
     """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
     total = b"total;dur=%.3f" % (total_s * 1000)
     if not request_record.stages:
@@ -126,19 +131,19 @@ def timing(request_record: Seen, total_s: float) -> bytes:
     return b", ".join([*times, total])
 
 
-def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Request:
+def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> RequestFacts:
     """Facts of the request, by its route; a path that is none of ours is `other`."""
     path: str = scope["path"]
     method = scope["method"] if scope["method"] in _METHODS else "other"
-    if path in _PLAIN:
-        return Request(method, path, None, None)
+    if path in _FIXED_ROUTES:
+        return RequestFacts(method, path, None, None)
     parts = path.split("/", 3)
     route = _ROUTES.get("/".join(parts[:3]))
     table, slash, entity = parts[-1].partition("/")
     if route is None or len(parts) < 4 or not table:
-        return Request(method, "other", None, None)
+        return RequestFacts(method, "other", None, None)
     known_table = table if table in tables else None
-    return Request(method, route + "/{entity}" * bool(slash), known_table, entity or None)
+    return RequestFacts(method, route + "/{entity}" * bool(slash), known_table, entity or None)
 
 
 def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:

@@ -27,9 +27,9 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from serving.tracing.request_context import Request, Seen
+from serving.tracing.request_context import RequestFacts, RequestRecord
 from serving.tracing.response_peek import generation_of, sources_of
-from serving.tracing.trace_context import Parent
+from serving.tracing.trace_context import ParentSpan
 
 _TRACED = "larder.traced"
 _PREFIX = "/v1/"
@@ -57,7 +57,7 @@ class Spans:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("larder.serving")
-        self._share = trace_share
+        self._sampled_share = trace_share
         self._with_ids = with_ids
 
     @classmethod
@@ -66,17 +66,17 @@ class Spans:
         processor = BatchSpanProcessor(OTLPSpanExporter())
         return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
 
-    def judged(self, scope: MutableMapping[str, Any], parent: Parent | None) -> bool:
+    def judged(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
         """Returns whether the request is traced; kept in `scope`, since the hot route asks before the watch does."""
         is_traced: bool | None = scope.get(_TRACED)
         if is_traced is None:
             is_traced = scope["path"].startswith(_PREFIX) and (
-                random.random() < self._share if parent is None else parent.is_sampled
+                random.random() < self._sampled_share if parent is None else parent.is_sampled
             )
             scope[_TRACED] = is_traced
         return is_traced
 
-    def begin(self, request_record: Seen) -> Span:
+    def begin(self, request_record: RequestRecord) -> Span:
         """Begins the request's span, a child of the caller's, and puts its ids into `request_record` for the log."""
         span = self._tracer.start_span(
             "request",
@@ -88,7 +88,9 @@ class Spans:
         request_record.span = f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}"
         return span
 
-    def end(self, span: Span, request_record: Seen, request: Request, seconds: float) -> None:
+    def end(
+        self, span: Span, request_record: RequestRecord, request: RequestFacts, seconds: float
+    ) -> None:
         """Ends the span as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
@@ -97,7 +99,7 @@ class Spans:
 
         shared = _shared(request_record, request)
         span.update_name(f"{request.method} {request.route}")
-        span.set_attributes(shared | _own(request_record, request))
+        span.set_attributes(shared | _request_attributes(request_record, request))
         if self._with_ids and request.entity is not None:
             span.set_attribute("larder.entity", request.entity)
         if request_record.status >= 500 or not request_record.status:
@@ -107,12 +109,12 @@ class Spans:
             child = self._tracer.start_span(
                 f"larder.{stage.name}",
                 context=inside,
-                start_time=at(stage.ended - stage.seconds),
+                start_time=at(stage.ended_at - stage.seconds),
                 attributes={**shared, "larder.entities": stage.entities}
                 if stage.entities
                 else shared,
             )
-            child.end(at(stage.ended))
+            child.end(at(stage.ended_at))
         span.end(at(request_record.started + seconds))
 
     async def aclose(self) -> None:
@@ -144,7 +146,7 @@ def _resource(instance: str) -> Resource:
     return resource
 
 
-def _context(parent: Parent | None) -> Context:
+def _context(parent: ParentSpan | None) -> Context:
     if parent is None:
         return Context()
     parent_context = SpanContext(
@@ -157,14 +159,16 @@ def _context(parent: Parent | None) -> Context:
     return set_span_in_context(NonRecordingSpan(parent_context), Context())
 
 
-def _shared(request_record: Seen, request: Request) -> dict[str, str | int]:
+def _shared(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
     """Attributes that every span of a request carries."""
     generation = generation_of(request_record.body)
     named = {"larder.table": request.table, "larder.generation": generation}
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _own(request_record: Seen, request: Request) -> dict[str, str | int]:
+def _request_attributes(
+    request_record: RequestRecord, request: RequestFacts
+) -> dict[str, str | int]:
     """Attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
     sources = sources_of(request_record.body)
     attributes: dict[str, str | int] = {

@@ -5,25 +5,25 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serving.tracing.trace_context import Parent
+from serving.tracing.trace_context import ParentSpan
 
 
 class StageTime(NamedTuple):
     """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
 
     name: str
-    ended: float
+    ended_at: float
     seconds: float
     entities: int
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
+class RequestRecord:
     """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller."""
 
     started: float
     id: str
-    parent: Parent | None = None
+    parent: ParentSpan | None = None
     stages: list[StageTime] = field(default_factory=list)
     status: int = 0
     body: bytes = b""
@@ -55,7 +55,7 @@ class Seen:
         return seconds_by_stage
 
 
-class Request(NamedTuple):
+class RequestFacts(NamedTuple):
     """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
 
     method: str
@@ -67,11 +67,11 @@ class Request(NamedTuple):
 CALLER = "larder.caller"
 """Key in the scope of a request: who asks, with a `name` that may be written down."""
 
-CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
+CURRENT: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
 """Record of the request that this task answers, also in what it started; never of others answered along with it."""
 
 
-def current() -> Seen | None:
+def current() -> RequestRecord | None:
     """Record of the request that is being answered here, if any."""
     request_record = CURRENT.get()
     return None if request_record is None or request_record.is_over else request_record

@@ -5,7 +5,7 @@ import re
 import secrets
 
 _VALID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
-_own = secrets.token_hex(6)
+_process_prefix = secrets.token_hex(6)
 _number = itertools.count(1)
 
 
@@ -16,4 +16,4 @@ def accepted(sent_id: bytes | None) -> str | None:
 
 def new_id() -> str:
     """New id that no other process makes: a random part of this one's own, and a number."""
-    return f"{_own}-{next(_number):x}"
+    return f"{_process_prefix}-{next(_number):x}"

@@ -10,7 +10,7 @@ _STATE_BYTES_MAX = 512
 """Bytes of tracestate that have to be passed on at least; what is longer is left out whole."""
 
 
-class Parent(NamedTuple):
+class ParentSpan(NamedTuple):
     """The caller's span; `state` is its tracestate as sent, combined."""
 
     trace_id: str
@@ -24,7 +24,9 @@ class Parent(NamedTuple):
         return bool(self.flags & 1)
 
 
-def parent_of(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) -> Parent | None:
+def parent_of(
+    traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
+) -> ParentSpan | None:
     """The parent; None where there is none, more than one, or one that is not valid: then a trace starts anew."""
     header_values = list(traceparents)
     if len(header_values) != 1 or len(header_values[0]) > _LENGTH_MAX:
@@ -40,4 +42,4 @@ def parent_of(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) 
         return None
     state = b",".join(tracestates)
     state_text = state.decode("ascii") if state.isascii() and len(state) <= _STATE_BYTES_MAX else ""
-    return Parent(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)
+    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 
-from cache.control.hot_keys import HOT, Name, Report, Window, hour_of
+from cache.control.hot_keys import HOT_WINDOW, HotKeyReport, Name, Window, hour_of
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from serving.generations.snapshot import Snapshot
@@ -18,18 +18,18 @@ REPORTED = 512
 _AT_ONCE = 128
 """Entities in one script: a third of a millisecond of Redis, which readers wait for."""
 _HEAR_S = 1.0
-_MARK: Name = ("", b"")
+_REPORT_BOUNDARY: Name = ("", b"")
 
 
-class Recent(deque[Name]):
+class RecentNames(deque[Name]):
     """Entities that were asked for, newest last; appending is all that a request pays for it.
 
-    `earlier` adds what was asked for before and is still to be added.
+    `flush_pending` adds what was asked for before and is still to be added.
     """
 
     def __init__(self) -> None:
         super().__init__(maxlen=RECENT)
-        self.earlier: Callable[[], None] = lambda: None
+        self.flush_pending: Callable[[], None] = lambda: None
         self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
         self._waiting = 0
 
@@ -42,38 +42,38 @@ class Recent(deque[Name]):
 
     def names(self) -> Sequence[Name]:
         """Entities that are remembered, all of them."""
-        self.earlier()
+        self.flush_pending()
         for table, raws in self._batches:
             self.extend(zip(repeat(table), raws))
         self._batches.clear()
         self._waiting = 0
         return self
 
-    def fresh(self) -> list[Name]:
+    def take_new(self) -> list[Name]:
         """Entities that came since the last call, as far as they are still remembered."""
         names = list(self.names())
-        last = names[::-1].index(_MARK) if _MARK in names else len(names)
+        last = names[::-1].index(_REPORT_BOUNDARY) if _REPORT_BOUNDARY in names else len(names)
         if last:
-            self.append(_MARK)
+            self.append(_REPORT_BOUNDARY)
         return names[len(names) - last :]
 
 
 @dataclass(slots=True, eq=False)
-class Sketch:
+class HotKeySketch:
     """This replica's part in the sketch; a Redis that fails costs a report, nothing is tried again."""
 
     control: ControlPlane
-    recent: Recent
+    recent: RecentNames
     live: Callable[[], Snapshot | None]
     clock: Callable[[], float]
-    window: Window = HOT
+    window: Window = HOT_WINDOW
     reported: int = field(init=False, default=0)
     failed: int = field(init=False, default=0)
-    _told: set[Name] = field(init=False, default_factory=set)
+    _reported_names: set[Name] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
         """Reports what was asked for since the last report; takes back what was told before it was blocked."""
-        live, fresh = self.live(), self.recent.fresh()
+        live, fresh = self.live(), self.recent.take_new()
         if live is None:
             return
         hottest = await asyncio.to_thread(_hottest, fresh)
@@ -85,7 +85,7 @@ class Sketch:
             islice(
                 (
                     reported_name
-                    for reported_name in hottest_names | self._told
+                    for reported_name in hottest_names | self._reported_names
                     if _is_blocked(live, reported_name)
                 ),
                 REPORTED,
@@ -94,7 +94,7 @@ class Sketch:
         counts = [
             counted_name for counted_name in hottest if not _is_blocked(live, counted_name[0])
         ]
-        self._told = {name for name, _ in counts}
+        self._reported_names = {name for name, _ in counts}
         if not counts and not blocked_names:
             return
         hour = hour_of(self.clock(), self.window)
@@ -102,18 +102,18 @@ class Sketch:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
                 await self.control.report_hot(
-                    Report(hour, piece, () if at else blocked_names, self.window)
+                    HotKeyReport(hour, piece, () if at else blocked_names, self.window)
                 )
                 self.reported += len(piece)
         except TierUnavailable:
             self.failed += 1
-            self._told.update(blocked_names)
+            self._reported_names.update(blocked_names)
 
     async def hottest(self) -> Sequence[Name]:
         """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
         try:
             async with asyncio.timeout(_HEAR_S):
-                return await self.control.hot(hour_of(self.clock()))
+                return await self.control.fetch_hot_names(hour_of(self.clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 

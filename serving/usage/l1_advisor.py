@@ -10,11 +10,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache.mrc.shards import Shards
-from cache.tiers.access_sample import TRACE_MAX, Trace
+from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.results import Counters
 from serving.generations.snapshot import Snapshot
-from serving.usage.l1_curve import LARGEST, SMALLEST, STEPS, Curve
+from serving.usage.l1_curve import LARGEST, SMALLEST, STEPS, HitRatioCurve
 
 STEP_S = 0.25
 """Seconds between steps."""
@@ -36,15 +36,15 @@ _SLICE = 128
 """Touches worked off before others may use the event loop: about 0.2 ms."""
 
 
-class Tiers(Protocol):
+class AdvisedTiers(Protocol):
     """Tiers that the advisor watches: L1, the trace of its reads and the counters."""
 
     local: LocalTier
-    trace: Trace
+    trace: AccessTrace
     counters: Counters
 
 
-class Advisor(Collector):
+class L1Advisor(Collector):
     """Keeps the curve of the worker's L1 up to date in the background, from what `Tiers.trace` holds.
 
     A generation is part of every key, so after a flip all keys are new, as they are in L1: the sample starts again,
@@ -54,12 +54,12 @@ class Advisor(Collector):
 
     def __init__(
         self,
-        tiers: Tiers,
+        tiers: AdvisedTiers,
         live: Callable[[], Snapshot | None],
         keys_max: int,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lost = 0
+        self.lost_step_count = 0
         self.step_s = STEP_S if keys_max else 0.0
         self._tiers = tiers
         self._live = live
@@ -71,7 +71,7 @@ class Advisor(Collector):
         self._of: str | None = None
         self._at = timer()
         self._credit = _BURST
-        self._counted = _counts(tiers.counters)
+        self._last_counts = _counts(tiers.counters)
         if keys_max:
             tiers.trace.sample(self._shards.last)
 
@@ -83,7 +83,7 @@ class Advisor(Collector):
         elapsed_s, self._at = now_s - self._at, now_s
         touches, is_whole = list(trace), len(trace) < TRACE_MAX
         trace.clear()
-        earlier_counts, self._counted = self._counted, _counts(self._tiers.counters)
+        earlier_counts, self._last_counts = self._last_counts, _counts(self._tiers.counters)
         shards.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
         trace.begin(None if live is None else live.generation)
@@ -92,11 +92,11 @@ class Advisor(Collector):
             shards.restart()
         if is_whole:
             hit_count, reads = (
-                after - old for after, old in zip(self._counted, earlier_counts, strict=True)
+                after - old for after, old in zip(self._last_counts, earlier_counts, strict=True)
             )
             shards.count(hit_count, reads)
         else:  # nobody knows what was pushed out: these reads keep the order of keys, and count for nothing
-            self.lost += 1
+            self.lost_step_count += 1
             self._lower()
             touches = [(spot, -abs(size)) for spot, size in touches]
         for start in range(0, len(touches), _SLICE):
@@ -104,10 +104,10 @@ class Advisor(Collector):
                 await asyncio.sleep(0)
                 if trace.generation != self._of:  # a flip: the next step begins anew
                     return
-            shards.take(touches[start : start + _SLICE], self._tiers.local.place_bytes)
+            shards.record_accesses(touches[start : start + _SLICE], self._tiers.local.place_bytes)
             trace.sample(shards.last)
         earned = TOUCHES_FREE_PER_S * elapsed_s + TOUCHES_PER_READ * (
-            self._counted[1] - earlier_counts[1]
+            self._last_counts[1] - earlier_counts[1]
         )
         self._credit += min(TOUCHES_PER_S * elapsed_s, earned) - len(touches)
         self._credit = min(_BURST, self._credit)
@@ -119,15 +119,15 @@ class Advisor(Collector):
         self._shards.lower(min(BUSY_RATE, self._shards.rate / 2))
         self._tiers.trace.sample(self._shards.last)
 
-    def told(self) -> dict[str, Any] | None:
+    def to_json(self) -> dict[str, Any] | None:
         """Curve of this worker's L1, JSON-able; None before there was enough traffic."""
         if self._shards.sampled < SAMPLED_MIN:
             return None
-        return self._curve().told()
+        return self._curve().to_json()
 
-    def _curve(self) -> Curve:
+    def _curve(self) -> HitRatioCurve:
         shards = self._shards
-        return Curve(
+        return HitRatioCurve(
             self._budget,
             self._capacities,
             shards.hit_ratios(),
@@ -159,7 +159,7 @@ class Advisor(Collector):
         yield CounterMetricFamily(
             "larder_l1_advisor_lost_steps",
             "Steps of the advisor whose reads came too fast to be counted",
-            self.lost,
+            self.lost_step_count,
         )
 
 

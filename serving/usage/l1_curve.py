@@ -12,7 +12,7 @@ _NOTICED = 0.001
 """Differences below a tenth of a point are none."""
 
 
-class Curve(NamedTuple):
+class HitRatioCurve(NamedTuple):
     """Curve of hit ratios for L1s of one budget; `reads`: how many it rests on, lately."""
 
     budget_bytes: int
@@ -23,7 +23,7 @@ class Curve(NamedTuple):
     sampled: int
     reads: float
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON-able form for the dashboard."""
         points = zip(self.capacities, self.entries, self.ratios, strict=True)
         return {
@@ -46,7 +46,7 @@ class Curve(NamedTuple):
     def _sentence(self) -> str:
         current_ratio = self.ratio(0)
         more, less = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
-        sentence = f"L1 of {shown(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
+        sentence = f"L1 of {format_size(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
         if more >= _NOTICED:
             sentence += f", doubling adds {100 * more:.1f} points"
         else:
@@ -58,11 +58,11 @@ class Curve(NamedTuple):
             for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
             if current_ratio - ratio < _NOTICED
         )
-        return f"{sentence}, {shown(enough)} gives as much"
+        return f"{sentence}, {format_size(enough)} gives as much"
 
 
-def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Merged curve of many that each `Curve.told`: every worker counts by its reads; None where none tells anything.
+def merge_curves(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Merged curve of many, each by `HitRatioCurve.to_json`: a worker counts by its reads; None where all are empty.
 
     Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
     under way makes, the one that most reads were answered with is told.
@@ -90,7 +90,7 @@ def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None
             weight * float(point[name]) for weight, point in zip(weights, column, strict=True)
         )
 
-    return Curve(
+    return HitRatioCurve(
         budget,
         [column[0]["bytes"] for column in columns],
         [mean(column, "hit_ratio") for column in columns],
@@ -98,10 +98,10 @@ def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None
         min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
         sum(curve_report["sampled"] for curve_report in same_budget_reports),
         total,
-    ).told()
+    ).to_json()
 
 
-def shown(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Size as text, rounded, in the largest binary unit that it fills."""
     for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if (size := size_bytes / (1 << bits)) >= 1:

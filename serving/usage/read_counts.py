@@ -17,11 +17,11 @@ AT_ONCE = 512
 LIFE_S = 3 * 86_400
 """Seconds that the counts live, from the last report on."""
 
-Taken = Sequence[Sequence[int | bytes]]
+HashBatches = Sequence[Sequence[int | bytes]]
 """Hashes as they were added."""
 
 
-class Reads:
+class ReadHashes:
     """Hashes of entities by generation and table."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Reads:
         self._room -= len(keys)
         self._keys[generation, table].append(keys)
 
-    def take(self, generation: str) -> Mapping[str, Taken]:
+    def drain(self, generation: str) -> Mapping[str, HashBatches]:
         """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
         keys_by_table = {
             table: keys for (of, table), keys in self._keys.items() if of == generation
@@ -47,7 +47,7 @@ class Reads:
         return keys_by_table
 
 
-def packed(added: Taken) -> list[bytes]:
+def packed(added: HashBatches) -> list[bytes]:
     """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     keys = set(chain.from_iterable(added))
     return [

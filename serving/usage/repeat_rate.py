@@ -10,7 +10,7 @@ PROBE_EVERY = 16
 """Inputs whose overlays are left unread, per probe: one is looked up all the same, and nobody waits for it."""
 
 
-class Repeats:
+class RepeatRate:
     """Counts inputs while all overlays are read, and probes while they are not.
 
     Answers are stored either way, so a probe finds whatever any process has answered before, and 20 of them are enough
@@ -22,7 +22,7 @@ class Repeats:
         """Overlays left unread."""
         self.are_rare = False
         self._inputs = 0.0
-        self._again = 0.0
+        self._repeat_weight = 0.0
 
     def spare(self) -> bool:
         """Counts an overlay that is left unread; returns whether to probe for it."""
@@ -41,12 +41,12 @@ class Repeats:
 
     def _count(self, is_repeat: bool) -> None:
         self._inputs += 1
-        self._again += is_repeat
-        if self.are_rare and self._again >= OFTEN * WINDOW:
+        self._repeat_weight += is_repeat
+        if self.are_rare and self._repeat_weight >= OFTEN * WINDOW:
             self.are_rare = False
         elif self._inputs >= WINDOW:
-            self.are_rare = self._again < RARELY * self._inputs
+            self.are_rare = self._repeat_weight < RARELY * self._inputs
         else:
             return
         self._inputs /= 2
-        self._again /= 2
+        self._repeat_weight /= 2

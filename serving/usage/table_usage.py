@@ -12,29 +12,29 @@ from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 from serving.generations.snapshot import Snapshot
 from serving.metrics.event_counters import by_label
 from serving.metrics.registry import Metrics, counts_of
-from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
+from serving.usage.read_counts import LIFE_S, HashBatches, ReadHashes, packed, pieces
 
 GIGABYTE = 1e9
 
 
 @dataclass(eq=False)
-class Usage(Collector):
+class TableUsage(Collector):
     """Reads of all replicas, as Redis adds them up; hits of this process since the live release came."""
 
     control: ControlPlane
-    reads: Reads
+    reads: ReadHashes
     metrics: Metrics
     recent: Callable[[], Iterable[Name]]
     live: Callable[[], Snapshot | None]
     failed: int = field(init=False, default=0)
     read: dict[str, int] = field(init=False, default_factory=dict)
-    _told: set[tuple[str, Name]] = field(init=False, default_factory=set)
+    _reported_names: set[tuple[str, Name]] = field(init=False, default_factory=set)
     _release: tuple[str, int] | None = field(init=False, default=None)
-    _before: dict[str, float] = field(init=False, default_factory=dict)
+    _hits_before: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
         """Reports to Redis what was read, and reads how much that makes with the other replicas'."""
@@ -43,12 +43,12 @@ class Usage(Collector):
             return
         if (release := (live.generation, live.epoch)) != self._release:
             if self._release is not None:
-                self._before = hits_of(self.metrics)
+                self._hits_before = hits_of(self.metrics)
             self._release, self.read = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
-        recent, reads = list(self.recent()), self.reads.take(live.generation)
+        recent, reads = list(self.recent()), self.reads.drain(live.generation)
         keys_by_table = await asyncio.to_thread(self._packed, live, recent, reads)
-        send_command, name = self.control.ask, self.control.keyspace.read
+        send_command, name = self.control.execute, self.control.keyspace.read
         try:
             for table, keys in keys_by_table.items():
                 for piece in pieces(keys):
@@ -62,23 +62,23 @@ class Usage(Collector):
             self.failed += 1
 
     def _packed(
-        self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, Taken]
+        self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
         """Hashes of what was read, and of what was asked for without a read: it was warmed before the first request."""
         keys_by_table = {table: packed(keys) for table, keys in reads.items()}
         named = {(live.generation, entity_name) for entity_name in recent}
-        for _, (name, raw) in named - self._told:
+        for _, (name, raw) in named - self._reported_names:
             table = live.manifest.tables.get(name)
             if table is not None:
                 key = hash_id(raw, live.directories[table.entity].seed)
                 keys_by_table.setdefault(name, []).append(key.to_bytes(8, "little"))
-        self._told = named
+        self._reported_names = named
         return keys_by_table
 
     def hits(self) -> dict[str, float]:
         """Hits of this process under the live release, by table."""
         return {
-            table: count - self._before.get(table, 0.0)
+            table: count - self._hits_before.get(table, 0.0)
             for table, count in hits_of(self.metrics).items()
         }
 
@@ -115,7 +115,7 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
     metrics.settle()
     hits_by_table: defaultdict[str, float] = defaultdict(float)
     for labels, count in counts_of(metrics.answers):
-        if labels["source"] in STORED:
+        if labels["source"] in STORED_SOURCES:
             hits_by_table[labels["table"]] += count
     return dict(hits_by_table)
 

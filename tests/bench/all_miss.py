@@ -31,7 +31,7 @@ from serving.config.settings import ServingConfig
 from serving.http.service import Service
 from serving.process.gc_tuning import settle
 from serving.requests.content import lookup_of
-from serving.requests.models import Ask
+from serving.requests.models import LookupRequest
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.catalogue import make_catalogue
 from tests.bench.tools.harness import Options, Report, alternate, parse
@@ -175,8 +175,10 @@ async def _answer(service: Service, bodies: Sequence[bytes], in_flight: int) -> 
 
     async def caller() -> None:
         for body in waiting:
-            lookup: Ask = lookup_of({}, body, "json", TABLE, service.limits)
-            for answer in await service.ladder.lookup(service.holding(), lookup, time.monotonic()):
+            lookup: LookupRequest = lookup_of({}, body, "json", TABLE, service.limits)
+            for answer in await service.ladder.lookup(
+                service.capture_served(), lookup, time.monotonic()
+            ):
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 

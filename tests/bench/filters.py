@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.filters.best import BestOf
+from cache.filters.best import SubsetSearch
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
 from tests.bench.tools.http_load import Program, program
 from tests.bench.tools.place import own_server
@@ -49,14 +49,16 @@ def by_vectors(report: Report, options: Options) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((ITEMS, DIMS), np.float32)
     users = rng.standard_normal((64, DIMS), np.float32)
-    index, subset_search = faiss.IndexFlatIP(DIMS), BestOf(vectors)
+    index, subset_search = faiss.IndexFlatIP(DIMS), SubsetSearch(vectors)
     index.add(vectors)
     faiss.omp_set_num_threads(1)
     for name, passing_share in SHARES.items():
         passing_ordinals = np.flatnonzero(rng.random(ITEMS) < passing_share)
         selector = faiss.SearchParameters(sel=faiss.IDSelectorBatch(passing_ordinals))
         theirs = index.search(users, K, params=selector)[1]
-        larder_lists = np.stack([subset_search.of(user, passing_ordinals, K)[0] for user in users])
+        larder_lists = np.stack(
+            [subset_search.search(user, passing_ordinals, K)[0] for user in users]
+        )
         overlap = np.mean(
             [len(np.intersect1d(*pair)) / K for pair in zip(larder_lists, theirs, strict=True)]
         )
@@ -69,7 +71,7 @@ def by_vectors(report: Report, options: Options) -> None:
 
         def our_rate(passing_ordinals: Any = passing_ordinals) -> float:
             return _rate(
-                lambda user_vector: subset_search.of(user_vector, passing_ordinals, K), users
+                lambda user_vector: subset_search.search(user_vector, passing_ordinals, K), users
             )
 
         ratio_by_name = alternate(faiss_rate, {"larder": our_rate}, rounds=options.rounds)

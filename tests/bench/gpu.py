@@ -80,7 +80,9 @@ def made(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
         vectors = vectors * np.exp(0.9 * rng.standard_normal((items, 1))).astype(np.float32)
     rows = np.arange(users) % 4096
     return Case(
-        rng.standard_normal((users, dims), np.float32), vectors, base_case.histories.take(rows)
+        rng.standard_normal((users, dims), np.float32),
+        vectors,
+        base_case.histories.select_rows(rows),
     )
 
 
@@ -101,7 +103,7 @@ def first_users(case: Case, count: int) -> Case:
     """The case with its first users only."""
     if len(case.users) <= count:
         return case
-    return Case(case.users[:count], case.items, case.histories.take(np.arange(count)))
+    return Case(case.users[:count], case.items, case.histories.select_rows(np.arange(count)))
 
 
 def timed(users: int, run: Callable[[], object], device: Any) -> float:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from cachetools import LRUCache
 
-from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.place import pin
 
@@ -61,7 +61,7 @@ class Bench:
             local.put(name, entry)
             lru_cache[name] = entry
         for request, record in zip(self.requests, self.records, strict=True):
-            local.keep(Ready(1, record, b"}", 0, ("user_topk", b"u"), request))
+            local.keep(ReadyAnswer(1, record, b"}", 0, ("user_topk", b"u"), request))
         return local, lru_cache
 
     def churned(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:

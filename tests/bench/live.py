@@ -29,7 +29,7 @@ from cache.store.blocklist import Blocklist
 from serving.config.settings import Precision, ServingConfig
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import Computed, Job, MicroBatcher
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.process.gc_tuning import settle
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, parse
@@ -52,17 +52,19 @@ def open_snapshot(config: ServingConfig, precision: Precision) -> Snapshot:
     )  # fmt: skip
 
 
-def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[Job]:
+def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[InferenceJob]:
     """Histories of 5 to 30 items, each its own."""
     rng = random.Random(0)
     drawn = [rng.sample(case.items, rng.randint(5, 30)) for _ in range(count)]
     return [
-        Job(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
+        InferenceJob(
+            snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1
+        )
         for history in drawn
     ]
 
 
-def offline(jobs: list[Job], size: int) -> Measured:
+def offline(jobs: list[InferenceJob], size: int) -> Measured:
     """The unit in a row, in batches of one size."""
 
     def run() -> tuple[float, float]:
@@ -92,11 +94,11 @@ class Through:
             observe=lambda size, _: self.sizes.append(size),
         )
 
-    def lone(self, jobs: list[Job]) -> Measured:
+    def lone(self, jobs: list[InferenceJob]) -> Measured:
         """One request at a time."""
         return self.saturated(jobs, 1)
 
-    def saturated(self, jobs: list[Job], in_flight: int) -> Measured:
+    def saturated(self, jobs: list[InferenceJob], in_flight: int) -> Measured:
         """So many callers, each asking again as soon as it is answered."""
 
         async def work() -> None:
@@ -110,7 +112,7 @@ class Through:
 
         return lambda: self._timed(work())
 
-    def hop(self, jobs: list[Job]) -> Measured:
+    def hop(self, jobs: list[InferenceJob]) -> Measured:
         """The unit called for one job at a time, in the pool."""
 
         async def work() -> None:
@@ -127,7 +129,7 @@ class Through:
 
 
 def _check(outcome: object) -> None:
-    if not isinstance(outcome, Computed):
+    if not isinstance(outcome, ComputedRecord):
         raise RuntimeError(f"not an answer: {outcome}")
 
 

@@ -139,10 +139,10 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         for chunk in read_users(shard_work, build.root / "scratch")
     ]
     users = np.concatenate([encoded_chunk.outputs["user_tower"] for encoded_chunk in chunks])
-    lengths = np.concatenate([np.diff(encoded_chunk.seen.indptr) for encoded_chunk in chunks])
+    lengths = np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks])
     seen_items = Histories(
         np.concatenate([[0], np.cumsum(lengths)]),
-        np.concatenate([encoded_chunk.seen.indices for encoded_chunk in chunks]),
+        np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks]),
     )
     scorer = Scorers(night.config.device).at(0).of(work[0].items, "inner_product")
 

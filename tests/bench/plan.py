@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from cache.format.manifest import Manifest
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import generation_path, read_manifest
-from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import page_keys
 from precompute.bulk.watch import cpu_s
@@ -35,7 +35,7 @@ from precompute.config.settings import NightConfig, ReferenceConfig, Sources, Ta
 from precompute.operations.train import train_reference
 from precompute.planning.forecast import DAY_S, MIB, Forecast, forecast
 from precompute.planning.options import PlanParameters
-from precompute.planning.spent import Spent, timed
+from precompute.planning.spent import TimeSpent, timed
 from precompute.steps import assemble, begin, embed_items, index, quantize
 from precompute.steps import load as load_step
 from precompute.steps import score as score_step
@@ -84,8 +84,8 @@ QUICK = tuple(
 class Took:
     """One real night."""
 
-    score: Spent
-    load: Spent
+    score: TimeSpent
+    load: TimeSpent
 
     def each(self) -> Mapping[str, float]:
         """Every time by its name."""
@@ -199,7 +199,7 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
             continue
         hits[at] = True
         answer_body = bytes(ANSWER_BYTES - 2 * len(request))
-        tier.keep(Ready(0, answer_body, b"", 0, ("user_topk", request), request))
+        tier.keep(ReadyAnswer(0, answer_body, b"", 0, ("user_topk", request), request))
     return float(hits.mean()), float(hits[REQUESTS // 2 :].mean())
 
 

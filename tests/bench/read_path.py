@@ -32,15 +32,15 @@ from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.model.predictor import LiveInput
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Found, Tiered
+from cache.tiers.tiered import Hit, TieredCache
 from precompute.config.settings import NightConfig, TableConfig
 from serving.bootstrap import running
 from serving.http.service import Service
 from serving.lookup.batch_inference import compute
-from serving.lookup.entity import want_in
-from serving.lookup.micro_batcher import Job
+from serving.lookup.entity import find_record_key
+from serving.lookup.micro_batcher import InferenceJob
 from serving.requests.content import lookup_of
-from serving.requests.models import Ask
+from serving.requests.models import LookupRequest
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, place, program, wrk
 from tests.bench.tools.place import own_server, pin, unpin
@@ -161,19 +161,19 @@ def in_process(report: Report, case: Case, options: Options) -> None:
 async def _readers(
     stack: AsyncExitStack, service: Service, case: Case, options: Options
 ) -> tuple[Rate, Rate]:
-    snapshot = service.holding().live
+    snapshot = service.capture_served().live
     table = snapshot.manifest.tables[TABLE]
-    record_keys = [want_in(snapshot, table, user.encode()) for user in case.users]
+    record_keys = [find_record_key(snapshot, table, user.encode()) for user in case.users]
     url = case.night.redis_url or ""
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(case.night.namespace))
     stack.push_async_callback(remote.aclose)
-    tiers = Tiered(LocalTier(0), NegativeCache(0, 0.0), remote)
+    tiers = TieredCache(LocalTier(0), NegativeCache(0, 0.0), remote)
     client = redis.asyncio.Redis.from_url(url, protocol=2, max_connections=CONNECTIONS)
     stack.push_async_callback(client.aclose)
     names = [f"bench:{hash_hex(record_key.key)}" for record_key in record_keys]
     read_results = [await tiers.get(snapshot.view, record_key) for record_key in record_keys]
     for name, read_result in zip(names, read_results, strict=True):
-        if not isinstance(read_result, Found) or read_result.tier != "l2":
+        if not isinstance(read_result, Hit) or read_result.tier != "l2":
             raise RuntimeError(f"a known user is not in L2: {read_result}")
         await client.set(name, read_result.record)
     count = (10_000 if options.quick else 50_000) // CONNECTIONS
@@ -181,7 +181,7 @@ async def _readers(
     async def read(number: int) -> None:
         record_key = record_keys[number % len(record_keys)]
         outcome = await tiers.get(snapshot.view, record_key)
-        if outcome.__class__ is not Found:
+        if outcome.__class__ is not Hit:
             raise RuntimeError(f"a known user is not in L2: {outcome}")
 
     async def get(number: int) -> None:
@@ -208,7 +208,7 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
     def histories_of(number: int) -> list[list[str]]:
         return [rng.sample(case.items, rng.randint(5, 30)) for _ in range(number)]
 
-    def asks() -> list[Ask]:
+    def asks() -> list[LookupRequest]:
         lookups = []
         for history in histories_of(count):
             entity = {"id": f"stranger-{next(numbers)}", "history": history}
@@ -221,7 +221,9 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
 
         async def caller() -> None:
             for lookup in waiting:
-                (answer,) = await service.ladder.lookup(service.holding(), lookup, time.monotonic())
+                (answer,) = await service.ladder.lookup(
+                    service.capture_served(), lookup, time.monotonic()
+                )
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")
 
@@ -230,9 +232,11 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
         return count / (time.perf_counter() - started_at)
 
     def bare() -> float:
-        snapshot = service.holding().live
+        snapshot = service.capture_served().live
         jobs = [
-            Job(snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1)
+            InferenceJob(
+                snapshot, TABLE, LiveInput(tuple(item_id.encode() for item_id in history)), 1, 1
+            )
             for history in histories_of(count)
         ]
         started_at = time.perf_counter()

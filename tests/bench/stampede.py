@@ -30,7 +30,7 @@ from serving.bootstrap import running
 from serving.config.settings import ServingConfig
 from serving.http.service import Service
 from serving.requests.content import lookup_of
-from serving.requests.models import Ask
+from serving.requests.models import LookupRequest
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import stampede_peers
 from tests.bench.tools.harness import Options, Ratio, Report, parse
@@ -56,7 +56,7 @@ class Run:
     sources: tuple[str, ...]
 
 
-def asks(service: Service, items: list[str], name: str, keys: int) -> list[Ask]:
+def asks(service: Service, items: list[str], name: str, keys: int) -> list[LookupRequest]:
     """One request for each of so many users whom the night does not know."""
     rng = random.Random(name)
     lookups = []
@@ -67,9 +67,9 @@ def asks(service: Service, items: list[str], name: str, keys: int) -> list[Ask]:
     return lookups
 
 
-async def stampede(service: Service, url: str, lookups: list[Ask], waiters: int) -> Run:
+async def stampede(service: Service, url: str, lookups: list[LookupRequest], waiters: int) -> Run:
     """All callers at once."""
-    served = service.holding()
+    served = service.capture_served()
     loads, batches = _inferred(service)
     reads, cpu, started_at = _reads(url), time.process_time(), time.perf_counter()
     answers = await asyncio.gather(

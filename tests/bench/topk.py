@@ -43,7 +43,7 @@ def flat_run(case: Case) -> float:
         for start in range(0, len(rows), BATCH):
             batch_rows = rows[start : start + BATCH]
             scores, top_ordinals = index.search(case.users[batch_rows], K + spares[bucket])
-            exclusions = case.histories.take(batch_rows)
+            exclusions = case.histories.select_rows(batch_rows)
             owners = np.repeat(np.arange(len(batch_rows)), np.diff(exclusions.indptr)) * len(
                 case.items
             )
@@ -91,7 +91,7 @@ def recall_of_lists(exact: NDArray[np.float64], ordinals: NDArray[Any]) -> float
 
 def recall_of(case: Case, scorer: AnyScorer, rows: int = 64) -> float:
     """Share of the float64 top 100 that the scorer finds, items that a user had left out."""
-    histories = case.histories.take(np.arange(rows))
+    histories = case.histories.select_rows(np.arange(rows))
     ordinals, _ = scorer.top(case.users[:rows], K, histories)
     exact = exact_scores(case, rows)
     exact[np.repeat(np.arange(rows), np.diff(histories.indptr)), histories.indices] = -np.inf

@@ -88,7 +88,7 @@ def test_a_pointer_and_a_release():
         b'{"generation":"%s","epoch":5,"previous":null,"attempt":"run-1","published_at":1.5,"canary":null}'
         % GENERATION.encode()
     )
-    release = Release(5, "publish", GENERATION, None, "run-1", 1.5, done=True)
+    release = Release(5, "publish", GENERATION, None, "run-1", 1.5, is_done=True)
     assert Release.from_bytes(release.to_bytes(), is_done=True) == release
     assert b'"done"' not in release.to_bytes()
 

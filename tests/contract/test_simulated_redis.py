@@ -65,7 +65,7 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
     text = [f"{keys.overlay('g', 't', str(number))}".encode() for number in range(3)]
     members = [b"m%d" % number for number in range(4)]
     page, name, value = keys.page("g", "t", 0).encode(), rng.choice(text), rng.choice(members)
-    replicas, sketch, note = keys.replicas.encode(), keys.hot(1).encode(), keys.next.encode()
+    replicas, sketch, note = keys.replicas.encode(), keys.hot_names(1).encode(), keys.next.encode()
     channel, live = keys.channel.encode(), keys.live.encode()
     score = b"%d" % rng.randrange(5)
 
@@ -87,7 +87,7 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
         [b"PUBLISH", channel, b"pointer"], [b"PING"],
         script(control_plane._BEAT, [replicas], score, value, rng.choice(members)),
         script(lease_commands._SWAP, [name], value, rng.choice(members), b"500000"),
-        script(hot_keys.REPORT, [sketch, keys.hot(0).encode()], b"4096", b"7200", b"1", score, value, members[2]),
+        script(hot_keys.REPORT, [sketch, keys.hot_names(0).encode()], b"4096", b"7200", b"1", score, value, members[2]),
         script(staging._STAGE, [note, channel, live], attempt, generation, b"5", staged),
         script(staging._UNSTAGE, [note, channel], attempt, generation), [b"GET", note],
     ])  # fmt: skip

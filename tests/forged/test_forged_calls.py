@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.control.hot_keys import COLD, hour_of
+from cache.control.hot_keys import COLD_WINDOW, hour_of
 from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
@@ -24,7 +24,7 @@ from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import mark_loaded
 from precompute.cli import worklist
 from precompute.control.control_keys import Control
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.events import stream
 from precompute.gates.rules.in_redis import memory_limit
@@ -35,7 +35,7 @@ from tests.forged.proxy import ForgingProxy, Order, forging
 
 KEYS = Keyspace("forged-calls")
 POINTER = Pointer("20260101T000000Z-000000000001", 1, None, "test", 0.0)
-ROWS = {POINTER.generation: Row(State.VERIFIED, 0.0)}
+ROWS = {POINTER.generation: RegistryRow(State.VERIFIED, 0.0)}
 PAGES = [b"forged-calls:page", b"forged-calls:absent"]
 NAMED = (LarderError, redis.RedisError, OSError)
 """Errors that say what is wrong."""
@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "replicas": Control.replicas,
     "silent replicas": Control.silent_replicas,
     "policy": Control.check_policy,
-    "mark": lambda control: control.mark(ROWS, expected_epoch=1),
+    "mark": lambda control: control.write_rows(ROWS, expected_epoch=1),
     "move": lambda control: control.move(POINTER, expected_epoch=1, rows=ROWS),
     "staging note": stage,
     "run ids": lambda control: run_ids(control.client),
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "limit": lambda control: memory_limit(control.client),
     "sizes": lambda control: readback.sizes(control.client, PAGES),
     "entries": lambda control: stream.entries(control.client, KEYS.events),
-    "newest entry": lambda control: stream.newest(control.client, KEYS.events),
+    "newest entry": lambda control: stream.read_newest_id(control.client, KEYS.events),
     "worklist": worklist.read,
     "kind of server": lambda control: kind_of(control.client),
     "mark of a part": mark,
@@ -97,7 +97,7 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.hset(KEYS.generations, mapping={name: row.to_bytes() for name, row in ROWS.items()})
         true.set(PAGES[0], bytes(100))
         true.xadd(KEYS.events, {"e": "{}"})
-        true.zadd(KEYS.cold(hour_of(time.time(), COLD)), {b"user_topk:u": 2.0})
+        true.zadd(KEYS.cold_names(hour_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
         true.delete(

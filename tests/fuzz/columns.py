@@ -314,9 +314,10 @@ def plain(columns: ModuleType, fuzz_input: Given) -> None:
     )  # fmt: skip
     with np.errstate(all="ignore"):
         compare(
-            "plain", columns.plain, pure.plain, data, width, is_list, is_half, *arguments, is_same_refusal=True
+            "plain_record_mask", columns.plain_record_mask, pure.plain_record_mask, data, width, is_list, is_half,
+            *arguments, is_same_refusal=True
         )  # fmt: skip
-    result(columns.plain, data, fuzz_input.delicate(), is_list, is_half, *arguments)
+    result(columns.plain_record_mask, data, fuzz_input.delicate(), is_list, is_half, *arguments)
 
 
 def are_finite(data: bytes, width: int, is_half: bool, *, is_list: bool) -> bool:
@@ -505,17 +506,17 @@ def parts(columns: ModuleType, fuzz_input: Given) -> None:
     pages = np.array([fuzz_input.delicate() for _ in range(len(pieces))], np.int64)
     per_page, size = fuzz_input.delicate(), fuzz_input.delicate()
     if is_odd:
-        result(mine.places, positions, pages, per_page, size)
+        result(mine.locate, positions, pages, per_page, size)
         return
     pure_parts = pure.HashParts(*arguments)
     expect("find", compiled_positions, result(pure_parts.find, queried_hashes))
     if per_page > 0 and size > 0 and (pages >= 0).all():
         with np.errstate(all="ignore"):
             compare(
-                "places", mine.places, pure_parts.places, positions, pages, per_page, size, is_same_refusal=True
+                "locate", mine.locate, pure_parts.locate, positions, pages, per_page, size, is_same_refusal=True
             )  # fmt: skip
     else:
-        result(mine.places, positions, pages, per_page, size)
+        result(mine.locate, positions, pages, per_page, size)
 
 
 TARGETS = (

@@ -21,7 +21,7 @@ from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
 from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.operations.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
@@ -153,7 +153,7 @@ def judged(
             read_manifest(config.store(), generation),
         )
         unlink_pages(client, config.keyspace(), manifest)
-        control.set_row(generation, Row(State.BEGUN, time.time()))
+        control.set_row(generation, RegistryRow(State.BEGUN, time.time()))
         load.run(config, {"generation": generation})
         in_redis(client, manifest)
     with suppress(Refused):

@@ -12,7 +12,7 @@ from precompute.steps import assemble, begin, embed_items, index, quantize, scor
 def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
     """A whole night; its generation."""
     lines = run_night(Night(config, attempt, cut))
-    return {"generation": lines[0][1].what.split()[0]}
+    return {"generation": lines[0][1].summary.split()[0]}
 
 
 def build(config: NightConfig, cut: str) -> str:

@@ -114,7 +114,8 @@ class Ground:
                 assert pointer is not None
                 allowed = {pointer.generation, pointer.previous, *self.watch.canaries}
                 return bool(replicas) and all(
-                    replica.serving == pointer.generation and allowed.issuperset(replica.holds)
+                    replica.serving == pointer.generation
+                    and allowed.issuperset(replica.held_generations)
                     for replica in replicas
                 )
 

@@ -127,7 +127,7 @@ def publish_night(config: NightConfig, data_until: str) -> str:
     """A whole night with this cut; the generation."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     lines = run_night(Night(config, attempt, data_until))
-    return lines[0][1].what.split()[0]
+    return lines[0][1].summary.split()[0]
 
 
 def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:
@@ -214,7 +214,7 @@ def raw_records(
     )
     for name, position in zip(ids, positions.tolist(), strict=True):
         if position >= 0:
-            part, offset = directory.place(position)
+            part, offset = directory.locate(position)
             records[name] = parts[part][offset * size : (offset + 1) * size]
     return records
 

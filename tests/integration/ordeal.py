@@ -17,7 +17,7 @@ from infra.demo.http import HttpConnection, get
 from infra.demo.scrape import ServiceCounts
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from serving.answers.sources import STORED, Source
+from serving.answers.sources import STORED_SOURCES, Source
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment
@@ -106,7 +106,7 @@ class Seen:
         self.sources[source] += 1
         if source not in set(Source) or answer["generation"] not in self.lists:
             self.wrong.append(f"{entity['id']}: {source} of {answer['generation']}")
-        elif source not in STORED and not answer.get("reason"):
+        elif source not in STORED_SOURCES and not answer.get("reason"):
             self.wrong.append(f"{entity['id']}: {source} without a reason")
         elif set(entity.get("history", ())).intersection(items):
             self.wrong.append(f"{entity['id']}: history came back")

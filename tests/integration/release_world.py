@@ -16,7 +16,7 @@ from cache.store.artefacts import ArtefactStore, describe, generation_path, writ
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
 from precompute.control.control_keys import Control
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.releases.release import Releases
 
@@ -103,9 +103,9 @@ class World:
     def load(self, generation: str) -> Manifest:
         """Rows first, then pages, as the pipeline does."""
         manifest = self.make(generation)
-        self.control.set_row(generation, Row(State.BEGUN, self.clock()))
+        self.control.set_row(generation, RegistryRow(State.BEGUN, self.clock()))
         reload(self.control, self.store, generation, chunk_bytes=1000)
-        self.control.set_row(generation, Row(State.VERIFIED, self.clock()))
+        self.control.set_row(generation, RegistryRow(State.VERIFIED, self.clock()))
         return manifest
 
     def publish(self, *generations: str) -> None:

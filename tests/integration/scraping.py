@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset
 from infra.demo.traffic import Background, Stream
@@ -99,7 +99,7 @@ def prometheus(
         f"--web.listen-address={address}", "--log.level=warn",
     ]  # fmt: skip
     with (
-        Guarded(command, log=folder / "log") as process,
+        GuardedCommand(command, log=folder / "log") as process,
         httpx.Client(base_url=f"http://{address}") as http,
     ):
         running = Prometheus(http)

@@ -111,5 +111,5 @@ def moves(config: NightConfig) -> list[str]:
     return [
         release.generation
         for release in all_releases(config.store())
-        if release.done and release.action in MOVES
+        if release.is_done and release.action in MOVES
     ]

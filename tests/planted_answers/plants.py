@@ -77,8 +77,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "exclusions: Barred = (context.excluded(snapshot), seen_ordinals, *event_exclusions)",
-                "exclusions: Barred = (context.excluded(snapshot), *event_exclusions)",
+                "exclusions: Exclusions = (context.excluded(snapshot), seen_ordinals, *event_exclusions)",
+                "exclusions: Exclusions = (context.excluded(snapshot), *event_exclusions)",
             ),
         ),
     ),
@@ -121,8 +121,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "context.excluded(snapshot) | case.history_in(snapshot).seen | snapshot.blocked\n    )\n    if (own",
-                "case.history_in(snapshot).seen | snapshot.blocked\n    )\n    if (own",
+                "context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked\n    )\n    if (own",
+                "case.history_in(snapshot).item_numbers | snapshot.blocked\n    )\n    if (own",
             ),
         ),
     ),

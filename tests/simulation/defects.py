@@ -19,19 +19,19 @@ from serving.admission.controller import Admission
 from serving.experiments.arms import Arm, Arms, ArmState, Routing
 from serving.experiments.router import ExperimentRouter
 from serving.generations import pointer_follower, pointer_rules
-from serving.generations.degraded_reopen import Mending
+from serving.generations.degraded_reopen import DegradedReopen
 from serving.generations.health import Concerns
-from serving.generations.holder import Shelf
-from serving.generations.pointer_follower import Follower
-from serving.generations.served_set import Holding
+from serving.generations.holder import GenerationHolder
+from serving.generations.pointer_follower import PointerFollower
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.inference import Inferences
-from serving.lookup.leases import Lead
+from serving.lookup.inference import LiveInferences
+from serving.lookup.leases import LeaseManager
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.registry import Metrics
 from serving.replica import background
 from serving.replica.background import Refresher
-from serving.usage.hot_keys import Recent, Sketch
+from serving.usage.hot_keys import HotKeySketch, RecentNames
 from tests.simulation.scenarios import EXPERIMENTS, Bias
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -127,27 +127,27 @@ def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
-    def put(self: Shelf, served: Holding) -> None:
+    def put(self: GenerationHolder, served: ServedGenerations) -> None:
         canary = self.canary
         if canary is not None and served.next and served.next.generation == canary.generation:
             real(self, served)
             return
-        self.holding = dataclasses.replace(served, canary=None)
-        self._metrics.hold(self.holding.roles, is_degraded=False)
+        self.served = dataclasses.replace(served, canary=None)
+        self._metrics.set_generations(self.served.roles, is_degraded=False)
 
-    real = Shelf.put
-    patch.setattr(Shelf, "put", put)
+    real = GenerationHolder.put
+    patch.setattr(GenerationHolder, "put", put)
 
 
 def _everybody_leads(patch: pytest.MonkeyPatch) -> None:
-    async def acquire_always(self: Lead, lease_mark: Any) -> None:
+    async def acquire_always(self: LeaseManager, lease_mark: Any) -> None:
         return None
 
-    patch.setattr(Lead, "_take", acquire_always)
+    patch.setattr(LeaseManager, "_try_acquire", acquire_always)
 
 
 def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
-    real = Lead._follow
+    real = LeaseManager._follow
 
     async def follow(
         self: Any, lease_mark: Any, lease_state: Any, view: Any, record_key: Any, give_up: float
@@ -158,33 +158,33 @@ def _a_lease_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
         self._begin(lease_mark, lease_set_at)
         return await compute(lease_mark)  # never given back, renewed for ever
 
-    patch.setattr(Lead, "_follow", follow)
-    patch.setattr(Lead, "_lead", keep)
+    patch.setattr(LeaseManager, "_follow", follow)
+    patch.setattr(LeaseManager, "_lead", keep)
 
 
 def _a_slow_load_holds_up_the_next_look(patch: pytest.MonkeyPatch) -> None:
-    async def mended(self: Follower) -> None:
+    async def mended(self: PointerFollower) -> None:
         async with self._looking:
-            await self._look()
+            await self._poll_pointer()
             self._stage()
-            self._mending.mend(self.pursuit.followed)
-            await self._mending.settled()
+            self._degraded_reopen.reopen_if_due(self.progress.followed)
+            await self._degraded_reopen.settled()
             await self.staged.settled()
             if self._fetching is not None:
                 await asyncio.wait({self._fetching})
 
-    patch.setattr(Follower, "look", mended)
+    patch.setattr(PointerFollower, "poll_pointer", mended)
 
 
 def _recent_names_are_read_by_a_thread(patch: pytest.MonkeyPatch) -> None:
-    async def report(self: Sketch) -> None:
+    async def report(self: HotKeySketch) -> None:
         if self.live() is not None:
             await asyncio.to_thread(_counted, self.recent)
 
-    patch.setattr(Sketch, "report", report)
+    patch.setattr(HotKeySketch, "report", report)
 
 
-def _counted(recent: Recent) -> int:
+def _counted(recent: RecentNames) -> int:
     name_count = 0
     for name in recent:
         is_one = name is not None
@@ -193,12 +193,12 @@ def _counted(recent: Recent) -> int:
 
 
 def _live_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:
-    real = Inferences.run
+    real = LiveInferences.run
 
     async def run(self: Any, snapshot: Any, cases: Any, limit_s: float) -> Any:
         return await real(self, snapshot, cases, limit_s + 60.0)
 
-    patch.setattr(Inferences, "run", run)
+    patch.setattr(LiveInferences, "run", run)
 
 
 def _of_many_at_once_some_keep_their_place(patch: pytest.MonkeyPatch) -> None:
@@ -272,34 +272,34 @@ def _only_announcements_are_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def _what_is_degraded_stays_so(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mending, "mend", lambda _self, _pointer: None)
+    patch.setattr(DegradedReopen, "reopen_if_due", lambda _self, _pointer: None)
 
 
 def _what_is_staged_is_served(patch: pytest.MonkeyPatch) -> None:
-    real = Shelf.hold
+    real = GenerationHolder.hold_staged
 
-    def hold_and_serve(self: Shelf, coming: Snapshot | None) -> None:
+    def hold_and_serve(self: GenerationHolder, coming: Snapshot | None) -> None:
         real(self, coming)
-        if coming is not None and self.holding is not None and self.canary is None:
-            self.holding = dataclasses.replace(self.holding, live=coming)
+        if coming is not None and self.served is not None and self.canary is None:
+            self.served = dataclasses.replace(self.served, live=coming)
 
-    patch.setattr(Shelf, "hold", hold_and_serve)
+    patch.setattr(GenerationHolder, "hold_staged", hold_and_serve)
 
 
 def _previous_is_whatever_arrives_last(patch: pytest.MonkeyPatch) -> None:
-    async def fetch(self: Follower, _pointer: Any, generation: str) -> None:
-        previous = await self.shelf.published(self._store, generation)
-        if previous is not None and self.holding is not None:
-            self.shelf.put(dataclasses.replace(self.holding, previous=previous))
+    async def fetch(self: PointerFollower, _pointer: Any, generation: str) -> None:
+        previous = await self.holder.published(self._store, generation)
+        if previous is not None and self.served is not None:
+            self.holder.put(dataclasses.replace(self.served, previous=previous))
 
-    real = Follower._follow
+    real = PointerFollower._follow
 
-    async def follow(self: Follower, pointer: Any, *, trusted: bool = True) -> None:
+    async def follow(self: PointerFollower, pointer: Any, *, trusted: bool = True) -> None:
         self._fetching = None  # goes on, whatever is published meanwhile
         await real(self, pointer, trusted=trusted)
 
-    patch.setattr(Follower, "_fetch", fetch)
-    patch.setattr(Follower, "_follow", follow)
+    patch.setattr(PointerFollower, "_fetch", fetch)
+    patch.setattr(PointerFollower, "_follow", follow)
 
 
 def _nobody_says_that_redis_is_gone(patch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def _a_full_queue_of_overlays_is_never_emptied(patch: pytest.MonkeyPatch) -> Non
 
 
 def _a_pin_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Holding, "pinned", lambda self, _generation: self)
+    patch.setattr(ServedGenerations, "pinned", lambda self, _generation: self)
 
 
 def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
@@ -345,16 +345,16 @@ def _an_arm_misses_what_is_blocked_while_it_starts(patch: pytest.MonkeyPatch) ->
     real = Arms._enforce
 
     async def enforce(self: Arms) -> None:
-        blocklist = self.own.follower.shelf.blocklist
+        blocklist = self.own_service.follower.holder.blocklist
         if blocklist is not getattr(self, "passed_on", None):  # told once, and never compared
             self.passed_on = blocklist  # type: ignore[attr-defined]
             for arm in list(self._arms.values()):
-                if arm.state is ArmState.HELD:
+                if arm.state is ArmState.SERVING:
                     await real(self, arm)
 
     async def enforce_one(self: Arms, arm: Arm) -> None:
         assert arm.namespace is not None
-        if arm.namespace.service.follower.holding is None:  # not once it has loaded
+        if arm.namespace.service.follower.served is None:  # not once it has loaded
             await real(self, arm)
 
     patch.setattr(Arms, "enforce", enforce)
@@ -383,34 +383,34 @@ def _an_arm_is_known_only_once_it_has_started(patch: pytest.MonkeyPatch) -> None
 
 
 def _a_blocklist_is_put_in_force_at_the_first_try_or_never(patch: pytest.MonkeyPatch) -> None:
-    real = Shelf.enforce
+    real = GenerationHolder.enforce
 
-    async def enforce(self: Shelf) -> bool:
+    async def enforce(self: GenerationHolder) -> bool:
         if self.blocklist is not getattr(self, "tried", None):
             self.tried = self.blocklist  # type: ignore[attr-defined]
             await real(self)
             self.enforcement_error = None
         return True
 
-    patch.setattr(Shelf, "enforce", enforce)
+    patch.setattr(GenerationHolder, "enforce", enforce)
 
 
 def _looks_at_experiments_wait_until_arms_have_started(patch: pytest.MonkeyPatch) -> None:
-    real = Arms.look
+    real = Arms.refresh
 
     async def refresh_and_settle(self: Arms) -> None:
         await real(self)
         async with self._looking:
             await self.settled()
 
-    patch.setattr(Arms, "look", refresh_and_settle)
+    patch.setattr(Arms, "refresh", refresh_and_settle)
 
 
 def _an_arm_that_cannot_obey_answers(patch: pytest.MonkeyPatch) -> None:
     def answering(self: Arm) -> Any:
-        is_held = self.state in (ArmState.HELD, ArmState.DRAINING)
+        is_held = self.state in (ArmState.SERVING, ArmState.DRAINING)
         service = None if self.namespace is None else self.namespace.service
-        return service if is_held and service and service.follower.holding else None
+        return service if is_held and service and service.follower.served else None
 
     patch.setattr(Arm, "answering", property(answering))
 

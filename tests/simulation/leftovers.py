@@ -1,6 +1,6 @@
 """What must be over once nobody asks any more: nothing is under way, and what was counted adds up."""
 
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 from serving.http.service import Service
 from serving.lookup.service import LookupService
 from serving.metrics.registry import counts_of
@@ -37,6 +37,6 @@ def demand_sums(name: str, service: Service) -> None:
     for labels, count in counts_of(metrics.answers):
         sources[labels["source"]] = sources.get(labels["source"], 0) + count
     missed = sum(count for _, count in counts_of(metrics.misses))
-    not_stored = sum(count for source, count in sources.items() if source not in STORED)
+    not_stored = sum(count for source, count in sources.items() if source not in STORED_SOURCES)
     if entity_count != sum(sources.values()) or missed != not_stored:
         raise Broken(f"{name}: {entity_count} asked, {sources} answered, {missed} with a reason")

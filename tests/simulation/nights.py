@@ -20,11 +20,11 @@ from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, 
 from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
-from cache.model.input_preparation import LiveInput, Prepared, prepare_all
+from cache.model.input_preparation import LiveInput, PreparedInput, prepare_all
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.blocklist import Blocklist
 from cache.tiers.results import View
-from serving.answers.default_lists import Default
+from serving.answers.default_lists import DefaultList
 from serving.generations.snapshot import Snapshot
 
 OWN = "default"
@@ -120,7 +120,7 @@ class Night:
     directories: Mapping[str, Directory]
     table: Table
     pages: tuple[bytes, ...]
-    default: Default
+    default: DefaultList
 
     def manifest(self, verdict: int, passed: bool = True) -> Manifest:
         """Its manifest; `verdict` tells verifications apart, 0: none was yet."""
@@ -157,7 +157,7 @@ def night(number: int) -> Night:
     part = TablePart(0, len(pages), len(raws), _NO_FILE, _NO_FILE)
     table = Table(TABLE, "user", Producer("topk", "user_tower"), LAYOUT, PER_PAGE, (part,), ())
     ordinals = items.ordinals_of([item.encode() for item in ITEMS])
-    default = Default(
+    default = DefaultList(
         ordinals.astype(np.uint32),
         (100.0 * number + 10 + np.linspace(1, 0, COUNT)).astype(np.float32),
         {item.encode(): int(ordinal) for item, ordinal in zip(ITEMS, ordinals, strict=True)},
@@ -191,14 +191,14 @@ class Model:
 
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
-    ) -> list[Prepared | InvalidInput | None]:
+    ) -> list[PreparedInput | InvalidInput | None]:
         """Inputs as the real predictor prepares them for a tower of histories."""
         return prepare_all(table, _TOWER, _items(), sources)
 
     def predict(
         self,
         table: str,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         prints: Sequence[int],
         scored_at: int,
         *,

@@ -39,7 +39,9 @@ class SimulatedRedis(MemoryRedis):
             staging._STAGE.encode(): self._stage,
             staging._UNSTAGE.encode(): self._unstage,
             control_keys._MOVE.encode(): lambda keys, argv: self._in(keys[0], self.move, argv),
-            control_keys._MARK.encode(): lambda keys, argv: self._in(keys[0], self.mark, argv),
+            control_keys._WRITE_ROWS_SCRIPT.encode(): lambda keys, argv: self._in(
+                keys[0], self.mark, argv
+            ),
         }
 
     def execute(self, command: list[bytes]) -> Any:

@@ -8,7 +8,7 @@ from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
 from cache.store.experiments import Experiments
 from cache.store.releases import Pointer
-from serving.answers.sources import STORED
+from serving.answers.sources import STORED_SOURCES
 from serving.experiments.arms import ArmState
 from serving.http.service import Service
 from serving.namespace import ServedArm
@@ -114,7 +114,10 @@ class Rules:
 
     def arm_begins(self, arm: ServedArm) -> None:
         """A namespace of an arm is about to load: never a second time beside itself."""
-        host, namespace = HOST.get(), arm.held.keyed.remote.control.keyspace.namespace
+        host, namespace = (
+            HOST.get(),
+            arm.held_namespace.namespace_components.remote.control.keyspace.namespace,
+        )
         assert host is not None
         self._open_arms[host, namespace] += 1
         if self._open_arms[host, namespace] > 1:
@@ -122,7 +125,10 @@ class Rules:
 
     def arm_ended(self, arm: ServedArm) -> None:
         """A namespace of an arm is closed."""
-        host, namespace = HOST.get(), arm.held.keyed.remote.control.keyspace.namespace
+        host, namespace = (
+            HOST.get(),
+            arm.held_namespace.namespace_components.remote.control.keyspace.namespace,
+        )
         assert host is not None
         self._open_arms[host, namespace] = 0
 
@@ -134,7 +140,7 @@ class Rules:
                 continue
             fault_names = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall")
             holds_s = self._of.loop.time() - self._held_since(replica, generation)
-            if generation in replica.service.follower.shelf.generations and (
+            if generation in replica.service.follower.holder.generations and (
                 min(holds_s, self._of.faults.calm_s(*fault_names)) > LEARNS_S
             ):
                 raise Broken(f"{name} goes, {replica.host.name} holds it")
@@ -163,7 +169,7 @@ class Rules:
         ):
             self._probing_at = self._of.loop.time()
         served_by_name = {
-            name: lookup_service.follower.holding for name, lookup_service in services.items()
+            name: lookup_service.follower.served for name, lookup_service in services.items()
         }
         holdings = {name: served for name, served in served_by_name.items() if served is not None}
         for question in call.questions:
@@ -248,7 +254,7 @@ class Rules:
             raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
         if answer.get("reason") == "corrupt":
             raise Wrong(f"nothing is corrupt here: {answer}")
-        if answer["producer"] == "live" and answer["source"] in STORED:
+        if answer["producer"] == "live" and answer["source"] in STORED_SOURCES:
             of = [
                 at
                 for history, at in sent_at_by_history.items()
@@ -378,7 +384,7 @@ class Rules:
             raise Broken(f"logged: {self._of.errors[0]}")
 
     def _look(self, replica: Replica, service: Service) -> None:
-        served = service.follower.holding
+        served = service.follower.served
         if served is None:
             return
         epoch, version = served.live.epoch, served.live.blocklist.version
@@ -403,7 +409,7 @@ class Rules:
         ):
             return
         # What is held already waits for no store, however it hangs.
-        is_at_hand = service.follower.shelf.held(pointer.generation) is not None
+        is_at_hand = service.follower.holder.find_snapshot(pointer.generation) is not None
         fault_names = (
             "redis",
             f"link held {replica.number}",
@@ -430,7 +436,7 @@ class Rules:
         if now_s - obeyed_since < LEARNS_S or self._of.faults.calm_s("stall") < LEARNS_S:
             return
         for name, service in replica.services.items():
-            live = service.follower.shelf.live
+            live = service.follower.holder.live
             if live is None:
                 continue
             lacking = blocklist.items - live.blocklist.items, blocklist.users - live.blocklist.users
@@ -459,7 +465,7 @@ class Rules:
         """After calm: exactly the namespaces that experiments name are held, and all answer."""
         named = self._records[-1].record.namespaces(nights.OWN) if self._records else ()
         states = {} if replica.arms is None else replica.arms.states
-        if states != dict.fromkeys(named, ArmState.HELD):
+        if states != dict.fromkeys(named, ArmState.SERVING):
             raise Broken(f"{replica.host.name} is to hold {named}: {states}")
         silent = {
             namespace for namespace in named if namespace in self._first_at

@@ -21,7 +21,7 @@ from cache.native import loader, pure
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import Blocklist
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.namespace import ServedArm
 from serving.process.gc_tuning import settle
@@ -406,7 +406,7 @@ class ScarcePool(Pool):
         name, threadless = "" if host is None else host.name, self._simulation.threadless
         for call in work if threadless else ():
             served = getattr(call, "__self__", None)
-            if isinstance(served, Holding) and call.__name__ == "with_blocklist":
+            if isinstance(served, ServedGenerations) and call.__name__ == "with_blocklist":
                 namespace = nights.namespace_of(nights.number_of(served.live.generation))
                 if (name, namespace) in threadless:
                     raise NoThread("can't start new thread")

@@ -16,7 +16,7 @@ from tests.upgrade.shop import CUTS, Shop, until
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("shop", ["old"], indirect=True)]
 
 SERVED = [stored_format.name for stored_format in FORMATS.values() if stored_format.is_served]
-UNREAD = 1 + max(stored_format.newest for stored_format in FORMATS.values())
+UNREAD = 1 + max(stored_format.newest_readable for stored_format in FORMATS.values())
 """A version that neither release reads."""
 
 

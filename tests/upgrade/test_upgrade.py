@@ -92,7 +92,7 @@ def test_one_rolls_back_and_the_other_publishes_again(shop: Shop) -> None:
     shop.tell(shop.first, "roll-back", *WHY)
     shop.follow(previous_generation)
     newest_record = shop.history()[-1]
-    assert (newest_record.action, newest_record.generation, newest_record.done) == (
+    assert (newest_record.action, newest_record.generation, newest_record.is_done) == (
         "roll_back",
         previous_generation,
         True,

@@ -16,7 +16,7 @@ from tests.upgrade.shop import CUTS, Shop, until
 
 pytestmark = pytest.mark.slow
 
-UNREAD = FORMATS[MANIFEST].newest + 1
+UNREAD = FORMATS[MANIFEST].newest_readable + 1
 SAID = f"format {UNREAD}"
 
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact
 from cache.format.records.layout import (
     ABSENT,
+    BIT_BY_ANSWER_FLAG,
     FLAG_LIVE,
     FORMAT_SHIFT,
     HEADER_BYTES,
@@ -17,7 +18,6 @@ from cache.format.records.layout import (
     ORDINAL,
     RECORD_FORMAT,
     SCALE,
-    TOLD_FLAGS,
     Layout,
     unpack_header,
 )
@@ -102,9 +102,9 @@ class Record(NamedTuple):
         return bool(self.flags & FLAG_LIVE)
 
     @property
-    def told(self) -> dict[str, bool]:
+    def answer_flags(self) -> dict[str, bool]:
         """Fields of the answer that its flags say are true."""
-        return {name: True for name, bit in TOLD_FLAGS.items() if self.flags & bit}
+        return {name: True for name, bit in BIT_BY_ANSWER_FLAG.items() if self.flags & bit}
 
 
 def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:

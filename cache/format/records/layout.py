@@ -51,7 +51,7 @@ WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
 """Bits of the flags in which every record that the night wrote equals NIGHTLY: format, and who wrote it."""
 FLAG_APPROXIMATE: Final = 2
 """Flag of a live record whose list was found by the index, where a night would have searched exactly."""
-TOLD_FLAGS: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
+BIT_BY_ANSWER_FLAG: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
 """Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
 ABSENT: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""
@@ -140,7 +140,7 @@ def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 def plain_bits() -> int:
     """Bits of the flags in which a record that may be rendered unread equals NIGHTLY."""
-    return functools.reduce(operator.or_, TOLD_FLAGS.values(), WRITER_BITS)
+    return functools.reduce(operator.or_, BIT_BY_ANSWER_FLAG.values(), WRITER_BITS)
 
 
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:

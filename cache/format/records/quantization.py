@@ -53,7 +53,7 @@ def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     exponents = np.frexp(largest)[1] - _TOP_EXPONENT
     beyond = (exponents < -128) | (exponents > 127)
     halves = _halves(finite_numbers, np.where(beyond, 0, -exponents))
-    is_unfit |= beyond | _lost(layout, finite_numbers, halves).any(axis=1)
+    is_unfit |= beyond | _underflow_mask(layout, finite_numbers, halves).any(axis=1)
     return is_unfit
 
 
@@ -100,7 +100,7 @@ def _halves(numbers: NDArray[np.float32], powers: NDArray[np.int32]) -> NDArray[
 
 
 def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]) -> None:
-    is_lost = _lost(layout, numbers, halves)
+    is_lost = _underflow_mask(layout, numbers, halves)
     if is_lost.any():
         row = int(np.flatnonzero(is_lost.any(axis=1))[0])
         raise UnfitValue(
@@ -110,7 +110,7 @@ def _check_kept(layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np
         )
 
 
-def _lost(
+def _underflow_mask(
     layout: Layout, numbers: NDArray[np.float32], halves: NDArray[np.float16]
 ) -> NDArray[np.bool_]:
     is_lost: NDArray[np.bool_] = (halves == 0) & (numbers != 0)

@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.nodes import Nodes
-from cache.l2.control_plane import ControlPlane, Words
+from cache.l2.control_plane import CommandArgument, ControlPlane
 
 
 class ClusterControl(ControlPlane):
@@ -22,18 +22,20 @@ class ClusterControl(ControlPlane):
         self._home = key_slot(keyspace.live.encode())
         self._listened = 0
 
-    async def ask(self, *command: Words) -> Any:
+    async def execute(self, *command: CommandArgument) -> Any:
         """The reply of the control keys' node to a command."""
-        return await self._nodes.ask(self._home, lambda tier: tier.control.ask(*command))
+        return await self._nodes.call_owner(self._home, lambda tier: tier.control.execute(*command))
 
-    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+    async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Replies to all commands, for keys that lie with the control keys; the first refusal is raised."""
-        return await self._nodes.ask(self._home, lambda tier: tier.control.ask_all(commands))
+        return await self._nodes.call_owner(
+            self._home, lambda tier: tier.control.execute_all(commands)
+        )
 
-    async def ask_servers(self, *command: Words) -> list[Any]:
+    async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
         """The reply of every node; TierUnavailable, not raised, of one without a reply."""
         await self._nodes.ready()
-        requests = (tier.control.ask(*command) for tier in self._nodes.tiers)
+        requests = (tier.control.execute(*command) for tier in self._nodes.tiers)
         replies = await asyncio.gather(*requests, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, TierUnavailable):

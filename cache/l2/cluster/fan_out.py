@@ -12,9 +12,9 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.nodes import Nodes
 from cache.l2.commands import (
-    Answer,
-    Asking,
+    AskingCommand,
     Command,
+    L2Result,
     OverlayRead,
     OverlayWrite,
     PageRead,
@@ -54,7 +54,7 @@ class Slots:
         if isinstance(command, OverlayRead | OverlayWrite):
             name = self._keys.overlay(command.generation, command.table, command.hash_hex)
             return key_slot(name.encode())
-        if isinstance(command, Asking):
+        if isinstance(command, AskingCommand):
             return self.of_one(command.command)
         return key_slot(command.key.encode())
 
@@ -79,7 +79,7 @@ class Scatter:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
         self._part = PipelinePart(commands, b"", 0, self.result, keep)
-        self._answers: list[Answer] = []
+        self._answers: list[L2Result] = []
         self._columns: list[tuple[Sequence[int], Frames]] = []
         self._parts = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -98,9 +98,11 @@ class Scatter:
         self._expect(len(groups))
         for tier, indexes in groups.items():
             if tier is None:
-                self._nobody(indexes)
+                self._fail_unserved(indexes)
             else:
-                tier.submit(_some(self._commands, indexes), partial(self._landed, indexes, 0))
+                tier.submit(
+                    _select_commands(self._commands, indexes), partial(self._landed, indexes, 0)
+                )
         return self.result
 
     def _expect(self, parts: int) -> None:
@@ -110,31 +112,31 @@ class Scatter:
         )  # also what has not landed at the window's end
         self._parts = parts
 
-    def _all_landed(self, answers: Sequence[Answer]) -> None:
+    def _all_landed(self, answers: Sequence[L2Result]) -> None:
         if isinstance(answers, Frames):  # as they are, for who reads columns
             self._part.land(answers)
             return
         self._expect(1)
         self._landed(range(len(answers)), 0, answers)
 
-    def _nobody(self, indexes: Sequence[int]) -> None:
+    def _fail_unserved(self, indexes: Sequence[int]) -> None:
         self._nodes.refresh_soon()
         unavailable = TierUnavailable(
             "no node of the Redis Cluster serves this slot", reason="connection"
         )
         self._landed(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
 
-    def _landed(self, indexes: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+    def _landed(self, indexes: Sequence[int], hop: int, answers: Sequence[L2Result]) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
         try:
-            self._take(indexes, hop, answers)
+            self._merge_results(indexes, hop, answers)
         except Exception as error:  # whatever a node said: who waits has no other end
             log.exception("what a node answered cannot be taken")
             strange = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
             self._part.land([strange] * len(self._commands))
 
-    def _take(self, indexes: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+    def _merge_results(self, indexes: Sequence[int], hop: int, answers: Sequence[L2Result]) -> None:
         self._parts -= 1
         if isinstance(answers, Frames):
             self._columns.append((indexes, answers))
@@ -167,7 +169,7 @@ class Scatter:
         for (address, is_ask), redirected_indexes in onward.items():
             commands = [self._commands[index] for index in redirected_indexes]
             self._nodes.at(address).submit(
-                [Asking(command) for command in commands] if is_ask else commands,
+                [AskingCommand(command) for command in commands] if is_ask else commands,
                 partial(self._landed, redirected_indexes, hop + 1),
             )
 
@@ -184,7 +186,7 @@ class Scatter:
         self._part.land(self._answers)
 
 
-def _some(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
+def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
         pages, offsets = commands.pages.take(indexes), commands.offsets.take(indexes)
         return PageReads(commands.generation, commands.table, pages, offsets, commands.length)

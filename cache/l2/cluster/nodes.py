@@ -41,7 +41,7 @@ class Nodes:
         self._refreshed_at = float("-inf")
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._gone = DataPlaneStats()
+        self._retired_stats = DataPlaneStats()
 
     @property
     def tiers(self) -> list[RemoteTier]:
@@ -51,7 +51,7 @@ class Nodes:
     @property
     def stats(self) -> DataPlaneStats:
         """Stats of all nodes together, counts of those that left included: counters never fall."""
-        return sum((tier.stats for tier in self._tiers.values()), self._gone)
+        return sum((tier.stats for tier in self._tiers.values()), self._retired_stats)
 
     def of_slot(self, slot: int) -> RemoteTier | None:
         """The tier of the node that serves a slot, None where that is not known."""
@@ -80,7 +80,7 @@ class Nodes:
         if not self._tiers:
             await self.refresh()
 
-    async def ask(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
+    async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
         """The result of a call on the node that serves a slot, at leisure; raises TierUnavailable.
 
         Once more after a look at the map if its keys are elsewhere by now.
@@ -122,16 +122,16 @@ class Nodes:
         if self._refreshing is None:
             loop = asyncio.get_running_loop()
             self._refreshed_at = loop.time()
-            self._refreshing = loop.create_task(self._look())
-            self._refreshing.add_done_callback(self._looked)
+            self._refreshing = loop.create_task(self._refresh_map())
+            self._refreshing.add_done_callback(self._finish_refresh)
         return self._refreshing
 
-    def _looked(self, task: "asyncio.Task[None]") -> None:
+    def _finish_refresh(self, task: "asyncio.Task[None]") -> None:
         self._refreshing = None
         if not task.cancelled():
             task.exception()  # whoever awaits it is told; nobody else has to be
 
-    async def _look(self) -> None:
+    async def _refresh_map(self) -> None:
         """Adopts the first map without a gap, else the fullest: a node that came back empty knows only itself."""
         fullest_owners: Owners = {}
         # Those that are out of order last: each may cost a time-out.
@@ -140,7 +140,7 @@ class Nodes:
             shuffled_tiers,
             key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed",
         ):
-            fullest_owners = max(fullest_owners, await self._asked(tier, address), key=len)
+            fullest_owners = max(fullest_owners, await self._fetch_owners(tier, address), key=len)
             if len(fullest_owners) == SLOTS:
                 break
         for url in self._seeds if len(fullest_owners) < SLOTS else ():
@@ -149,7 +149,7 @@ class Nodes:
             seed = self._open(url)
             try:
                 fullest_owners = max(
-                    fullest_owners, await self._asked(seed, address_of(url)), key=len
+                    fullest_owners, await self._fetch_owners(seed, address_of(url)), key=len
                 )
             finally:
                 await seed.aclose()
@@ -160,10 +160,10 @@ class Nodes:
         self.refreshes += 1
         self._adopt(fullest_owners)
 
-    async def _asked(self, tier: RemoteTier, address: str) -> Owners:
+    async def _fetch_owners(self, tier: RemoteTier, address: str) -> Owners:
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
-                return owners_of(await tier.control.ask("CLUSTER SLOTS"), address)
+                return owners_of(await tier.control.execute("CLUSTER SLOTS"), address)
         except (TierUnavailable, TimeoutError, ValueError, TypeError):
             return {}
 
@@ -179,7 +179,7 @@ class Nodes:
         self._unlisted = absent & set(self._tiers)
 
     def _retire(self, tier: RemoteTier) -> None:
-        self._gone += replace(tier.stats, breaker="closed")
+        self._retired_stats += replace(tier.stats, breaker="closed")
         task = asyncio.get_running_loop().create_task(tier.aclose())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -12,7 +12,7 @@ from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.control import ClusterControl
 from cache.l2.cluster.fan_out import Scatter, Slots
 from cache.l2.cluster.nodes import Nodes
-from cache.l2.commands import Answer, Command, OverlayWrite, PageRead
+from cache.l2.commands import Command, L2Result, OverlayWrite, PageRead
 from cache.l2.data_plane import DataPlane, DataPlaneStats
 from cache.l2.lease_commands import Lease
 from cache.l2.pool import SECOND_LOOK_S, deadline_for
@@ -42,7 +42,7 @@ class ClusterTier:
         return self.nodes.stats
 
     def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of the answers to at least one command, from the nodes that hold the keys."""
         return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
@@ -55,12 +55,12 @@ class ClusterTier:
         """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
         if not writes:
             return []
-        answers = await self.submit([write._replace(mark=None) for write in writes], list)
+        answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
         failures = [answer if isinstance(answer, TierUnavailable) else None for answer in answers]
         lease_marks = [
-            write.mark
+            write.lease_mark
             for write, failed in zip(writes, failures, strict=True)
-            if write.mark is not None and failed is None
+            if write.lease_mark is not None and failed is None
         ]
         if lease_marks:
             await self.submit(lease_marks, list)  # without it the lease ends by itself
@@ -68,7 +68,7 @@ class ClusterTier:
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it from the node that holds it, None where there is none; at leisure."""
-        return await self.nodes.ask(self._slots.of_one(read), lambda tier: tier.page(read))
+        return await self.nodes.call_owner(self._slots.of_one(read), lambda tier: tier.page(read))
 
     def bound_s(self) -> float:
         """Bound in seconds for a read that is sent now; what is redirected may take one deadline more."""

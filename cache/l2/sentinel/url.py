@@ -10,7 +10,7 @@ from cache.errors import ConfigError
 
 SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 PORT: Final = 26_379
-_OWN: Final = ("sentinel_username", "sentinel_password")
+_SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     redis_parts = parts._replace(
         netloc=f"{user}{at}{hosts.partition(',')[0]}",
         path=f"/{database}",
-        query=urlencode([option for option in options if option[0] not in _OWN]),
+        query=urlencode([option for option in options if option[0] not in _SENTINEL_OPTIONS]),
     )
     addresses = tuple(_address(host, number) for number, host in enumerate(hosts.split(","), 1))
     settings: dict[str, Any] = dict(parse_url(redis_parts.geturl()))  # type: ignore[no-untyped-call]
@@ -67,7 +67,9 @@ def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     if scheme == "rediss":
         shared["ssl"] = True
     sentinel_credentials = {
-        name.removeprefix("sentinel_"): value for name, value in options if name in _OWN
+        name.removeprefix("sentinel_"): value
+        for name, value in options
+        if name in _SENTINEL_OPTIONS
     }
     for name in ("host", "port", "connection_class"):
         settings.pop(name, None)

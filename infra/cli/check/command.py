@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cache.errors import LarderError
 from cache.process.command_line import NOT_WELL, json_text
 from cache.process.printable import printable_lines
-from infra.cli.check.found import Found, State
+from infra.cli.check.found import CheckResult, State
 from infra.cli.check.night import look_at_bundle, look_at_sources, look_at_store
 from infra.cli.check.platform import look_at_airflow, look_at_lineage, look_at_live
 from infra.cli.check.redis import look_at_events, look_at_redis
@@ -30,10 +30,10 @@ class CheckLine(NamedTuple):
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 nothing is to be done, 3 something is."""
     args = argument_parser(prog).parse_args(argv)
-    findings = [_looked("settings", _settings)]
+    findings = [_run_check("settings", _settings)]
     if findings[0].state == "ok":
         config = night_settings()
-        findings += [_looked(name, partial(check, config)) for name, check in LOOKS.items()]
+        findings += [_run_check(name, partial(check, config)) for name, check in CHECKS.items()]
     if args.json:
         print(printable_lines(json_text([finding._asdict() for finding in findings])))
     else:
@@ -54,7 +54,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _looked(subject: str, check: Callable[[], Found]) -> CheckLine:
+def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
     try:
         return CheckLine(subject, *check())
     except LarderError as error:
@@ -63,7 +63,7 @@ def _looked(subject: str, check: Callable[[], Found]) -> CheckLine:
         return CheckLine(subject, "to do", f"this machine refused: {error}")
 
 
-def _settings() -> Found:
+def _settings() -> CheckResult:
     """The file and the environment, for night and service alike."""
     from cache.config.serving import ServingConfig
 
@@ -75,7 +75,7 @@ def _settings() -> Found:
     return "ok", file
 
 
-LOOKS: dict[str, Callable[["NightConfig"], Found]] = {
+CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
     "sources": look_at_sources,
     "bundle": look_at_bundle,
     "redis": look_at_redis,

@@ -3,5 +3,5 @@
 from typing import Literal
 
 State = Literal["ok", "to do", "not used"]
-Found = tuple[State, str]
+CheckResult = tuple[State, str]
 """State, and in words what was found or is to be done."""

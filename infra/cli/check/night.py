@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from cache.process.extras import PRECOMPUTE, missing
-from infra.cli.check.found import Found
+from infra.cli.check.found import CheckResult
 
 if TYPE_CHECKING:
     from cache.config.night import NightConfig
@@ -12,15 +12,15 @@ FILES_COMPARED = 1_000
 """Number of files whose columns a look compares; a night compares all."""
 
 
-def look_at_sources(config: "NightConfig") -> Found:
+def look_at_sources(config: "NightConfig") -> CheckResult:
     """Look at the files of sources, and at their first rows."""
     if line := missing("a look at sources", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
-    from precompute.sources.files import all_files, copies_beside, source_file, source_files
+    from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
     from precompute.sources.formats import INTERACTIONS, demand_same_columns
     from precompute.sources.plausibility import Shape, demand_least, remarks
     from precompute.sources.readers import feature_schema, read_interactions, row_count
-    from precompute.sources.unusable import Unusable
+    from precompute.sources.unusable import UnusableRows
 
     sources, base = config.sources, config.path(".")
     if not sources.names_users:
@@ -28,7 +28,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     files = all_files(config)
     interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
     demand_same_columns(interactions, sources)
-    unusable = Unusable()
+    unusable = UnusableRows()
     read = read_interactions(sources, base, unusable=unusable)
     first = next(read, None)
     rows = 0 if first is None else len(first.times)
@@ -56,7 +56,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     shape = Shape.of_batch(first)
     if is_all:
         demand_least(shape.users, shape.items)
-    odd = "".join(f"; {remark}" for remark in [*remarks(shape), *copies_beside(interactions)])
+    odd = "".join(f"; {remark}" for remark in [*remarks(shape), *find_copy_remarks(interactions)])
     summary = f"{file_count_text}; {rows:,} interactions" + ("" if is_all else " in the first rows")
     if left_out:
         reasons = unusable.to_json()[INTERACTIONS]["reasons"]
@@ -67,7 +67,7 @@ def look_at_sources(config: "NightConfig") -> Found:
     return "ok", "; ".join([summary, *unusable.remarks(INTERACTIONS)]) + odd
 
 
-def look_at_bundle(config: "NightConfig") -> Found:
+def look_at_bundle(config: "NightConfig") -> CheckResult:
     """Look at the bundle: its checksums, whether its models open, and whether the sources have its features."""
     if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
         return "not used", f"by the service; {line}"
@@ -87,7 +87,7 @@ def look_at_bundle(config: "NightConfig") -> Found:
     return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
 
 
-def look_at_store(config: "NightConfig") -> Found:
+def look_at_store(config: "NightConfig") -> CheckResult:
     """Look at the artefact store: whether it takes a name once only."""
     store = config.store()
     store.demand_write_once()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cache.errors import LarderError
 from cache.process.extras import install_command, missing
-from infra.cli.check.found import Found
+from infra.cli.check.found import CheckResult
 from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, files_in
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _AIRFLOW = {
 }
 
 
-def look_at_live(_config: "NightConfig") -> Found:
+def look_at_live(_config: "NightConfig") -> CheckResult:
     """Look for the provider that live models are to run by."""
     from cache.config.serving import ServingConfig
 
@@ -48,7 +48,7 @@ def look_at_live(_config: "NightConfig") -> Found:
     )
 
 
-def look_at_airflow(_config: "NightConfig") -> Found:
+def look_at_airflow(_config: "NightConfig") -> CheckResult:
     """Look at the DAG files of an Airflow."""
     if missing("a night", "airflow", "airflow"):
         return (
@@ -77,7 +77,7 @@ def look_at_airflow(_config: "NightConfig") -> Found:
     )
 
 
-def look_at_lineage(_config: "NightConfig") -> Found:
+def look_at_lineage(_config: "NightConfig") -> CheckResult:
     """Look at the settings of OpenLineage."""
     if not any(os.environ.get(name) for name in TRANSPORTS):
         return "not used", f"no transport for OpenLineage's events, such as {TRANSPORTS[0]}"

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from cache.errors import LarderError
-from infra.cli.check.found import Found
+from infra.cli.check.found import CheckResult
 from infra.cli.check.redis_kind import kind_of
 from infra.cli.redis import place_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 REDIS_S = 3.0
 
 
-def look_at_redis(config: "NightConfig") -> Found:
+def look_at_redis(config: "NightConfig") -> CheckResult:
     """Look at the Redis of pages: what it is, what it lacks, and what it may evict."""
     from redis import RedisError
 
@@ -57,7 +57,7 @@ def look_at_redis(config: "NightConfig") -> Found:
     return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in without)
 
 
-def look_at_events(config: "NightConfig") -> Found:
+def look_at_events(config: "NightConfig") -> CheckResult:
     """Look at the Redis of events: whether it keeps what is demanded."""
     if not config.events.enabled:
         return "not used", "[events] enabled is false: no service takes events in"
@@ -88,13 +88,9 @@ def look_at_events(config: "NightConfig") -> Found:
         )
     demanded = config.events.durability
     if not durability.suffices(demanded):
-        summary = (
-            f"durability = {demanded!r} is demanded, and {place_of(url)} has {durability.kept!r}"
-        )
+        summary = f"durability = {demanded!r} is demanded, and {place_of(url)} has {durability.persistence!r}"
         return "to do", f"{summary}: set appendonly yes and appendfsync {demanded} there"
-    summary = (
-        f"{place_of(url)}; durability {durability.kept}, maxmemory-policy {policy or 'not told'}"
-    )
+    summary = f"{place_of(url)}; durability {durability.persistence}, maxmemory-policy {policy or 'not told'}"
     return "ok", summary + (
         ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
     )

@@ -10,7 +10,7 @@ from cache.errors import ConfigError, LarderError
 from cache.process.command_line import NOT_WELL, json_text
 from cache.process.printable import printable_lines
 from infra.cli.init.guesses import Guesses, guess
-from infra.cli.init.look import look
+from infra.cli.init.look import discover_tables
 from infra.cli.init.toml_file import text_of
 from infra.cli.settings import FILE
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         )
     if not target.parent.is_dir():
         raise ConfigError(f"{args.output}: there is no folder {target.parent}")
-    guesses = guess(*look(folder, target.parent))
+    guesses = guess(*discover_tables(folder, target.parent))
     source_notes = _first_rows(guesses, target.parent) or _tables_as_text(guesses, folder)
     guesses.notes += [note.replace(f"{folder}{os.sep}", "") for note in source_notes]
     bundle = _bundle(folder, target.parent)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     part_path.write_text(text_of(guesses, bundle), encoding="utf-8")
     part_path.replace(target)
     if args.json:
-        report = {"file": str(target), "bundle": bundle, **_told(guesses)}
+        report = {"file": str(target), "bundle": bundle, **_guesses_to_json(guesses)}
         print(printable_lines(json_text(report)))
     else:
         print(f"{os.path.relpath(target, working_folder)}: written")
@@ -117,7 +117,7 @@ def _bundle(folder: Path, base: Path) -> str | None:
     return None if bundle_folder is None else Path(os.path.relpath(bundle_folder, base)).as_posix()
 
 
-def _told(guesses: Guesses) -> dict[str, Any]:
+def _guesses_to_json(guesses: Guesses) -> dict[str, Any]:
     table = guesses.interactions
     return {
         "interactions": None if table is None else list(table.pattern),

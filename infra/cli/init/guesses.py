@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.cli.init.look import ERRORS, FoundTable, are_unique
-from infra.cli.init.roles import FITS, Kind, Role, Roles, plain, roles_of, unfit_in_words
+from infra.cli.init.roles import FITS, Kind, Role, Roles, normalise_name, roles_of, unfit_in_words
 from precompute.sources.plausibility import hold_lists
 
 FEW_ITEMS = 1_024
@@ -267,5 +267,5 @@ def _about_weight(table: FoundTable, name: str) -> list[str]:
         else ""
     )
     low = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
-    is_rating = plain(name) in ("rating", "ratings", "score", "stars", "overall")
+    is_rating = normalise_name(name) in ("rating", "ratings", "score", "stars", "overall")
     return [f"{remark}{nonpositive_share_text}{low if is_rating else ''}"]

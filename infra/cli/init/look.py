@@ -21,7 +21,7 @@ from precompute.sources.csv_files import BLANKS
 from precompute.sources.files import source_files
 from precompute.sources.folders import Entry, LocalStorage, is_data, tables_among
 
-_Seen = TypeVar("_Seen")
+_Result = TypeVar("_Result")
 
 DEPTH_MAX = 8
 """Folders below the one that is looked at, such as table/year/month/day/hour."""
@@ -63,7 +63,7 @@ class FoundTable:
         return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
 
 
-def look(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
+def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
     """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
     walk = _Walk(folder, base)
@@ -87,7 +87,7 @@ def are_unique(table: FoundTable, column: str) -> bool:
     if table.format == "parquet":
         values = pa.chunked_array(
             [
-                _plain(chunk)
+                _to_comparable_type(chunk)
                 for path in table.files
                 for chunk in pa.parquet.read_table(path, columns=[column])[column].chunks
             ]
@@ -152,8 +152,8 @@ def _metadata_of(folder: Path) -> list[Entry]:
 
 
 def _one_remark(
-    path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Seen]
-) -> _Seen | None:
+    path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Result]
+) -> _Result | None:
     """The one translator of what odd files raise: None, and a remark that names the file and the reason."""
     try:
         str(path).encode()
@@ -333,16 +333,18 @@ def _without_header(sample: Any) -> tuple[Any, int]:
 
 
 def _plain_table(table: Any) -> Any:
-    return pa.table([_plain(table[name]) for name in table.column_names], table.column_names)
+    return pa.table(
+        [_to_comparable_type(table[name]) for name in table.column_names], table.column_names
+    )
 
 
-def _plain(column: Any) -> Any:
+def _to_comparable_type(column: Any) -> Any:
     """A column in a type that can be compared: no dictionary, no views, whole decimals as texts of digits."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
-        return _plain(column.cast(kind.storage_type))
+        return _to_comparable_type(column.cast(kind.storage_type))
     if pa.types.is_dictionary(kind):
-        return _plain(column.cast(kind.value_type))
+        return _to_comparable_type(column.cast(kind.value_type))
     if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
         return column.cast(pa.string())
     if pa.types.is_decimal(kind):

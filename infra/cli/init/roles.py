@@ -76,7 +76,7 @@ class Roles:
     remarks: tuple[str, ...] = ()
 
 
-def plain(name: str) -> str:
+def normalise_name(name: str) -> str:
     """A name without case and without what is no letter or digit."""
     return re.sub(r"[\W_]", "", name.lower())
 
@@ -126,18 +126,20 @@ def roles_of(columns: Mapping[str, Kind]) -> Roles:
 
 def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[str]:
     """Columns that may have a role, the surest first."""
-    exact = [column for name in names for column in columns if plain(column) == name]
+    exact = [column for name in names for column in columns if normalise_name(column) == name]
     if role in ("user", "item"):
         # A number is an id as well: `customer_no`, `article_nr`.
         exact += [
             column
             for column in columns
-            if column not in exact and _NUMBERED.sub("", plain(column)) in names
+            if column not in exact and _NUMBERED.sub("", normalise_name(column)) in names
         ]
         # Of several words: `src_user_id`, `clicked_article`.
         ends = tuple(role_name for role_name in names if len(role_name) > 3)
         exact += [
-            column for column in columns if column not in exact and plain(column).endswith(ends)
+            column
+            for column in columns
+            if column not in exact and normalise_name(column).endswith(ends)
         ]
     if role == "timestamp":
         exact += [column for column in columns if column not in exact and _MOMENT.search(column)]
@@ -145,7 +147,7 @@ def _by_name(role: Role, names: Sequence[str], columns: Sequence[str]) -> list[s
 
 
 def _like_an_id(name: str, kind: Kind) -> bool:
-    normalised_name = plain(name)
+    normalised_name = normalise_name(name)
     is_other = any(normalised_name in _NAMES[role] for role in ("timestamp", "weight", "category"))
     return kind in FITS["user"] and not is_other and normalised_name not in _NO_ID
 

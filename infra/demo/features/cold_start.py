@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.demo.checks import Judge, Question
-from infra.demo.evaluate import told
+from infra.demo.evaluate import answer_to_json
 from infra.demo.features.profiles import Profiles
 from serving.answers.sources import Source
 from serving.client import Answer, Client, Entity, Options, Policy
 
-SHOWN = 2
+ITEMS_SHOWN = 2
 DEADLINE_MS = 5_000
 NEW = ("new user", "new item")
 
@@ -17,7 +17,7 @@ NEW = ("new user", "new item")
 class ColdStart(NamedTuple):
     """Answer as a table shows it."""
 
-    asked: str
+    entity_kind: str
     table: str
     source: str
     producer: str
@@ -52,25 +52,31 @@ def ask_cold(
     ]
     # Sent once, so that what the service counted is what was asked.
     with Client(url, policy=Policy(attempts=1)) as larder:
-        options = Options(k=SHOWN, deadline_ms=DEADLINE_MS)
+        options = Options(k=ITEMS_SHOWN, deadline_ms=DEADLINE_MS)
         answers = larder.lookup_tables(entities, options)
-    questions = [Question(str(entity.table), str(entity.id), SHOWN) for entity in entities]
-    judge.request(questions, [told(lookup_answer) for lookup_answer in answers])
+    questions = [Question(str(entity.table), str(entity.id), ITEMS_SHOWN) for entity in entities]
+    judge.request(questions, [answer_to_json(lookup_answer) for lookup_answer in answers])
     for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True):
         if entity_kind in NEW and answer.source != Source.LIVE:
             raise ValueError(f"{entity_kind}, {table}: {answer.source} ({answer.reason}), not live")
     return [
-        ColdStart(entity_kind, table, answer.source, str(answer.producer), _shown(answer, profiles))
+        ColdStart(
+            entity_kind,
+            table,
+            answer.source,
+            str(answer.producer),
+            _describe_answer(answer, profiles),
+        )
         for (entity_kind, table), answer in zip(entity_by_kind_and_table, answers, strict=True)
     ]
 
 
-def sent(features: Mapping[str, Any]) -> str:
+def describe_features(features: Mapping[str, Any]) -> str:
     """Features in a few words."""
     return ", ".join(f"{name} {value}" for name, value in features.items())
 
 
-def _shown(answer: Answer, profiles: Profiles) -> str:
+def _describe_answer(answer: Answer, profiles: Profiles) -> str:
     if answer.items is not None:
         kinds = [str(profiles.items[item]["category"]) for item in answer.items]
         return ", ".join(kinds)

@@ -9,13 +9,13 @@ import orjson
 
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
-from infra.demo.evaluate import TOP, told
+from infra.demo.evaluate import TOP, answer_to_json
 from infra.demo.http import get
 from infra.demo.steps import Step
 from serving.client import Answer, Client, EventReceipt, NewEvent, Options, Policy
 
 TABLE = "user_topk"
-SHOWN = 4
+ITEMS_SHOWN = 4
 COUNTED_S = 10.0
 SHOWN_S = 3.0
 """Seconds that the dashboard may lag behind answers: its document is made again each second, its counts each two."""
@@ -38,12 +38,12 @@ class Click:
         self._is_alone = bool(users)
         self._url, self._judge = url, judge
         self._live: Answer | None = None
-        self._seen: list[tuple[Question, Mapping[str, Any]]] = []
+        self._unjudged_answers: list[tuple[Question, Mapping[str, Any]]] = []
 
     def send(self, step: Step) -> None:
         """Send the click, and notes what it changed."""
         with self._client() as larder:
-            answer_before = self._ask(larder)
+            answer_before = self._look_up(larder)
             if not answer_before.items:
                 raise ValueError(f"{self.user} has no list")
             self.item = answer_before.items[min(1, len(answer_before.items) - 1)]
@@ -52,13 +52,13 @@ class Click:
             if receipt.accepted != 1:
                 raise ValueError(f"the click was not accepted: {receipt}")
             after = self._live = self._until_counted(larder)
-            stored_answer = self._ask(larder, max_events=0)
+            stored_answer = self._look_up(larder, max_events=0)
         if stored_answer.items != answer_before.items or stored_answer.events:
             raise ValueError(f"max_events=0 is not the stored list: {stored_answer}")
         self.judged()
         step.note(f"{self.user} clicks on {self.item}: 202, {receipt.durability} kept")
-        step.note(f"before  {_shown(answer_before)}")
-        step.note(f"after   {_shown(after)}")
+        step.note(f"before  {_format_items(answer_before)}")
+        step.note(f"after   {_format_items(after)}")
         step.note(
             f"events {after.events}, as of {after.as_of}, {self.counted_ms:.0f} ms after the 202"
         )
@@ -68,7 +68,7 @@ class Click:
     def taken_over(self, step: Step) -> None:
         """Hold the list of a night that took the click over against the one that was answered live."""
         with self._client() as larder:
-            night_answer = self._ask(larder)
+            night_answer = self._look_up(larder)
         if night_answer.events or night_answer.producer != "batch":
             raise ValueError(
                 f"the night did not take the click of {self.user} over: {night_answer}"
@@ -85,9 +85,9 @@ class Click:
 
     def judged(self) -> None:
         """Has the judge hear of the answers since the last time."""
-        for question, answer in self._seen:
+        for question, answer in self._unjudged_answers:
             self._judge.request([question], [answer])
-        self._seen.clear()
+        self._unjudged_answers.clear()
 
     def _is_to_be(self, later_answer: Answer) -> bool:
         """True if the list could be compared; raises ValueError where it is another one than before."""
@@ -104,17 +104,19 @@ class Click:
         # Sent once, so that what the service counted is what was asked.
         return Client(self._url, policy=Policy(attempts=1))
 
-    def _ask(self, larder: Client, max_events: int | None = None) -> Answer:
+    def _look_up(self, larder: Client, max_events: int | None = None) -> Answer:
         options = Options(k=TOP, deadline_ms=DEADLINE_MS, max_events=max_events)
         (answer,) = larder.lookup_many(TABLE, [self.user], options)
         hidden = frozenset([self.item]) if answer.events else frozenset[str]()
-        self._seen.append((Question(TABLE, self.user, TOP, hidden), told(answer)))
+        self._unjudged_answers.append(
+            (Question(TABLE, self.user, TOP, hidden), answer_to_json(answer))
+        )
         return answer
 
     def _until_counted(self, larder: Client) -> Answer:
         started_at = time.perf_counter()
         while time.perf_counter() < started_at + COUNTED_S:
-            answer = self._ask(larder)
+            answer = self._look_up(larder)
             if answer.events:
                 self.counted_ms = (time.perf_counter() - started_at) * 1000
                 return answer
@@ -135,5 +137,5 @@ class Click:
             time.sleep(0.1)
 
 
-def _shown(answer: Answer) -> str:
-    return ", ".join((answer.items or ())[:SHOWN])
+def _format_items(answer: Answer) -> str:
+    return ", ".join((answer.items or ())[:ITEMS_SHOWN])

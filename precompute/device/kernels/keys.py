@@ -28,8 +28,8 @@ def exact(
     bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(
         tl.float32, bitcast=True
     )
-    zero, score_one = _both(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
-    two, three = _both(tl.load(kept_entries + at * 4 + 3, mask=entry_mask, other=0))
+    zero, score_one = _unpack_halves(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
+    two, three = _unpack_halves(tl.load(kept_entries + at * 4 + 3, mask=entry_mask, other=0))
     # An item's bound is as much below its group's as its product is below the highest, but for the rounding of halves.
     highest = tl.maximum(tl.maximum(zero, score_one), tl.maximum(two, three))
     limit = tl.load(left_out + user) - bound + highest - tl.abs(highest) * 2.0**-9 - 2.0**-20
@@ -87,7 +87,7 @@ def exact(
 
 
 @triton.jit
-def _both(halves):
+def _unpack_halves(halves):
     """float32 of the two numbers in half precision that an entry has in 32 bits."""
     low, high = halves.to(tl.int16), (halves >> 16).to(tl.int16)
     low, high = low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)

@@ -9,10 +9,10 @@ from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
-from precompute.erasures.erasure import NOBODY, Erased
+from precompute.erasures.erasure import NO_ERASURES, ErasedEntities
 from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.evidence import Evidence
-from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Measured
+from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,36 +35,36 @@ class Candidate:
     history_limit: int
     live_root: Path | None = None
     pages_bytes: int | None = None
-    erased: Erased = NOBODY
+    erased: ErasedEntities = NO_ERASURES
     governor: GovernorConfig | None = None
-    given: Evidence | None = field(default=None, repr=False)
+    prepared_evidence: Evidence | None = field(default=None, repr=False)
     unreadable: str | None = None
     keep: int = 1
     arms: tuple[ArmRoom, ...] = ()
     build: Build | None = None
 
     def __post_init__(self) -> None:
-        if self.given is None:
+        if self.prepared_evidence is None:
             evidence = Evidence(
                 self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
             )
-            object.__setattr__(self, "given", evidence)
+            object.__setattr__(self, "prepared_evidence", evidence)
 
     @property
     def evidence(self) -> Evidence:
         """Evidence that several gates look at."""
-        return cast(Evidence, self.given)
+        return cast(Evidence, self.prepared_evidence)
 
     @property
     def baseline(self) -> str | None:
         """The live generation's id."""
         return None if self.live is None else self.live.generation
 
-    def uncompared(self, threshold: float | str | None) -> Measured:
+    def uncompared(self, threshold: float | str | None) -> Measurement:
         """Result of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
         if self.unreadable is None:
-            return Measured(True, None, threshold, FIRST)
-        return Measured(False, None, threshold, UNREADABLE, self.unreadable)
+            return Measurement(True, None, threshold, FIRST)
+        return Measurement(False, None, threshold, UNREADABLE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:

@@ -34,7 +34,7 @@ DRAWN_SEED = 1
 """Seed of histories that are drawn, others than those that the night calibrates on."""
 
 
-def few(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Selects at most `count` of the rows, evenly spread."""
     picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
     return rows[np.unique(picked.astype(np.int64))]
@@ -64,7 +64,7 @@ class Evidence:
         """A scan of every table, those made under filters included."""
         return {
             name: scan_table(self.root, self.manifest, table)
-            for name, table in self.manifest.stored.items()
+            for name, table in self.manifest.stored_tables.items()
         }
 
     @cached_property
@@ -80,7 +80,7 @@ class Evidence:
         mask_by_table: dict[str, NDArray[np.bool_]] = {}
         if filtering is not None:
             for name, named_filter in self.manifest.filters.items():
-                mask = filtering.passing(name).among(np.arange(self.items.count))
+                mask = filtering.evaluate(name).among(np.arange(self.items.count))
                 mask_by_table |= {table.name: mask for table in named_filter.tables.values()}
         return mask_by_table
 
@@ -203,7 +203,7 @@ class Evidence:
         )
         bound = bind(
             model.spec,
-            histories=histories.take(usable),
+            histories=histories.select_rows(usable),
             features={name: value[usable] for name, value in features[model.name].items()},
         )
         return bound, usable
@@ -238,7 +238,7 @@ class Evidence:
         return vectors[finite], np.flatnonzero(finite)
 
     @cached_property
-    def seen(self) -> Histories:
+    def seen_items(self) -> Histories:
         """Ordinals of each sampled user's history: what must not be recommended."""
         return Histories(self.users.users.indptr, self.users.users.ordinals)
 

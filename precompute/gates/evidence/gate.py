@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Measured
+from precompute.gates.evidence.verdict import Measurement
 
-Measure = Callable[[Candidate], Measured]
+Measure = Callable[[Candidate], Measurement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Gate:
     measure: Measure
     wants_interactions: bool = False
 
-    def __call__(self, candidate: Candidate) -> Measured:
+    def __call__(self, candidate: Candidate) -> Measurement:
         """Measures a candidate; what it reads may make it raise anything."""
         return self.measure(candidate)
 

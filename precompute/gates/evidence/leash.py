@@ -5,7 +5,7 @@ from typing import Any
 import redis
 
 
-class Leash:
+class GateConnections:
     """All connections of one gate; once it is over there are none, however long its thread goes on."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Leash:
 class OwnPool(redis.ConnectionPool):
     """Connections of one gate to one server."""
 
-    def __init__(self, leash: Leash, **settings: Any) -> None:
+    def __init__(self, leash: GateConnections, **settings: Any) -> None:
         self._leash = leash
         super().__init__(**settings)
         leash.pools.append(self)

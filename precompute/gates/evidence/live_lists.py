@@ -45,7 +45,7 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
     for start in range(0, len(positions), AT_ONCE):
         pipeline = client.pipeline(transaction=False)
         for position in positions[start : start + AT_ONCE].tolist():
-            page, offset = table.locate(*directory.place(position))
+            page, offset = table.locate(*directory.locate(position))
             name = candidate.control.keys.page(candidate.live.generation, table.name, page)
             pipeline.getrange(name, offset, offset + size - 1)
         raw += pipeline.execute()

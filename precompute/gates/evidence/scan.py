@@ -56,7 +56,7 @@ def _bounds(number: int, ranges: int) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """Findings of a scan of one table; `faults` counts by kind, `seen` tells where each kind was seen first.
+    """Findings of a scan of one table; `faults` counts by kind, `first_location_by_fault` is where each was first seen.
 
     `absent`: records that answer nothing, for entities with an answer in another table of their directory.
 
@@ -71,7 +71,7 @@ class Scan:
     absent: int = 0
     empty: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    seen: dict[str, str] = field(default_factory=dict)
+    first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
     def note(self, kind: str, faults: Any, where: str) -> None:
@@ -84,7 +84,7 @@ class Scan:
                 else ""
             )
             self.faults[kind] += count
-            self.seen.setdefault(kind, f"{where}{first}")
+            self.first_location_by_fault.setdefault(kind, f"{where}{first}")
 
 
 def depth_of(width: int, items: int) -> int:

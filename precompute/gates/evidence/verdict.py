@@ -10,7 +10,7 @@ UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """A value held against a threshold; `baseline` is the live generation that it was compared with."""
 
     passed: bool
@@ -54,26 +54,26 @@ class Verdict:
 
 def at_least(
     value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measured:
+) -> Measurement:
     """A value and its floor; NaN fails."""
-    return Measured(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
+    return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
 
 
 def at_most(
     value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Measured:
+) -> Measurement:
     """A value and its ceiling; NaN fails."""
-    return Measured(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
+    return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
 
 
-def none_of(count: int, note: str, baseline: str | None = None) -> Measured:
+def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
     """A count of what must not occur even once; `note` says where it was seen."""
-    return Measured(not count, count, 0, note if count else "", baseline)
+    return Measurement(not count, count, 0, note if count else "", baseline)
 
 
-def not_measured(threshold: float | None, reason: str) -> Measured:
+def not_measured(threshold: float | None, reason: str) -> Measurement:
     """A case in which a gate has nothing to measure, by definition and not by failure."""
-    return Measured(True, None, threshold, reason)
+    return Measurement(True, None, threshold, reason)
 
 
 def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:

@@ -13,7 +13,7 @@ from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity, judgement
 from precompute.gates.evidence.user_sample import names_of, sampled_shards
-from precompute.gates.evidence.verdict import Measured, at_least, at_most, none_of, not_measured
+from precompute.gates.evidence.verdict import Measurement, at_least, at_most, none_of, not_measured
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import EVENTS
@@ -21,7 +21,7 @@ from precompute.sources.vocabulary import AT_ONCE
 
 
 @judgement("coverage_of_source")
-def coverage_of_source(candidate: Candidate) -> Measured:
+def coverage_of_source(candidate: Candidate) -> Measurement:
     """Users with an answer in the worst table, of all that the sources name.
 
     As counted by the night, and as the partition's own files name users with a record.
@@ -47,13 +47,13 @@ def coverage_of_source(candidate: Candidate) -> Measured:
 
 
 @judgement("coverage_of_live")
-def coverage_of_live(candidate: Candidate) -> Measured:
+def coverage_of_live(candidate: Candidate) -> Measurement:
     """Users of this generation against the live one's."""
     return _against_live(candidate, "user", candidate.thresholds.coverage_of_live)
 
 
 @judgement("items_of_live")
-def items_of_live(candidate: Candidate) -> Measured:
+def items_of_live(candidate: Candidate) -> Measurement:
     """Items of this generation against the live one's: neither far fewer nor far more."""
     thresholds = candidate.thresholds
     measured = _against_live(candidate, "item", thresholds.items_of_live)
@@ -68,7 +68,7 @@ def items_of_live(candidate: Candidate) -> Measured:
     return measured
 
 
-def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measured:
+def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measurement:
     if candidate.live is None:
         return candidate.uncompared(threshold)
     live_count, candidate_count = (
@@ -95,13 +95,13 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
 
 
 @integrity("directories_sorted")
-def directories_sorted(candidate: Candidate) -> Measured:
+def directories_sorted(candidate: Candidate) -> Measurement:
     """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
     expected_order = "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
-            return Measured(False, directory.count, entities.count, f"{entities.name}: count")
+            return Measurement(False, directory.count, entities.count, f"{entities.name}: count")
         filled = [part for part in directory.parts if len(part)]
         pairs = zip(filled[1:], filled, strict=False)
         ascending = all(_ascends(part) for part in filled) and all(
@@ -112,8 +112,8 @@ def directories_sorted(candidate: Candidate) -> Measured:
             for part, entry in zip(directory.parts, entities.parts, strict=True)
         )
         if not (ascending and starts_well):
-            return Measured(False, "out of order", expected_order, entities.name)
-    return Measured(True, expected_order, expected_order)
+            return Measurement(False, "out of order", expected_order, entities.name)
+    return Measurement(True, expected_order, expected_order)
 
 
 def _ascends(hashes: NDArray[np.uint64]) -> bool:
@@ -123,7 +123,7 @@ def _ascends(hashes: NDArray[np.uint64]) -> bool:
 
 
 @integrity("known_ids")
-def known_ids(candidate: Candidate) -> Measured:
+def known_ids(candidate: Candidate) -> Measurement:
     """Every hash of a directory is that of an id which the sources or the item table name."""
     directories = candidate.evidence.directories
     hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
@@ -152,13 +152,13 @@ def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDAr
 
 
 @integrity("record_ids")
-def record_ids(candidate: Candidate) -> Measured:
+def record_ids(candidate: Candidate) -> Measurement:
     """Each record carries the fingerprint of the id in whose place it lies, in every table, and none comes twice.
 
     All items, and all users whose partition gates read.
     """
     wrong, note = 0, ""
-    tables = list(candidate.manifest.stored.values())
+    tables = list(candidate.manifest.stored_tables.values())
     faults = {table.name: _out_of_place(candidate, table) for table in tables}
     complete_tables = [table for table in tables if not faults[table.name]]
     for table in complete_tables:
@@ -204,7 +204,7 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
 
 
 @judgement("unusable_rows")
-def unusable_rows(candidate: Candidate) -> Measured:
+def unusable_rows(candidate: Candidate) -> Measurement:
     """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
 
     Unless the threshold is 0. Values that events set are told, not judged: whoever sends some would refuse every night.
@@ -227,7 +227,7 @@ def unusable_rows(candidate: Candidate) -> Measured:
         for reason, reason_counts in worst_source["reasons"].items()
     )
     passed = unusable_shares[worst] <= threshold
-    return Measured(
+    return Measurement(
         passed,
         round(unusable_shares[worst], 6),
         threshold,

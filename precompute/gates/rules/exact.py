@@ -17,7 +17,7 @@ from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.verdict import (
-    Measured,
+    Measurement,
     at_least,
     none_of,
     not_measured,
@@ -39,27 +39,29 @@ Floats = NDArray[np.float64]
 
 
 @integrity("item_vectors")
-def item_vectors(candidate: Candidate) -> Measured:
+def item_vectors(candidate: Candidate) -> Measurement:
     """Vectors of sampled items are what the bundle's item tower gives for them."""
     evidence = candidate.evidence
     model, rows = evidence.bundle.item_tower, evidence.item_rows
     exact = evidence.run(model, evidence.item_inputs(model, rows))
     right = _rows_equal(exact, candidate.items.vectors[rows], OUTPUT_ROUNDING)
-    return at_least(_share(right), candidate.thresholds.exact, f"of {len(rows)} sampled items")
+    return at_least(
+        _fraction_true(right), candidate.thresholds.exact, f"of {len(rows)} sampled items"
+    )
 
 
 @integrity("exact_lists")
-def exact_lists(candidate: Candidate) -> Measured:
+def exact_lists(candidate: Candidate) -> Measurement:
     """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
     right_shares: dict[str, float] = {}
-    for table in candidate.manifest.stored.values():
+    for table in candidate.manifest.stored_tables.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
-            right_shares[table.name] = _share(_right_lists(candidate, table))
+            right_shares[table.name] = _fraction_true(_right_lists(candidate, table))
     return _worst(candidate, right_shares)
 
 
 @integrity("exact_numbers")
-def exact_numbers(candidate: Candidate) -> Measured:
+def exact_numbers(candidate: Candidate) -> Measurement:
     """Stored vectors and values of sampled entities are what the bundle's models give for them."""
     right_shares: dict[str, float] = {}
     evidence, models = (
@@ -78,19 +80,19 @@ def exact_numbers(candidate: Candidate) -> Measured:
             dequantize(table.layout, records[is_present], np.float64),
         )
         tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
-        right_shares[table.name] = _share(_rows_equal(expected, stored_numbers, tolerance))
+        right_shares[table.name] = _fraction_true(_rows_equal(expected, stored_numbers, tolerance))
     return _worst(candidate, right_shares)
 
 
 @integrity("history_in_lists")
-def history_in_lists(candidate: Candidate) -> Measured:
+def history_in_lists(candidate: Candidate) -> Measurement:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
     evidence, leaks, note = candidate.evidence, 0, ""
-    for table in candidate.manifest.stored.values():
+    for table in candidate.manifest.stored_tables.values():
         if table.kind != "topk" or table.is_facet:
             continue
         if table.entity == "user":
-            positions, excluded = evidence.users.positions, evidence.seen
+            positions, excluded = evidence.users.positions, evidence.seen_items
         else:
             positions = evidence.item_rows
             excluded = Histories.of([[row] for row in positions.tolist()])
@@ -103,7 +105,7 @@ def history_in_lists(candidate: Candidate) -> Measured:
     return none_of(leaks, note)
 
 
-def _worst(candidate: Candidate, right_shares: dict[str, float]) -> Measured:
+def _worst(candidate: Candidate, right_shares: dict[str, float]) -> Measurement:
     threshold = candidate.thresholds.exact
     if not right_shares:
         return not_measured(threshold, "no table to recompute")
@@ -111,7 +113,7 @@ def _worst(candidate: Candidate, right_shares: dict[str, float]) -> Measured:
     return at_least(worst, threshold, f"sampled records of {named}")
 
 
-def _share(right: NDArray[np.bool_]) -> float:
+def _fraction_true(right: NDArray[np.bool_]) -> float:
     return float(right.mean()) if len(right) else float("nan")
 
 
@@ -144,7 +146,7 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
         vectors, rows = evidence.user_vectors
-        positions, excluded = evidence.users.positions[rows], evidence.seen.take(rows)
+        positions, excluded = evidence.users.positions[rows], evidence.seen_items.select_rows(rows)
     else:
         positions = evidence.item_rows
         vectors = candidate.items.vectors[positions]
@@ -153,14 +155,14 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     present_rows = np.flatnonzero(records["flags"] != ABSENT)
     vectors, excluded, records = (
         vectors[present_rows],
-        excluded.take(present_rows),
+        excluded.select_rows(present_rows),
         records[present_rows],
     )
     right = np.zeros(len(present_rows), np.bool_)
     for start in range(0, len(present_rows), ROWS_AT_ONCE):
         chunk_rows = np.arange(start, min(start + ROWS_AT_ONCE, len(present_rows)))
         right[chunk_rows] = _compare(
-            vectors[chunk_rows].astype(np.float64), candidate.items.vectors, excluded.take(chunk_rows),
+            vectors[chunk_rows].astype(np.float64), candidate.items.vectors, excluded.select_rows(chunk_rows),
             records["items"][chunk_rows], records["count"][chunk_rows].astype(np.int64),
             dequantize(table.layout, records[chunk_rows], np.float64), table.layout, str(table.producer.index),
             evidence.allowed.get(table.name),

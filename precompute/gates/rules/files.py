@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 from cache.format.manifest_files import Artefact
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
-from precompute.gates.evidence.verdict import Measured
+from precompute.gates.evidence.verdict import Measurement
 
 T = TypeVar("T")
 
@@ -16,9 +16,9 @@ AT_ONCE: Final = 8
 NOTES: Final = "work/files.checked"
 
 
-def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measured:
+def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
     """Every file of the generation against its checksum; raises CorruptArtefact naming one that differs."""
-    checked = Checked(store.local(generation_path(generation, NOTES)))
+    checked = CheckedFiles(store.local(generation_path(generation, NOTES)))
 
     def check(artefact: Artefact) -> None:
         path = store.local(generation_path(generation, artefact.path))
@@ -31,7 +31,7 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
     in_threads(check, artefacts, AT_ONCE)
     checked.forget()
-    return Measured(True, len(artefacts), len(artefacts), "files whose checksum matched")
+    return Measurement(True, len(artefacts), len(artefacts), "files whose checksum matched")
 
 
 def stamp(path: Path, artefact: Artefact) -> str | None:
@@ -49,7 +49,7 @@ def stamp(path: Path, artefact: Artefact) -> str | None:
     return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
-class Checked:
+class CheckedFiles:
     """Stamps of the files that this host has found as the manifest says, for the next try if this one is cut off."""
 
     def __init__(self, path: Path) -> None:

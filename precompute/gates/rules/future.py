@@ -11,7 +11,7 @@ from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.live_lists import matching_table, read_live
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
-from precompute.gates.evidence.verdict import Measured, at_least, not_measured
+from precompute.gates.evidence.verdict import Measurement, at_least, not_measured
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
 
@@ -20,7 +20,7 @@ PAIRS_MIN: Final = 200
 
 
 @judgement("heldout_recall", wants_interactions=True)
-def heldout_recall(candidate: Candidate) -> Measured:
+def heldout_recall(candidate: Candidate) -> Measurement:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
     Choices that are new to the user: the same question to both generations. Without interactions newer
@@ -35,13 +35,13 @@ def heldout_recall(candidate: Candidate) -> Measured:
     ]
     if not held_out_by_user or not tables:
         return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
-    measurements = [_one(candidate, table, held_out_by_user) for table in tables]
+    measurements = [_measure_table(candidate, table, held_out_by_user) for table in tables]
     return next(
         (measurement for measurement in measurements if not measurement.passed), measurements[0]
     )
 
 
-def _one(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measured:
+def _measure_table(candidate: Candidate, table: Table, held_out_by_user: Any) -> Measurement:
     thresholds = candidate.thresholds
     users, positions, choices = _choices(candidate, held_out_by_user)
     pairs = sum(len(user_choices) for user_choices in choices)

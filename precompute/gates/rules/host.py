@@ -6,18 +6,18 @@ from dataclasses import replace
 from cache.format.gate_rules import DISK_HEADROOM
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.control.rows import Replica
-from precompute.experiments.room import mapped_beside
+from precompute.experiments.room import sum_mapped_bytes
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.verdict import Measured, at_least
+from precompute.gates.evidence.verdict import Measurement, at_least
 
 
 @integrity(DISK_HEADROOM)
-def disk_headroom(candidate: Candidate) -> Measured:
+def disk_headroom(candidate: Candidate) -> Measurement:
     """Room on each replica's disk for its copy of this generation."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
 
-    def judge(replica: Replica) -> Measured | None:
+    def judge(replica: Replica) -> Measurement | None:
         free = replica.disk_free_bytes
         return None if free is None else disk_room(free, size_bytes, threshold)
 
@@ -25,13 +25,13 @@ def disk_headroom(candidate: Candidate) -> Measured:
 
 
 @integrity("memory_headroom")
-def memory_headroom(candidate: Candidate) -> Measured:
+def memory_headroom(candidate: Candidate) -> Measurement:
     """Room in the memory available to each replica for what readers map of a peak, arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generations = generations_at_peak(candidate.keep)
-    arms_bytes = mapped_beside(candidate.arms, generations)
+    arms_bytes = sum_mapped_bytes(candidate.arms, generations)
 
-    def judge(replica: Replica) -> Measured | None:
+    def judge(replica: Replica) -> Measurement | None:
         available_bytes = replica.memory_available_bytes
         if available_bytes is None:
             return None
@@ -43,8 +43,8 @@ def memory_headroom(candidate: Candidate) -> Measured:
 
 
 def _tightest(
-    candidate: Candidate, threshold: float, judge: Callable[[Replica], Measured | None]
-) -> Measured:
+    candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
+) -> Measurement:
     """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
     replica_verdicts = [
         (replica.name, verdict)
@@ -52,7 +52,7 @@ def _tightest(
         if (verdict := judge(replica)) is not None
     ]
     if not replica_verdicts:
-        return Measured(True, None, threshold, "no live replica says what its host has left")
+        return Measurement(True, None, threshold, "no live replica says what its host has left")
     name, verdict = min(
         replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0)
     )
@@ -61,7 +61,7 @@ def _tightest(
 
 def disk_room(
     free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
-) -> Measured:
+) -> Measurement:
     """Measured on a file system: has it room for so many generations of this size?"""
     generations_text = "a generation" if generations == 1 else f"{generations} generations"
     return at_least(
@@ -78,7 +78,7 @@ def memory_room(
     *,
     generations: int,
     arms_bytes: int = 0,
-) -> Measured:
+) -> Measurement:
     """Measured on a host's memory: does it hold what readers map of so many generations of this size?
 
     `arms_bytes` they map of the arms of experiments.

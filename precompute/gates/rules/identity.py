@@ -12,14 +12,14 @@ from precompute.builds.reuse_fact import INPUTS
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Measured
+from precompute.gates.evidence.verdict import Measurement
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.reuse.computed_by import computed_by
 from precompute.reuse.kept_shard import reasons_file
 from precompute.scoring.items import ItemWork
 from precompute.scoring.shard import Scorers
-from precompute.scoring.users.again import users_again
+from precompute.scoring.users.again import recompute_users
 from precompute.scoring.users.work import ShardWork
 
 USERS: Final = 512
@@ -29,11 +29,11 @@ ITEMS: Final = 256
 
 
 @integrity("identity")
-def identity(candidate: Candidate) -> Measured:
+def identity(candidate: Candidate) -> Measurement:
     """A random sample of the copied records has the bytes that computing them in full gives."""
     build = candidate.build
     if build is None or (build.need("begin").get("base") or {}).get("generation") is None:
-        return Measured(True, 0, 0, "nothing was copied")
+        return Measurement(True, 0, 0, "nothing was copied")
     shards = sampled_shards(candidate.manifest.entity_sets["user"])
     bundle = open_bundle(build)
     scorers = Scorers(build.config.device, build.config.device_tasks)
@@ -59,10 +59,12 @@ def identity(candidate: Candidate) -> Measured:
         summary += (
             f"; not those of shards {elsewhere}, which other instructions or devices computed"
         )
-    return Measured(not wrong, wrong, 0, note or summary)
+    return Measurement(not wrong, wrong, 0, note or summary)
 
 
-def _few(candidate: Candidate, shard: int, count: int, sample_size: int) -> np.random.Generator:
+def _seeded_rng(
+    candidate: Candidate, shard: int, count: int, sample_size: int
+) -> np.random.Generator:
     seed = crc32(f"{candidate.manifest.generation} {shard} {count} {sample_size}".encode())
     return np.random.default_rng(seed)
 
@@ -75,19 +77,19 @@ def _users(
     if build.need(shard_report(work.number))["users"]["reasons"] is None:
         return
     rows = np.flatnonzero(map_file(build.fetch(reasons_file(work.number)), "u1") != INPUTS)
-    rng = _few(candidate, work.number, len(rows), sample_size)
+    rng = _seeded_rng(candidate, work.number, len(rows), sample_size)
     rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
     directory = candidate.evidence.directories["user"]
     first = sum(map(len, directory.parts[: work.number]))
     hashes = np.asarray(directory.parts[work.number])[rows]
     with scratch_folder(build.root / PARTITION) as scratch:
-        recomputed_by_hash = users_again(work, hashes, scratch)
+        recomputed_by_hash = recompute_users(work, hashes, scratch)
     alike = build.need("embed_items")["regrouped"]  # outputs of other models are not copied
     for name, table in work.tables.items():
         if not alike.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
         stored_records = candidate.evidence.records_of(
-            candidate.manifest.stored[name], first + rows
+            candidate.manifest.stored_tables[name], first + rows
         )
         for hash_, record in zip(hashes.tolist(), stored_records, strict=True):
             recomputed_bytes = recomputed_by_hash.get(hash_, {}).get(name)
@@ -100,13 +102,13 @@ def _items(
     """(table, item, whether the bytes are the same) for some of the shard's items."""
     bounds = work.build.need("begin")["bounds"]
     rows = np.arange(bounds[shard], bounds[shard + 1])
-    rng = _few(candidate, shard, len(rows), sample_size)
+    rng = _seeded_rng(candidate, shard, len(rows), sample_size)
     rows = np.sort(rng.choice(rows, min(sample_size, len(rows)), replace=False))
     alike = work.build.need("embed_items")["regrouped"]
     for name, table in work.tables.items():
         if table.kind == "value" and not alike.get(str(table.value)):
             continue
-        stored_records = candidate.evidence.records_of(candidate.manifest.stored[name], rows)
+        stored_records = candidate.evidence.records_of(candidate.manifest.stored_tables[name], rows)
         recomputed_records = work.records(name, rows)
         for row, recomputed_record, theirs in zip(
             rows.tolist(), recomputed_records, stored_records, strict=True

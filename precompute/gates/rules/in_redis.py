@@ -9,7 +9,7 @@ import redis
 
 from cache.errors import NotJudged
 from cache.format.gate_rules import REDIS_HEADROOM
-from cache.l2.sync_clients import masters, shares
+from cache.l2.sync_clients import compute_keyspace_shares, masters
 from cache.resp.reply_shapes import info_number
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.headroom import unevictable_bytes
@@ -17,19 +17,19 @@ from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
 from precompute.bulk.parts import total_pages
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.verdict import Measured, at_most
+from precompute.gates.evidence.verdict import Measurement, at_most
 
 CHUNK_BYTES: Final = 1 << 20
 
 
 @integrity("maxmemory_policy")
-def maxmemory_policy(candidate: Candidate) -> Measured:
+def maxmemory_policy(candidate: Candidate) -> Measurement:
     """Redis may evict overlays only."""
-    return Measured(True, candidate.control.check_policy(), "volatile-* or noeviction")
+    return Measurement(True, candidate.control.check_policy(), "volatile-* or noeviction")
 
 
 @integrity(REDIS_HEADROOM)
-def redis_headroom(candidate: Candidate) -> Measured:
+def redis_headroom(candidate: Candidate) -> Measurement:
     """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
     servers = masters(candidate.control.client)
     measurements = [_headroom(candidate, name, server) for name, server in servers.items()]
@@ -37,19 +37,20 @@ def redis_headroom(candidate: Candidate) -> Measured:
     return (failed or sorted(measurements, key=_share_used))[-1]
 
 
-def _share_used(measurement: Measured) -> float:
+def _share_used(measurement: Measurement) -> float:
     return measurement.value if isinstance(measurement.value, float) else 0.0
 
 
-def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measured:
+def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measurement:
     used = info_number(cast(Any, server.info("memory")), "used_memory")
     if candidate.pages_bytes is not None:
         used = unevictable_bytes(
             candidate.control,
             server,
-            pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
+            pages_bytes=candidate.pages_bytes
+            * compute_keyspace_shares(candidate.control.client)[name],
             record_bytes=max(
-                table.layout.size_bytes for table in candidate.manifest.stored.values()
+                table.layout.size_bytes for table in candidate.manifest.stored_tables.values()
             ),
         )
     room = redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
@@ -69,10 +70,10 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
 
 def redis_room(
     name: str, used_bytes: int, limit: int, limit_source: str, threshold: float
-) -> Measured:
+) -> Measurement:
     """Measured on a server's free room; servers have the names of `cache.l2.sync_clients.masters`."""
     if not limit:
-        return Measured(
+        return Measurement(
             False,
             None,
             threshold,
@@ -87,7 +88,7 @@ def redis_room(
 
 
 @integrity("pages_in_redis")
-def pages_in_redis(candidate: Candidate) -> Measured:
+def pages_in_redis(candidate: Candidate) -> Measurement:
     """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
 
     What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
@@ -101,7 +102,7 @@ def pages_in_redis(candidate: Candidate) -> Measured:
     pacing = candidate.governor and open_governor(candidate.governor, control)
     with pacing or nullcontext() as governor:
         for part in parts:
-            note = b" ".join((part.mark, started))
+            note = b" ".join((part.loaded_digest, started))
             if notes.get(part.read.encode()) == note:
                 continue
             reload_count += _read_back(candidate, part, governor)
@@ -114,7 +115,7 @@ def pages_in_redis(candidate: Candidate) -> Measured:
         if reload_count
         else ""
     )
-    return Measured(True, pages, pages, reload_text or "pages whose checksum matched")
+    return Measurement(True, pages, pages, reload_text or "pages whose checksum matched")
 
 
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:

@@ -12,9 +12,9 @@ from cache.model.candidate_search import Searcher
 from cache.model.ranking import Metric, unit
 from precompute.bundles.index import tiles
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.evidence import few
+from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.gates.evidence.gate import integrity, judgement
-from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
+from precompute.gates.evidence.verdict import Measurement, at_least, not_measured, worst_of
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -27,7 +27,7 @@ DISTANCE_ERROR: Final = 1e-3
 
 
 @judgement("index_recall")
-def index_recall(candidate: Candidate) -> Measured:
+def index_recall(candidate: Candidate) -> Measurement:
     """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
 
     Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
@@ -61,7 +61,7 @@ def index_recall(candidate: Candidate) -> Measured:
 
 
 @integrity("index_vectors")
-def index_vectors(candidate: Candidate) -> Measured:
+def index_vectors(candidate: Candidate) -> Measurement:
     """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
     errors: dict[str, float] = {}
     for name, index in candidate.manifest.indexes.items():
@@ -70,7 +70,7 @@ def index_vectors(candidate: Candidate) -> Measured:
         return not_measured(DISTANCE_ERROR, "no table uses an index")
     worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
     passed = bool(errors[worst] <= DISTANCE_ERROR)
-    return Measured(
+    return Measurement(
         passed,
         round(errors[worst], 9),
         DISTANCE_ERROR,
@@ -82,7 +82,7 @@ def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]
     evidence = candidate.evidence
     if entity == "item":
         return {
-            name: candidate.items.vectors[few(rows, QUERIES)]
+            name: candidate.items.vectors[select_spread_rows(rows, QUERIES)]
             for name, rows in evidence.item_strata.items()
         }
     vectors, rows = evidence.user_vectors
@@ -90,7 +90,7 @@ def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]
     for name, members in evidence.users.rows.items():
         member_rows = np.flatnonzero(np.isin(rows, members))
         if len(member_rows):
-            queries_by_stratum[name] = vectors[few(member_rows, QUERIES)]
+            queries_by_stratum[name] = vectors[select_spread_rows(member_rows, QUERIES)]
     return queries_by_stratum
 
 
@@ -133,7 +133,7 @@ def _nearest(
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
     """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
-    rows = few(candidate.evidence.item_rows, QUERIES)
+    rows = select_spread_rows(candidate.evidence.item_rows, QUERIES)
     # One answer each: an index that stores vectors returns the product with what it stores.
     item_vectors = candidate.items.vectors
     queries = np.ascontiguousarray(item_vectors[rows], np.float32)

@@ -13,7 +13,7 @@ from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.live_lists import LiveLists, matching_table, read_live
 from precompute.gates.evidence.scan import depth_of
 from precompute.gates.evidence.verdict import (
-    Measured,
+    Measurement,
     at_least,
     at_most,
     none_of,
@@ -35,7 +35,7 @@ def lists_of(manifest: Manifest) -> list[Table]:
 
 
 @judgement("top_items")
-def top_items(candidate: Candidate) -> Measured:
+def top_items(candidate: Candidate) -> Measurement:
     """Share of list slots that the top 1 % of items hold, in the worst table."""
     top_shares = {
         table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)
@@ -44,7 +44,7 @@ def top_items(candidate: Candidate) -> Measured:
 
 
 @judgement("single_item")
-def single_item(candidate: Candidate) -> Measured:
+def single_item(candidate: Candidate) -> Measurement:
     """Share of list slots that any one item holds, in the worst table."""
     largest_shares = {}
     for table in lists_of(candidate.manifest):
@@ -54,7 +54,7 @@ def single_item(candidate: Candidate) -> Measured:
 
 
 @judgement("distinct_lists")
-def distinct_lists(candidate: Candidate) -> Measured:
+def distinct_lists(candidate: Candidate) -> Measurement:
     """Share of different lists among sampled users; and not far fewer than the live generation has."""
     thresholds, worst = candidate.thresholds, None
     if candidate.unreadable is not None:
@@ -79,7 +79,7 @@ def distinct_lists(candidate: Candidate) -> Measured:
 
 
 @judgement("top_items_of_live")
-def top_items_of_live(candidate: Candidate) -> Measured:
+def top_items_of_live(candidate: Candidate) -> Measurement:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     ratios = {}
     for table, live_table in _pairs(candidate):
@@ -96,7 +96,7 @@ def top_items_of_live(candidate: Candidate) -> Measured:
 
 
 @judgement("score_psi")
-def score_psi(candidate: Candidate) -> Measured:
+def score_psi(candidate: Candidate) -> Measurement:
     """Population stability index of the scores against the live generation's, in tenths of the latter.
 
     PSI as in credit scoring (Siddiqi, 2006): under 0.1 no shift to speak of, over 0.25 a large one. A retrained
@@ -117,7 +117,7 @@ def score_psi(candidate: Candidate) -> Measured:
 
 
 @judgement("list_jaccard")
-def list_jaccard(candidate: Candidate) -> Measured:
+def list_jaccard(candidate: Candidate) -> Measurement:
     """Mean Jaccard of the same users' lists in both generations, compared by item id: below it, too much churn."""
     thresholds = candidate.thresholds
     threshold = (
@@ -131,15 +131,17 @@ def list_jaccard(candidate: Candidate) -> Measured:
         return candidate.uncompared(threshold)
     if not len(candidate.evidence.users_in_live[0]):
         note = "the live generation knows none of the sampled users: have ids changed their form?"
-        return Measured(False, 0.0, threshold, note, candidate.baseline)
+        return Measurement(False, 0.0, threshold, note, candidate.baseline)
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
     worst = min(mean_jaccards, key=lambda name: mean_jaccards[name])
-    return at_least(mean_jaccards[worst], threshold, _noted(candidate, worst), candidate.baseline)
+    return at_least(
+        mean_jaccards[worst], threshold, _table_note(candidate, worst), candidate.baseline
+    )
 
 
 @judgement("stale_lists", wants_interactions=True)
-def stale_lists(candidate: Candidate) -> Measured:
+def stale_lists(candidate: Candidate) -> Measurement:
     """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
     threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
@@ -185,20 +187,20 @@ def _pairs(candidate: Candidate) -> list[tuple[Table, Table]]:
     return table_pairs
 
 
-def _against(candidate: Candidate, values: dict[str, float], threshold: float) -> Measured:
+def _against(candidate: Candidate, values: dict[str, float], threshold: float) -> Measurement:
     if candidate.live is None:
         return candidate.uncompared(threshold)
     if not values:
         return not_measured(threshold, "the live generation has no such list of the same users")
     worst = max(values, key=lambda name: np.inf if np.isnan(values[name]) else values[name])
-    return at_most(values[worst], threshold, _noted(candidate, worst), candidate.baseline)
+    return at_most(values[worst], threshold, _table_note(candidate, worst), candidate.baseline)
 
 
-def _noted(candidate: Candidate, table: str) -> str:
+def _table_note(candidate: Candidate, table: str) -> str:
     return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
 
 
-def _highest(slot_shares: dict[str, float], threshold: float) -> Measured:
+def _highest(slot_shares: dict[str, float], threshold: float) -> Measurement:
     if not slot_shares:
         return not_measured(threshold, "no table of lists")
     worst = max(slot_shares, key=lambda name: slot_shares[name])
@@ -250,7 +252,7 @@ def _jaccards(
 
 
 @judgement("tables_of_live")
-def tables_of_live(candidate: Candidate) -> Measured:
+def tables_of_live(candidate: Candidate) -> Measurement:
     """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
 
     A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.

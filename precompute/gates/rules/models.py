@@ -16,9 +16,9 @@ from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import list_overlaps
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.evidence import few
+from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.gates.evidence.gate import integrity, judgement
-from precompute.gates.evidence.verdict import Measured, at_least, none_of, not_measured, worst_of
+from precompute.gates.evidence.verdict import Measurement, at_least, none_of, not_measured, worst_of
 from precompute.partitions.catalogue import item_texts, needs_index
 
 LISTS: Final = 200
@@ -28,32 +28,36 @@ _ERROR_CHARS: Final = 400
 
 
 @integrity("bundle")
-def bundle(candidate: Candidate) -> Measured:
+def bundle(candidate: Candidate) -> Measurement:
     """The models are those of the pinned bundle, and the pinned bundle is the one that the manifest names."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     if pinned_bundle.digest != manifest.bundle_digest:
-        return Measured(False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest")
+        return Measurement(
+            False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest"
+        )
     for model in pinned_bundle.models:
         entry = manifest.models.get(model.name)
         if entry is None:
-            return Measured(False, "missing", model.name, "a model of the bundle")
+            return Measurement(False, "missing", model.name, "a model of the bundle")
         manifest_sha256s = " ".join(artefact.sha256 for artefact in entry.fp32_files)
         pinned = " ".join(sha256 for _, _, sha256 in model.files)
         if manifest_sha256s != pinned or entry.digest != model.digest:
-            return Measured(False, manifest_sha256s, pinned, f"the file of {model.name}")
+            return Measurement(False, manifest_sha256s, pinned, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
-            return Measured(False, "another", "the bundle's", f"the specification of {model.name}")
-    return Measured(True, pinned_bundle.digest, manifest.bundle_digest)
+            return Measurement(
+                False, "another", "the bundle's", f"the specification of {model.name}"
+            )
+    return Measurement(True, pinned_bundle.digest, manifest.bundle_digest)
 
 
 @integrity("vocabulary")
-def vocabulary(candidate: Candidate) -> Measured:
+def vocabulary(candidate: Candidate) -> Measurement:
     """Every item's model index is its place in the bundle's vocabulary; and the same model has the same vocabulary.
 
     A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
-    expected = pinned_bundle.vocabulary.places(item_texts(items))
+    expected = pinned_bundle.vocabulary.find_positions(item_texts(items))
     if needs_index(pinned_bundle) and (expected < 0).any():
         return none_of(int((expected < 0).sum()), "items that the model does not know")
     mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
@@ -61,7 +65,7 @@ def vocabulary(candidate: Candidate) -> Measured:
         return none_of(wrong, "items with another model index than the bundle gives them")
     digest, live = pinned_bundle.vocabulary_digest, candidate.live
     if candidate.manifest.facts.get("vocabulary_digest", digest) != digest:
-        return Measured(False, digest, "the digest in the manifest", "the vocabulary")
+        return Measurement(False, digest, "the digest in the manifest", "the vocabulary")
     if (
         live is not None
         and (live_vocabulary_digest := live.facts.get("vocabulary_digest")) is not None
@@ -70,14 +74,14 @@ def vocabulary(candidate: Candidate) -> Measured:
             name: model.digest for name, model in candidate.manifest.models.items()
         }
         if has_same_models and live_vocabulary_digest != digest:
-            return Measured(False, digest, str(live_vocabulary_digest),
+            return Measurement(False, digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
-    return Measured(True, digest, digest, baseline=candidate.baseline)
+    return Measurement(True, digest, digest, baseline=candidate.baseline)
 
 
 @integrity("live_models")
-def live_models(candidate: Candidate) -> Measured:
+def live_models(candidate: Candidate) -> Measurement:
     """The live models open and answer a blank input, in either precision, as they must in every replica."""
     precisions: tuple[ModelPrecision, ...] = ("int8", "fp32")
     for precision in precisions:
@@ -88,12 +92,12 @@ def live_models(candidate: Candidate) -> Measured:
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             error_text = " ".join(str(error).split())[:_ERROR_CHARS]
             note = f"in {precision}, with 0, empty texts and a history of one item: it must answer them"
-            return Measured(False, error_text, "opens and answers", note)
-    return Measured(True, "opens and answers", "opens and answers")
+            return Measurement(False, error_text, "opens and answers", note)
+    return Measurement(True, "opens and answers", "opens and answers")
 
 
 @integrity("dimension")
-def dimension(candidate: Candidate) -> Measured:
+def dimension(candidate: Candidate) -> Measurement:
     """Bundle, item vectors, vector tables and value tables agree on how many numbers there are."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     files = manifest.items
@@ -111,22 +115,22 @@ def dimension(candidate: Candidate) -> Measured:
         if table.kind == "value":
             model = pinned_bundle.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
-                return Measured(False, table.layout.width, model.spec.output_dims, name)
+                return Measurement(False, table.layout.width, model.spec.output_dims, name)
     wrong = next((name for name, dims in sizes.items() if dims != pinned_bundle.dims), None)
     if wrong is not None:
-        return Measured(False, sizes[wrong], pinned_bundle.dims, wrong)
-    return Measured(True, pinned_bundle.dims, pinned_bundle.dims)
+        return Measurement(False, sizes[wrong], pinned_bundle.dims, wrong)
+    return Measurement(True, pinned_bundle.dims, pinned_bundle.dims)
 
 
 @integrity("defaults")
-def defaults(candidate: Candidate) -> Measured:
+def defaults(candidate: Candidate) -> Measurement:
     """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
     data = orjson.loads((candidate.root / "defaults.json").read_bytes())
     for name, table in candidate.manifest.tables.items():
         if table.kind != "topk" or table.is_facet:
             continue
         if name not in data:
-            return Measured(False, "none", "as the item table has them", name)
+            return Measurement(False, "none", "as the item table has them", name)
         ids, scores = data[name]["items"], np.asarray(data[name]["scores"], np.float64)
         ordinals = candidate.items.ordinals_of([str(item_id).encode() for item_id in ids])
         expected_count = min(table.layout.width, candidate.items.count)
@@ -139,12 +143,12 @@ def defaults(candidate: Candidate) -> Measured:
             else ""
         )  # fmt: skip
         if problem:
-            return Measured(False, problem, "as the item table has them", name)
-    return Measured(True, len(data), len(data))
+            return Measurement(False, problem, "as the item table has them", name)
+    return Measurement(True, len(data), len(data))
 
 
 @judgement("int8_agreement")
-def int8_agreement(candidate: Candidate) -> Measured:
+def int8_agreement(candidate: Candidate) -> Measurement:
     """The worst overlap of a quantized model's answers with the full-precision ones, as `quantize` measured it.
 
     Of the user tower's top 20; of the best label of every model that a value table shows.
@@ -170,7 +174,7 @@ def int8_agreement(candidate: Candidate) -> Measured:
 
 
 @judgement("int8_overlap")
-def int8_overlap(candidate: Candidate) -> Measured:
+def int8_overlap(candidate: Candidate) -> Measurement:
     """The int8 files against the full-precision ones on sampled entities: lists of the user tower, labels of values."""
     overlaps = {}
     for model, entry in _quantized(candidate):
@@ -190,7 +194,7 @@ def int8_overlap(candidate: Candidate) -> Measured:
 
 
 @judgement("int8_cosine")
-def int8_cosine(candidate: Candidate) -> Measured:
+def int8_cosine(candidate: Candidate) -> Measurement:
     """The outputs of every int8 file point where the full-precision ones do: mean cosine over sampled entities."""
     cosines = {}
     for model, entry in _quantized(candidate):
@@ -241,12 +245,12 @@ def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared(model)
-    exclusions = Histories(users.indptr, users.ordinals).take(rows)
-    sample_rows = few(np.arange(len(exact)), LISTS)
+    exclusions = Histories(users.indptr, users.ordinals).select_rows(rows)
+    sample_rows = select_spread_rows(np.arange(len(exact)), LISTS)
     exact, approximate, exclusions = (
         exact[sample_rows],
         approximate[sample_rows],
-        exclusions.take(sample_rows),
+        exclusions.select_rows(sample_rows),
     )
     overlaps = list_overlaps(
         exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions

@@ -7,7 +7,7 @@ import numpy as np
 from cache.format.records.layout import ABSENT
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity, judgement
-from precompute.gates.evidence.verdict import Measured, at_most, none_of
+from precompute.gates.evidence.verdict import Measurement, at_most, none_of
 
 VECTORS_AT_ONCE: Final = 16_384
 
@@ -20,19 +20,19 @@ _LIST_FAULTS = {
 
 
 @integrity("page_sums")
-def page_sums(candidate: Candidate) -> Measured:
+def page_sums(candidate: Candidate) -> Measurement:
     """Page files are whole, and their pages have the checksums that Redis is compared with."""
-    return _counted(candidate, {"pages": "page file", "sums": "page checksum"})
+    return _count_faults(candidate, {"pages": "page file", "sums": "page checksum"})
 
 
 @integrity("record_headers")
-def record_headers(candidate: Candidate) -> Measured:
+def record_headers(candidate: Candidate) -> Measurement:
     """Format, count and moment of every record are this generation's own."""
-    return _counted(candidate, {"headers": "record header"})
+    return _count_faults(candidate, {"headers": "record header"})
 
 
 @integrity("finite")
-def finite(candidate: Candidate) -> Measured:
+def finite(candidate: Candidate) -> Measurement:
     """Numbers of every record, and every item vector, are neither NaN nor infinite."""
     vectors = candidate.items.vectors
     for start in range(0, len(vectors), VECTORS_AT_ONCE):
@@ -41,17 +41,17 @@ def finite(candidate: Candidate) -> Measured:
         )
         if nonfinite_count:
             return none_of(nonfinite_count, "item vectors with a number that is not finite")
-    return _counted(candidate, {"finite": "records with a number that is not finite"})
+    return _count_faults(candidate, {"finite": "records with a number that is not finite"})
 
 
 @integrity("lists_whole")
-def lists_whole(candidate: Candidate) -> Measured:
+def lists_whole(candidate: Candidate) -> Measurement:
     """Lists name items of the item table, each once, best first, without a hole."""
-    return _counted(candidate, _LIST_FAULTS)
+    return _count_faults(candidate, _LIST_FAULTS)
 
 
 @judgement("empty_lists")
-def empty_lists(candidate: Candidate) -> Measured:
+def empty_lists(candidate: Candidate) -> Measurement:
     """Share of users with no item at all, in the worst table."""
     empty_share_by_table = {
         name: scan.empty / max(1, scan.records - scan.absent)
@@ -65,7 +65,7 @@ def empty_lists(candidate: Candidate) -> Measured:
 
 
 @judgement("short_lists")
-def short_lists(candidate: Candidate) -> Measured:
+def short_lists(candidate: Candidate) -> Measurement:
     """Share of lists shorter than K although the catalogue, less what is excluded, has enough.
 
     As the night counted them over all users, and as a sample of users and all items have them.
@@ -74,7 +74,7 @@ def short_lists(candidate: Candidate) -> Measured:
     short_share_by_table = {
         "the night's own count": facts["short_lists"] / max(1, facts["users_scored"])
     }
-    seen_counts = evidence.seen.indptr[1:] - evidence.seen.indptr[:-1]
+    seen_counts = evidence.seen_items.indptr[1:] - evidence.seen_items.indptr[:-1]
     for name, scan in evidence.asked_scans.items():
         if scan.table.kind != "topk":
             continue
@@ -96,11 +96,11 @@ def short_lists(candidate: Candidate) -> Measured:
     return at_most(short_share_by_table[worst], candidate.thresholds.short_lists, f"in {worst}")
 
 
-def _counted(candidate: Candidate, kinds: dict[str, str]) -> Measured:
+def _count_faults(candidate: Candidate, kinds: dict[str, str]) -> Measurement:
     count, fault_note = 0, ""
     for name, scan in candidate.evidence.scans.items():
         for kind, fault_text in kinds.items():
             count += scan.faults[kind]
             if scan.faults[kind] and not fault_note:
-                fault_note = f"{fault_text} in {name}: {scan.seen[kind]}"
+                fault_note = f"{fault_text} in {name}: {scan.first_location_by_fault[kind]}"
     return none_of(count, fault_note)

@@ -11,12 +11,12 @@ from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.format.records.layout import is_absent
 from cache.model.agreement import overlap, row_cosines
-from cache.model.predictor import LiveInput, Predictor, Prepared
+from cache.model.predictor import LiveInput, Predictor, PreparedInput
 from cache.model.tower_spec import TowerSpec
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.evidence import few
+from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.gates.evidence.gate import judgement
-from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
+from precompute.gates.evidence.verdict import Measurement, at_least, not_measured, worst_of
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import usable_inputs
 from precompute.sources.columns import raws_of
@@ -28,21 +28,21 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 @judgement(SKEW)
-def skew(candidate: Candidate) -> Measured:
+def skew(candidate: Candidate) -> Measurement:
     """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
     measure_name, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
     return _compared(candidate, ("topk", "similar"), measure_name, threshold)
 
 
 @judgement(SKEW_COSINE)
-def skew_cosine(candidate: Candidate) -> Measured:
+def skew_cosine(candidate: Candidate) -> Measurement:
     """Mean cosine of stored and live vectors and values, in the worst of their tables."""
     return _compared(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
 
 
 def _compared(
     candidate: Candidate, kinds: tuple[str, ...], measure_name: str, threshold: float
-) -> Measured:
+) -> Measurement:
     tables = [table for table in candidate.manifest.tables.values() if table.producer.kind in kinds]
     if not tables:
         return not_measured(threshold, "no table to compare")
@@ -52,11 +52,13 @@ def _compared(
         pairs, strange = _pairs(candidate, predictor, table)
         if strange:
             note = f"a record of {table.name} belongs to another entity"
-            return Measured(False, strange, "its own record", note)
+            return Measurement(False, strange, "its own record", note)
         if not pairs and _all_bring_vectors(candidate, table):
             continue
         if not pairs:
-            return Measured(False, None, threshold, f"no entity of {table.name} could be compared")
+            return Measurement(
+                False, None, threshold, f"no entity of {table.name} could be compared"
+            )
         figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
         counts[table.name] = len(pairs)
     if not figures:
@@ -67,7 +69,7 @@ def _compared(
 
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
     """Pairs that can be compared, and the id of an entity whose record is somebody else's."""
-    raws, positions, prepared = _asked(candidate, predictor, table)
+    raws, positions, prepared = _prepare_sample(candidate, predictor, table)
     rows = [row for row, prepared_input in enumerate(prepared) if prepared_input is not None]
     read = _read(candidate, table, positions[rows])
     comparable_entities = [
@@ -96,22 +98,22 @@ def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
     return is_towers and bool(evidence.users.users.has_vector.all())
 
 
-def _asked(
+def _prepare_sample(
     candidate: Candidate, predictor: Predictor, table: Table
-) -> tuple[list[bytes], NDArray[np.int64], list[Prepared | None]]:
+) -> tuple[list[bytes], NDArray[np.int64], list[PreparedInput | None]]:
     """Ids, positions and live inputs of the sampled entities."""
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
         features = evidence.item_features(spec)
         usable = features.of(evidence.item_rows)[1]
-        positions = few(evidence.item_rows[usable], SKEW_SAMPLE)
+        positions = select_spread_rows(evidence.item_rows[usable], SKEW_SAMPLE)
         columns, _ = features.of(positions)
         sources = [
             LiveInput(
                 item=row,
                 features={
-                    str(feature.column): _plain(columns[feature.name][index])
+                    str(feature.column): _to_python_value(columns[feature.name][index])
                     for feature in spec.features
                 }
                 or None,
@@ -125,7 +127,7 @@ def _asked(
         if table.producer.model == evidence.bundle.user_tower.name:
             # Whoever brought a vector along was not answered by the tower.
             rows = rows[~users.has_vector[rows]]
-        rows = few(rows, SKEW_SAMPLE)
+        rows = select_spread_rows(rows, SKEW_SAMPLE)
         positions, raws = evidence.users.positions[rows], raws_of(users.ids.take(rows))
         sources = [
             LiveInput(
@@ -136,7 +138,7 @@ def _asked(
                     ].tolist()
                 ),
                 features={
-                    str(feature.column): _sent(users, str(feature.column), row)
+                    str(feature.column): _feature_as_sent(users, str(feature.column), row)
                     for feature in spec.features
                 }
                 or None,
@@ -146,12 +148,12 @@ def _asked(
     return raws, positions, [predictor.prepare(table.name, live_input) for live_input in sources]
 
 
-def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
+def _feature_as_sent(users: ShardInput, column: str, row: int) -> FeatureValue:
     """A user's feature as a caller would send it."""
-    return _plain(users.features[column][row].as_py())
+    return _to_python_value(users.features[column][row].as_py())
 
 
-def _plain(value: Any) -> FeatureValue:
+def _to_python_value(value: Any) -> FeatureValue:
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     feature_value: FeatureValue = tuple(value) if isinstance(value, list) else value
     return feature_value
@@ -182,7 +184,7 @@ def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> l
     directory, size = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
-        page, offset = table.locate(*directory.place(position))
+        page, offset = table.locate(*directory.locate(position))
         name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
         pipeline.getrange(name, offset, offset + size - 1)
     return list(pipeline.execute())

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import read_shard, users_alone
-from precompute.reuse.copied import Decisions
+from precompute.reuse.copied import CopyDecisions
 from precompute.reuse.digests import of_users
 from precompute.scoring.inputs import computes_featured
 from precompute.scoring.users.reading import chunks_of
@@ -15,7 +15,7 @@ from precompute.scoring.users.records import own_records
 from precompute.scoring.users.work import ShardWork
 
 
-def users_again(
+def recompute_users(
     work: ShardWork, hashes: NDArray[np.uint64], scratch: Path
 ) -> dict[int, dict[str, bytes]]:
     """Records of the users with these sorted hashes by hash and table, computed as if there were no base."""
@@ -28,7 +28,7 @@ def users_again(
         answers_without_history=computes_featured(work.build),
     )
     digests = of_users(entities, work.items.directory.hashes())
-    for chunk, _ in chunks_of(work, Decisions.everybody(entities, digests), entities)[0]:
+    for chunk, _ in chunks_of(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
         chunk = work.score(work.encode(chunk))
         tables = {
             name: own_records(work, name, table, chunk) for name, table in work.tables.items()

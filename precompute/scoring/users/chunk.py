@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories
 from cache.topk.flat import Top
-from precompute.reuse.copied import Copied
-from precompute.sources.unusable import Case, Unusable
+from precompute.reuse.copied import CopiedUsers
+from precompute.sources.unusable import Case, UnusableRows
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +25,8 @@ class Chunk:
     features: Mapping[str, Mapping[str, NDArray[Any]]]
     usable: Mapping[str, NDArray[np.bool_]]
     """Users with every input of each model; the others get no answer of it."""
-    seen: Histories
-    copied: Copied
+    seen_items: Histories
+    copied: CopiedUsers
     """Places of these users among all of their hash range, and of those whose records are copied."""
     entities: int = 0
     """Entities of the shard up to the end of this chunk, those without input included."""
@@ -36,11 +36,11 @@ class Chunk:
     """[users, dims]: vectors that the night was given, a row of NaN for who brings none."""
     times: Histories | None = None
     """Times of the items that they had, when each happened last; None where no events are taken in."""
-    given: Histories | None = None
+    feature_json: Histories | None = None
     """JSON of what the user tower is given besides; None where that is nothing, or not published."""
-    brought: NDArray[np.bool_] | None = None
+    has_own_vector: NDArray[np.bool_] | None = None
     """Users who brought a vector along, bool [users]; None where that is not published."""
-    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Users whose output of each model is finite."""
@@ -49,7 +49,7 @@ class Chunk:
     """Records of all users of the chunk's range by table, copied ones among them, in hash order."""
     short: int = 0
     """Lists with fewer items than they could have."""
-    unusable: Unusable = field(default_factory=Unusable)
+    unusable: UnusableRows = field(default_factory=UnusableRows)
     """Rows that cannot be used: chunks are worked on side by side, and reports name the first in hash order."""
 
     def case(self, row: int) -> Case:
@@ -61,14 +61,21 @@ class Chunk:
         remaining_rows = np.flatnonzero(~stay_mask)
         self.copied.stay(stay_mask)
         self.ids = self.ids.take(pa.array(remaining_rows))
-        self.hashes, self.marks = self.hashes[remaining_rows], self.marks[remaining_rows]
-        self.histories, self.seen = (
-            self.histories.take(remaining_rows),
-            self.seen.take(remaining_rows),
+        self.hashes, self.fingerprints = (
+            self.hashes[remaining_rows],
+            self.fingerprints[remaining_rows],
         )
-        self.times = None if self.times is None else self.times.take(remaining_rows)
-        self.given = None if self.given is None else self.given.take(remaining_rows)
-        self.brought = None if self.brought is None else self.brought[remaining_rows]
+        self.histories, self.seen_items = (
+            self.histories.select_rows(remaining_rows),
+            self.seen_items.select_rows(remaining_rows),
+        )
+        self.times = None if self.times is None else self.times.select_rows(remaining_rows)
+        self.feature_json = (
+            None if self.feature_json is None else self.feature_json.select_rows(remaining_rows)
+        )
+        self.has_own_vector = (
+            None if self.has_own_vector is None else self.has_own_vector[remaining_rows]
+        )
         self.usable = {name: mask[remaining_rows] for name, mask in self.usable.items()}
         self.features = {
             model: {name: column[remaining_rows] for name, column in columns.items()}

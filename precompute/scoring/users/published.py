@@ -39,22 +39,26 @@ def given_features(
 def write_inputs(work: ShardWork, chunk: Chunk, files: Mapping[str, GrowingFile]) -> None:
     """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
     copied, reuse = chunk.copied, work.reuse
-    copied_rows, base_positions = copied.others, copied.places
+    copied_rows, base_positions = copied.copied_rows, copied.copied_positions
     seen_items, times, feature_json, has_vector = (
-        chunk.seen,
+        chunk.seen_items,
         chunk.times,
-        chunk.given,
-        chunk.brought,
+        chunk.feature_json,
+        chunk.has_own_vector,
     )
     if reuse is not None and len(copied_rows):
-        seen_items = copied.together(seen_items, reuse.seen(base_positions[copied_rows]))
+        seen_items = copied.merge_histories(
+            seen_items, reuse.read_seen_items(base_positions[copied_rows])
+        )
         if times is not None:
-            times = copied.together(times, reuse.times(base_positions[copied_rows]))
+            times = copied.merge_histories(times, reuse.read_times(base_positions[copied_rows]))
         if feature_json is not None:
-            feature_json = copied.together(feature_json, reuse.given(base_positions[copied_rows]))
+            feature_json = copied.merge_histories(
+                feature_json, reuse.read_feature_json(base_positions[copied_rows])
+            )
         if has_vector is not None:
-            has_vector = copied.rows_together(
-                has_vector, reuse.brought(base_positions[copied_rows])
+            has_vector = copied.merge_values(
+                has_vector, reuse.read_own_vector_mask(base_positions[copied_rows])
             )
     _grow(work, "seen", seen_items, files["ends"])
     files["items"].write_array(seen_items.indices.astype("<u4"))

@@ -26,7 +26,7 @@ from precompute.partitions.shard_input import (
     slice_shard,
     users_alone,
 )
-from precompute.reuse.copied import Copied, Decisions
+from precompute.reuse.copied import CopiedUsers, CopyDecisions
 from precompute.reuse.digests import Digests, of_users
 from precompute.scoring.inputs import computes_featured, inputs_of
 from precompute.scoring.tables import GrowingFile
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
     entities: ShardInput
     digests: Digests
     hashes: range
-    left: int
+    remaining_slices: int
 
 
 def slices_of(work: ShardWork, scratch: Path) -> Iterator[Slice]:
@@ -124,10 +124,10 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
     for slice_number, (entities, digests, hashes, slices_left) in enumerate(
         slices_of(work, scratch), 1
     ):
-        decisions = Decisions.everybody(entities, digests)
+        decisions = CopyDecisions.without_copies(entities, digests)
         if work.reuse is not None:
-            decisions = work.reuse.ask(entities, digests, hashes)
-        _note_kept(work, len(decisions.kept), decisions.with_vector)
+            decisions = work.reuse.decide(entities, digests, hashes)
+        _note_kept(work, len(decisions.copied_positions), decisions.with_vector)
         if pairs is not None:
             pairs.write_array(decisions.pairs)
         count = len(decisions.pairs)
@@ -142,7 +142,7 @@ def read_users(work: ShardWork, scratch: Path, pairs: GrowingFile | None = None)
 
 
 def chunks_of(
-    work: ShardWork, decisions: Decisions, entities: ShardInput
+    work: ShardWork, decisions: CopyDecisions, entities: ShardInput
 ) -> tuple[Iterator[tuple[Chunk, float]], int]:
     """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
     specs = {name: model.spec for name, model in work.models.items()}
@@ -153,7 +153,7 @@ def chunks_of(
     if work.build.config.events.enabled:  # events are added to what such a user had, too
         is_any |= np.diff(entities.indptr) > 0
     rows_of_any = np.flatnonzero(is_any)
-    copied = Copied.of(decisions, entities.hashes, rows_of_any)
+    copied = CopiedUsers.of(decisions, entities.hashes, rows_of_any)
     seen_items, users = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
     times = None if entities.times is None else Histories(entities.indptr, entities.times)
 
@@ -178,15 +178,17 @@ def chunks_of(
                 Chunk(
                     ids=entities.ids.take(arrow_rows),
                     hashes=entities.hashes[rows],
-                    histories=histories.take(rows),
+                    histories=histories.select_rows(rows),
                     features=own_features,
                     usable={model: mask[rows] for model, mask in usable.items()},
-                    seen=seen_items.take(rows),
+                    seen_items=seen_items.select_rows(rows),
                     vectors=None if entities.vectors is None else entities.vectors[rows],
                     copied=part,
-                    times=None if times is None else times.take(rows),
-                    given=feature_json,
-                    brought=entities.has_vector[rows] if "brought" in work.seen_files else None,
+                    times=None if times is None else times.select_rows(rows),
+                    feature_json=feature_json,
+                    has_own_vector=entities.has_vector[rows]
+                    if "brought" in work.seen_files
+                    else None,
                 ),
                 reached / users,
             )

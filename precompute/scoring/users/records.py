@@ -59,18 +59,22 @@ def own_records(work: ShardWork, name: str, table: TableConfig, chunk: Chunk) ->
             return np.empty(0, work.layouts[name].dtype)
         answers = chunk.lists.pop(name)
         if name not in work.allowed:  # under a filter lists are short, and a gate knows how short
-            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen.indptr))
+            possible = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible
             chunk.short += int((is_short & has_answer).sum())
     at = cut_of(work.build.generation)
-    records, unfit = encode(work.layouts[name], chunk.marks, answers, has_answer, at)
+    records, unfit = encode(work.layouts[name], chunk.fingerprints, answers, has_answer, at)
     if unfit.any():
         of_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case, of_events)
-    if table.kind != "user_topk" and work.reuse is not None and name in work.reuse.kept.tables:
-        rows = np.flatnonzero(chunk.copied.same >= 0)
-        records[rows] = work.reuse.records(name, chunk.copied.same[rows], at)
-        has_answer = has_answer | (chunk.copied.same >= 0)
+    if (
+        table.kind != "user_topk"
+        and work.reuse is not None
+        and name in work.reuse.base_shard.tables
+    ):
+        rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
+        records[rows] = work.reuse.records(name, chunk.copied.unchanged_positions[rows], at)
+        has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
     chunk.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
     return records
 
@@ -80,14 +84,14 @@ def _with_copies(
 ) -> NDArray[Any]:
     """Records of all users of a chunk's range."""
     copied = chunk.copied
-    copied_rows = copied.others
+    copied_rows = copied.copied_rows
     if work.reuse is None or not len(copied_rows):
         return chunk_records
     chunk.unusable.looked_at(f"records of {name}", len(copied_rows))
     at = cut_of(work.build.generation)
     if len(copied_rows) == len(copied.hashes):
-        return work.reuse.records(name, copied.places, at)
+        return work.reuse.records(name, copied.copied_positions, at)
     records = np.empty(len(copied.hashes), chunk_records.dtype)
     records[copied.rows] = chunk_records
-    records[copied_rows] = work.reuse.records(name, copied.places[copied_rows], at)
+    records[copied_rows] = work.reuse.records(name, copied.copied_positions[copied_rows], at)
     return records

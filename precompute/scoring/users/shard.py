@@ -14,7 +14,7 @@ from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.partitions.stages import Stages
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.kept_shard import inputs_file, reasons_file
 from precompute.scoring.shard import Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
@@ -30,7 +30,7 @@ def score_users(
     shard: int,
     scorers: Scorers,
     progress: Progress,
-    base: Base | None = None,
+    base: BaseGeneration | None = None,
 ) -> dict[str, Any]:
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     started = time.perf_counter()
@@ -55,9 +55,9 @@ def score_users(
             reasons = stack.enter_context(GrowingFile(build.path(reasons_file(shard))))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
         read = stages.ahead(timed_reads(work, read_users(work, scratch, pairs)))
-        encoded = stages.each(work.encode, work.opened(read), workers=work.workers)
+        encoded = stages.map_values(work.encode, work.opened(read), workers=work.workers)
         scored = stages.ahead(work.scored(encoded))
-        for chunk in stages.each(partial(add_records, work), scored, workers=work.workers):
+        for chunk in stages.map_values(partial(add_records, work), scored, workers=work.workers):
             with work.busy("write"):
                 write(work, chunk, files, directory, reasons)
                 if seen_file_by_part:

@@ -24,15 +24,15 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
 from precompute.events.marks import are_marked, marks_file
 from precompute.partitions.catalogue import VECTORS, open_items
-from precompute.reuse.base import Base
+from precompute.reuse.base import BaseGeneration
 from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.encoding import finite_rows
 from precompute.scoring.inputs import bind
-from precompute.scoring.shard import Place, Scorers
+from precompute.scoring.shard import Scorers, ScoringDevice
 from precompute.scoring.towers import run_named
 from precompute.scoring.users.chunk import Chunk
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import NOT_FINITE, Unusable
+from precompute.sources.unusable import NOT_FINITE, UnusableRows
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -61,10 +61,10 @@ class ShardWork:
     layouts: Mapping[str, Layout]
     models: Mapping[str, BundleModel]
     bundle: Bundle
-    place: Place
+    scoring_device: ScoringDevice
     seconds: dict[str, float]
     counts: dict[str, int]
-    unusable: Unusable
+    unusable: UnusableRows
     allowed: Mapping[str, NDArray[np.bool_]]
     """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
     reuse: ShardReuse | None = None
@@ -74,7 +74,12 @@ class ShardWork:
 
     @classmethod
     def of(
-        cls, build: Build, bundle: Bundle, number: int, scorers: Scorers, base: Base | None = None
+        cls,
+        build: Build,
+        bundle: Bundle,
+        number: int,
+        scorers: Scorers,
+        base: BaseGeneration | None = None,
     ) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
@@ -100,10 +105,10 @@ class ShardWork:
             layouts=layouts,
             models=models,
             bundle=bundle,
-            place=scoring_device,
+            scoring_device=scoring_device,
             seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASONS), 0),
-            unusable=Unusable(),
+            unusable=UnusableRows(),
             allowed=allowed_items(build),
             reuse=reuse,
         )
@@ -115,7 +120,7 @@ class ShardWork:
         On a device ON_DEVICE times as many.
         """
         width = 4 * self.bundle.dims + self.record_bytes
-        times = 1 if self.place.device is None else ON_DEVICE
+        times = 1 if self.scoring_device.device is None else ON_DEVICE
         return max(1, times * min(CHUNK_USERS, CHUNK_BYTES // width))
 
     def pages(self, table: str) -> str:
@@ -148,7 +153,7 @@ class ShardWork:
 
     def encode(self, chunk: Chunk) -> Chunk:
         """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
-        chunk.marks = text_hashes(chunk.ids, FINGERPRINT_SEED)
+        chunk.fingerprints = text_hashes(chunk.ids, FINGERPRINT_SEED)
         with self.busy("tower"):
             towers = self._towers()
             all_users_mask = np.ones(len(chunk.ids), np.bool_)
@@ -158,7 +163,11 @@ class ShardWork:
                 self._let_stay(chunk, self.reuse)
             for name in towers:
                 if name != "user_tower":
-                    is_wanted = chunk.copied.same < 0 if self._is_kept(name) else all_users_mask
+                    is_wanted = (
+                        chunk.copied.unchanged_positions < 0
+                        if self._is_kept(name)
+                        else all_users_mask
+                    )
                     chunk.outputs[name] = self._outputs(chunk, name, is_wanted)
         chunk.features = {}
         return chunk
@@ -166,15 +175,17 @@ class ShardWork:
     def _is_kept(self, model: str) -> bool:
         """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
         tables = [name for name, table in self.tables.items() if table.value == model]
-        return self.reuse is not None and self.reuse.kept.tables.keys() >= set(tables)
+        return self.reuse is not None and self.reuse.base_shard.tables.keys() >= set(tables)
 
     def _let_stay(self, chunk: Chunk, reuse: ShardReuse) -> None:
         """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
         rows = np.flatnonzero(chunk.copied.could_stay)
-        vectors, exclusions = chunk.outputs["user_tower"][rows], chunk.seen.take(rows)
+        vectors, exclusions = chunk.outputs["user_tower"][rows], chunk.seen_items.select_rows(rows)
         enters = np.zeros(len(rows), np.bool_)
         for name in reuse.lists:
-            enters |= reuse.enters(name, chunk.copied.same[rows], vectors, exclusions)
+            enters |= reuse.enters(
+                name, chunk.copied.unchanged_positions[rows], vectors, exclusions
+            )
         stays = np.zeros(len(chunk.ids), np.bool_)
         stays[rows[~enters]] = True
         for name in self.models:
@@ -200,7 +211,7 @@ class ShardWork:
             row_features = {key: values[rows] for key, values in features.items()}
             outputs = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
             if len(rows):
-                row_histories = chunk.histories.take(rows)
+                row_histories = chunk.histories.select_rows(rows)
                 inputs = bind(tower.spec, histories=row_histories, features=row_features)
                 outputs[rows] = run_named(tower, inputs, named)
         chunk.unusable.looked_at(f"outputs of {name}", int((chunk.usable[name]).sum()))
@@ -216,14 +227,17 @@ class ShardWork:
         """Mask of a chunk's users for whom events set what a model takes, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
-        return are_marked(self.build.fetch(marks_file("user")), chunk.marks)
+        return are_marked(self.build.fetch(marks_file("user")), chunk.fingerprints)
 
     def _towers(self) -> dict[str, AnyTower]:
-        return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
+        return {
+            name: self.scoring_device.tower(self.build, model)
+            for name, model in self.models.items()
+        }
 
     def scored(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
-        with self.place.turn:
+        with self.scoring_device.compute_slots:
             self._scorers()
         yield from map(self.score, chunks)
 
@@ -232,11 +246,11 @@ class ShardWork:
         if not len(chunk.ids):
             return chunk
         threads = self.build.config.threads or None
-        with self.place.turn, self.busy("topk"):
+        with self.scoring_device.compute_slots, self.busy("topk"):
             rows = np.flatnonzero(chunk.answered["user_tower"])
-            users, exclusions = chunk.outputs["user_tower"], chunk.seen
+            users, exclusions = chunk.outputs["user_tower"], chunk.seen_items
             if len(rows) < len(users):
-                users, exclusions = users[rows], exclusions.take(rows)
+                users, exclusions = users[rows], exclusions.select_rows(rows)
             for name, scorer in self._scorers().items():
                 k, allowed = self.tables[name].k, self.allowed.get(name)
                 lists = scorer.top(users, k, exclusions, allowed=allowed, threads=threads)
@@ -245,7 +259,7 @@ class ShardWork:
 
     def _scorers(self) -> dict[str, AnyScorer]:
         return {
-            name: self.place.of(self.items, metric_of(self.bundle, table))
+            name: self.scoring_device.of(self.items, metric_of(self.bundle, table))
             for name, table in self.tables.items()
             if table.kind == "user_topk"
         }

@@ -24,7 +24,7 @@ from serving.access.client_tls import add_tls_options, context_of
 PROG = "python -m serving top"
 TIMEOUT_S = 5.0
 _BODY_MAX = 16 << 20
-_WHY = {
+_STATUS_EXPLANATIONS = {
     401: "it wants a token: pass --token or set LARDER_TOKEN",
     403: "this token lacks the scope admin",
     429: "this token's quota has no room now",
@@ -50,7 +50,7 @@ def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[
             document = orjson.loads(response.read(_BODY_MAX))
     except HTTPError as error:
         raise NoDashboard(
-            f"{url} answers {error.code}: {_WHY.get(error.code, error.reason)}"
+            f"{url} answers {error.code}: {_STATUS_EXPLANATIONS.get(error.code, error.reason)}"
         ) from error
     except (URLError, OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)

@@ -38,7 +38,7 @@ def main() -> None:
         theirs = Scorer.of(case.items)
         for start in range(0, users, STEP):
             rows = np.arange(start, min(start + STEP, users))
-            expected_lists = theirs.top(case.users[rows], K, case.histories.take(rows))
+            expected_lists = theirs.top(case.users[rows], K, case.histories.select_rows(rows))
             is_equal = (ordinals[rows] == expected_lists[0]).all(1)
             is_equal &= (scores[rows].view(np.uint32) == expected_lists[1].view(np.uint32)).all(1)
             if not is_equal.all():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cache.events.event import Event
 from cache.events.position import Position
 from serving.access.callers import Callers
-from serving.fast_lookup.dispatcher import Hot
+from serving.fast_lookup.dispatcher import FastLookups
 from serving.http.service import Service
 from serving.tracing.request_context import CALLER
 from tests.bench.events.in_process import in_process
@@ -42,9 +42,9 @@ class Bench:
         item = self._items[number % len(self._items)]
         event = Event(str(number), number, user.encode(), item.encode())
         at = Position(int(time.time() * 1000) + number, 0)
-        self.service.ladder.newer.users.add(at, event)
+        self.service.ladder.newer_events.users.add(at, event)
 
-    def keep_ready(self, fast_lookups: Hot, users: list[str]) -> list[bytes]:
+    def keep_ready(self, fast_lookups: FastLookups, users: list[str]) -> list[bytes]:
         """Paths whose answers are ready in L1."""
         paths = [f"/v1/lookup/{TABLE}/{user}".encode() for user in users]
         for _ in range(3):
@@ -54,15 +54,17 @@ class Bench:
             raise RuntimeError("an answer is not ready")
         return paths
 
-    async def _asked(self, fast_lookups: Hot, path: bytes) -> None:
+    async def _asked(self, fast_lookups: FastLookups, path: bytes) -> None:
         caller = Callers(is_open=True).identify([])
-        get = fast_lookups.asked(
+        get = fast_lookups.parse_get(
             {"raw_path": path, "query_string": b"", "headers": [], CALLER: caller}
         )
         if get is None or await fast_lookups.get(get) is None:
             raise RuntimeError(f"{path!r} is not answered on the fast way")
 
-    def ready(self, fast_lookups: Hot, paths: list[bytes], count: int) -> Callable[[], float]:
+    def ready(
+        self, fast_lookups: FastLookups, paths: list[bytes], count: int
+    ) -> Callable[[], float]:
         """Ready answers per second of processor time."""
 
         def run() -> float:
@@ -80,7 +82,7 @@ class Bench:
 
 def measure(bench: Bench, report: Report, options: Options) -> None:
     """In this process, on one thread."""
-    fast_lookups = Hot(bench.service)
+    fast_lookups = FastLookups(bench.service)
     paths = bench.keep_ready(fast_lookups, bench.without[:200])
     for number in range(OTHERS):
         bench.click(f"another-{number}")

@@ -28,7 +28,7 @@ from cache.events.position import Position
 from precompute.config.settings import NightConfig
 from serving.bootstrap import running
 from serving.http.service import Service
-from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.attributes.test_night import FIRST, prepared
@@ -95,9 +95,9 @@ class Flow:
         return phase
 
     async def _ask(self, entity: RequestedEntity, due: float, phase: Phase) -> None:
-        lookup = Ask((entity,), RequestOptions(10.0))
+        lookup = LookupRequest((entity,), RequestOptions(10.0))
         (answer,) = await self._service.ladder.lookup(
-            self._service.holding(), lookup, time.monotonic()
+            self._service.capture_served(), lookup, time.monotonic()
         )
         phase.seconds.append(time.perf_counter() - due)
         phase.sources[str(answer["source"])] += 1
@@ -110,7 +110,7 @@ class Flow:
         }
         event = Event(f"n{number}", number, None, b"new-%d" % number, features=features)
         at = Position(int(time.time() * 1000) + number, 0)
-        self._service.ladder.newer.add(at, event)
+        self._service.ladder.newer_events.add(at, event)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from cache.events.new_items import NewItem, NewItems, NewItemsOf, merged_lists
+from cache.events.new_items import EligibleNewItems, NewItem, NewItems, merged_lists
 from cache.format.records.layout import Layout
 from cache.topk.topk import Scorer
 from tests.bench.tools.harness import Options, Report, alternate, parse
@@ -30,7 +30,9 @@ def measure(report: Report, options: Options) -> None:
     users = rng.standard_normal((64, DIMS)).astype(np.float32)
     vectors = rng.standard_normal((NEW, DIMS)).astype(np.float32)
     items = tuple(NewItem(b"new-%d" % at, at + 1) for at in range(NEW))
-    new = [NewItemsOf(NewItems(count, items, vectors, tuple(row.tobytes() for row in vectors)))]
+    new = [
+        EligibleNewItems(NewItems(count, items, vectors, tuple(row.tobytes() for row in vectors)))
+    ]
     times: dict[str, list[float]] = {"without": [], "with": [], "new items alone": []}
 
     def timed(name: str, work: Callable[[], object]) -> float:

@@ -22,7 +22,7 @@ from typing import Final
 from cache.events.event import Event
 from cache.events.position import Position
 from serving.http.service import Service
-from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.bench.events.in_process import in_process
 from tests.bench.events.paired import Block, Cost, interleave
 from tests.bench.tools.harness import Report, parse
@@ -75,7 +75,7 @@ class Clicks:
         item = self._items[self._number % len(self._items)].encode()
         at_us = int(time.time() * 1e6)
         at = Position(at_us // 1000 + self._number, 0)
-        self._service.ladder.newer.users.add(at, Event(str(at), at_us, user.encode(), item))
+        self._service.ladder.newer_events.users.add(at, Event(str(at), at_us, user.encode(), item))
         self._histories[user].append(item)
 
     @staticmethod
@@ -89,12 +89,12 @@ class Clicks:
     async def _lookups(self, entities: list[RequestedEntity], at_once: int) -> Cost:
         waiting, ladder = iter(entities), self._service.ladder
         writes = self._service.tiers.writes
-        stored_before = writes.stored
+        stored_before = writes.stored_count
 
         async def caller() -> None:
             for entity in waiting:
-                lookup = Ask((entity,), RequestOptions(10.0))
-                served = self._service.holding()
+                lookup = LookupRequest((entity,), RequestOptions(10.0))
+                served = self._service.capture_served()
                 (answer,) = await ladder.lookup(served, lookup, time.monotonic())
                 if answer["source"] != "live" or "approximate" in answer:
                     raise RuntimeError(f"not a live answer: {answer}")
@@ -102,7 +102,7 @@ class Clicks:
         started_at, processor = time.perf_counter(), time.process_time()
         await asyncio.gather(*(caller() for _ in range(at_once)))
         wall_s = time.perf_counter() - started_at
-        while writes.stored < stored_before + len(entities):  # noqa: ASYNC110 - else they weigh on the next block
+        while writes.stored_count < stored_before + len(entities):  # noqa: ASYNC110 - else they weigh on the next block
             await asyncio.sleep(0.0002)
         return Cost(wall_s, time.process_time() - processor)
 

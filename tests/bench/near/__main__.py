@@ -29,7 +29,7 @@ from precompute.operations.train import train_reference
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import Compute, Computed, Job, MicroBatcher
+from serving.lookup.micro_batcher import Compute, ComputedRecord, InferenceJob, MicroBatcher
 from serving.near.near_matches import NearMatches
 from serving.process.gc_tuning import settle
 from tests.bench.live import Measured, compare, open_snapshot
@@ -74,12 +74,12 @@ def through(
     runner: asyncio.Runner,
     pool: ThreadPoolExecutor,
     inference: Compute,
-    stream: Callable[[], list[Job]],
+    stream: Callable[[], list[InferenceJob]],
 ) -> Measured:
     """Callers through the micro-batcher who each ask again as soon as they are answered."""
     config = ServingConfig()
 
-    async def work(jobs: list[Job]) -> None:
+    async def work(jobs: list[InferenceJob]) -> None:
         batcher = MicroBatcher(
             pool, workers=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
             max_queue_bytes=config.live_queue_bytes, compute=inference,
@@ -89,7 +89,7 @@ def through(
         async def caller() -> None:
             for job in pending_jobs:
                 answer = await batcher.infer(job)
-                if not isinstance(answer, Computed):
+                if not isinstance(answer, ComputedRecord):
                     raise TypeError(f"not an answer: {answer}")
 
         await asyncio.gather(*(caller() for _ in range(CALLERS)))
@@ -104,7 +104,7 @@ def through(
 
 
 def true_error(
-    near: NearMatches, snapshot: Snapshot, jobs: list[Job], overlap: float
+    near: NearMatches, snapshot: Snapshot, jobs: list[InferenceJob], overlap: float
 ) -> tuple[int, int]:
     """Answers of these that were reused, and those of them that have too little of live's list."""
     reused = wrong = 0
@@ -113,8 +113,8 @@ def true_error(
         part = jobs[at : at + CALLERS]
         for near_answer, live_answer in zip(compute(part, near=near), compute(part), strict=True):
             if (
-                isinstance(near_answer, Computed)
-                and isinstance(live_answer, Computed)
+                isinstance(near_answer, ComputedRecord)
+                and isinstance(live_answer, ComputedRecord)
                 and near_answer.near is not None
             ):
                 lists = [

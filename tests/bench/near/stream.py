@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cache.model.predictor import LiveInput
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import Job
+from serving.lookup.micro_batcher import InferenceJob
 
 SHARE = 0.5
 """Share of near-duplicates."""
@@ -32,10 +32,12 @@ class HistoryStream:
         self._recent: deque[list[str]] = deque(maxlen=RECENT)
         self._rng = random.Random(seed)
 
-    def jobs(self, count: int) -> list[Job]:
+    def jobs(self, count: int) -> list[InferenceJob]:
         """The next so many."""
         return [
-            Job(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse=True)
+            InferenceJob(
+                self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse=True
+            )
             for number in range(count)
             for history in [tuple([item_id.encode() for item_id in self._next()])]
         ]

@@ -48,10 +48,10 @@ def held(items: Any, device: Any, group: int) -> Any:
     """Items on the device in groups of some size."""
     import torch
 
-    from cache.topk.flat import Compared
+    from cache.topk.flat import ComparableItems
     from precompute.device.items import DeviceItems
 
-    return DeviceItems.of(Compared.of(items, "inner_product"), device, torch.float16, group)
+    return DeviceItems.of(ComparableItems.of(items, "inner_product"), device, torch.float16, group)
 
 
 def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:

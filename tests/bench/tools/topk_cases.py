@@ -47,7 +47,7 @@ def real_case(file: Path, folder: Path, users: int, dims: int, *, seed: int = 0)
         ReferenceData(owners, histories.indices, names), folder, dims=dims, shape=SpectralShape()
     )
     user_rows = np.random.default_rng(seed).permutation(len(rows))[:users]
-    input_histories = histories.take(np.sort(user_rows))
+    input_histories = histories.select_rows(np.sort(user_rows))
     return Case(
         _vectors(bundle, "history", input_histories),
         _vectors(bundle, "item_index", np.arange(len(names))),

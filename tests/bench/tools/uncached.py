@@ -6,38 +6,43 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import serving.components
-from cache.l2.lease_commands import Mark
-from cache.tiers.results import Missed, MissReason, Outcome, View, Want
-from cache.tiers.tiered import Found, Tiered
+from cache.l2.lease_commands import LeaseMark
+from cache.tiers.results import Miss, MissReason, ReadResult, RecordKey, View
+from cache.tiers.tiered import Hit, TieredCache
 from serving.__main__ import main
 
-_NOWHERE = Missed(MissReason.NOT_IN_GENERATION)
+_NOWHERE = Miss(MissReason.NOT_IN_GENERATION)
 
 
-class NoTiers(Tiered):
+class NoTiers(TieredCache):
     """Holds nothing and asks nobody."""
 
-    def peek(self, view: View, record_key: Want) -> Found | None:
+    def peek(self, view: View, record_key: RecordKey) -> Hit | None:
         """Never a hit."""
         return None
 
     async def get_many(
-        self, view: View, record_keys: Sequence[Want], deadline: float, *, is_counted: bool = True
-    ) -> list[Outcome]:
+        self,
+        view: View,
+        record_keys: Sequence[RecordKey],
+        deadline: float,
+        *,
+        is_counted: bool = True,
+    ) -> list[ReadResult]:
         """Nothing is stored."""
         return [_NOWHERE] * len(record_keys)
 
-    def probe(self, view: View, record_key: Want, on_reply: Callable[[bool], None]) -> None:
+    def probe(self, view: View, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
         """There is nothing to ask."""
 
     def put_live(
         self,
         view: View,
-        record_key: Want,
+        record_key: RecordKey,
         record: bytes,
         digest: bytes,
         ttl_s: float,
-        lease_mark: Mark | None = None,
+        lease_mark: LeaseMark | None = None,
     ) -> None:
         """Nothing is kept."""
 
@@ -45,7 +50,7 @@ class NoTiers(Tiered):
 @contextmanager
 def no_tiers() -> Iterator[None]:
     """Whatever service is put together meanwhile has none."""
-    with patch.object(serving.components, "Tiered", NoTiers):
+    with patch.object(serving.components, "TieredCache", NoTiers):
         yield
 
 

@@ -16,7 +16,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, Sources, TableConfig
-from precompute.planning.sizes import Shape
+from precompute.planning.sizes import NightShape
 
 DIMS, HISTORY, K = 64, 20, 20
 CASE = "case.json"
@@ -109,10 +109,10 @@ def config_of(folder: Path, redis_url: str) -> NightConfig:
     )
 
 
-def shape_of(folder: Path, config: NightConfig) -> Shape:
+def shape_of(folder: Path, config: NightConfig) -> NightShape:
     """The same for the forecast."""
     case, bundle = Case(**json.loads((folder / CASE).read_text())), Bundle.open(folder / "bundle")
-    return Shape(
+    return NightShape(
         users=case.users, items=case.items, dims=DIMS, shards=case.shards, page_bytes=config.page_bytes,
         layouts={"user_topk": ("user", layout_of(bundle, config.tables["user_topk"]))}, item_id_bytes=12,
         model_bytes={model.name: model.path.stat().st_size for model in bundle.models},

@@ -87,11 +87,11 @@ def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_told_whil
 
     def record_begin(cut: str) -> None:
         row = begin.in_night(Night(config, "a", data_until=cut))
-        build = Build(config, config.store(), row.found["generation"])
+        build = Build(config, config.store(), row.result["generation"])
         begin_report = build.need("begin")
         unlisted_counts.append(begin_report["unlisted_items"])
         catalogued_flags.append(open_items(build.root, begin_report).ordinal_of(b"new") >= 0)
-        remark_flags.append("are in no table: 1; each is gone 3 days" in row.what)
+        remark_flags.append("are in no table: 1; each is gone 3 days" in row.summary)
 
     for day, hour in ((10, 0), (12, 9), (12, 11)):
         record_begin(DAY.format(day, hour))

@@ -160,7 +160,7 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(
 
     stream.accept(sets(1, sold_out_item, stock=False))
     stream.follow(ways.service)
-    ways.runner.run(ways.service.follower.shelf.take_values())
+    ways.runner.run(ways.service.follower.holder.take_values())
 
     # What depends on no attribute lies ready still, what does is made anew
     assert (

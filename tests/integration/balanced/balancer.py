@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from infra.local.service import ROOT
 from tests.polling import until
 
@@ -98,7 +98,7 @@ def balancer(folder: Path) -> Iterator[Balancer]:
     running_balancer = Balancer(folder)
     file = folder / "haproxy.cfg"
     file.write_text(SETTINGS.format(folder=folder, port=running_balancer.port, slots=SLOTS))
-    with Guarded([PROGRAM, "-f", file], log=folder / "log", cwd=ROOT) as process:
+    with GuardedCommand([PROGRAM, "-f", file], log=folder / "log", cwd=ROOT) as process:
         give_up = time.monotonic() + 10
         while not (folder / "admin").exists() and process.running and time.monotonic() < give_up:
             time.sleep(0.01)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
-from precompute.builds.reuse_fact import ENTERED, INPUTS, LOST, REASONS
+from precompute.builds.reuse_fact import ENTERED, INPUTS, ITEM_LOST, REASONS
 from precompute.config.settings import TableConfig
 from precompute.operations.train import train_reference
 from precompute.partitions.item_attributes import FOLDER
@@ -233,7 +233,7 @@ LATE_ROWS = Event(late_rows)
 AFTER_LATE_ROWS = Event(nothing, reads=LATE)
 IN_BETWEEN = Event(in_between, reads=FILES, computed=(INPUTS,))
 REWRITTEN = Event(rewritten, reads=FILES, computed=(INPUTS,))
-GONE = Event(items_gone, computed=(INPUTS, LOST))
+GONE = Event(items_gone, computed=(INPUTS, ITEM_LOST))
 RETURNED = Event(items_back, reads=BACK)
 ERASED_USER = Event(erased("user"), reads=ERASED)
 ERASED_ITEM = Event(erased("item"), reads=ERASED)
@@ -246,10 +246,12 @@ BAD_PAGES = Event(damaged("tables/user_topk/0000.pages"))
 BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED)
 BAD_DIGESTS = Event(damaged(inputs_file(1), digests_file("item_tower")))
 BAD_ATTRIBUTES = Event(damaged(f"{FOLDER}/0000.values"), copies=False)
-LOOKS = Event(other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(LOST, ENTERED))
+LOOKS = Event(
+    other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(ITEM_LOST, ENTERED)
+)
 SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS)))
 NEW_ITEMS = Event(new_items(2), computed=(ENTERED,))
-MANY_NEW_ITEMS = Event(new_items(12), computed=(LOST,), copies=False)
+MANY_NEW_ITEMS = Event(new_items(12), computed=(ITEM_LOST,), copies=False)
 NAMED_EARLY = Event(named_before_it_is_there)
 NAMED_COMES = Event(lambda month: come(month, [NAMED]), reads=BACK, computed=(INPUTS,))
 MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES)

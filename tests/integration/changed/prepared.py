@@ -13,7 +13,7 @@ from precompute.builds.build import Build, shard_report
 from precompute.builds.seal import seal
 from precompute.control.control_keys import Control
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Measured
+from precompute.gates.evidence.verdict import Measurement
 from precompute.gates.rules.identity import identity
 from precompute.partitions.catalogue import open_items
 from precompute.partitions.shard_files import PARTITION
@@ -56,7 +56,7 @@ class Prepared:
         return Month(config, full, np.random.default_rng(0), 1, made=list(self.month.made))
 
 
-def judged(build: Build) -> Measured:
+def judged(build: Build) -> Measurement:
     """What the gate `identity` says of a night up to its pages."""
     assemble.run(build.config, {"generation": build.generation})
     build.report("index", {"indexes": {}, "seconds": 0.0})

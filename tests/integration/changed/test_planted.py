@@ -13,12 +13,12 @@ from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
 from precompute.gates.rules import identity
-from precompute.partitions.earlier import Earlier
+from precompute.partitions.earlier import EarlierPartition
 from precompute.reuse import base, item_records, items, shard_reuse
-from precompute.reuse.copied import Decisions
+from precompute.reuse.copied import CopyDecisions
 from precompute.reuse.digests import of_users
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.kept_shard import KeptShard
+from precompute.reuse.kept_shard import BaseShard
 from precompute.reuse.shard_reuse import ShardReuse
 from precompute.scoring.users import reading
 from tests.integration.changed.month import Month, spoil
@@ -38,7 +38,9 @@ def stale_digest(patch: Patch, month: Month) -> None:
 def capped_digest(patch: Patch, month: Month) -> None:
     def digest_capped_histories(entities: Any, hashes: Any) -> Any:
         histories = Histories(entities.indptr, entities.ordinals)
-        rows = [histories.take(np.array([row])).indices[-16:] for row in range(len(histories))]
+        rows = [
+            histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))
+        ]
         capped_histories = Histories.of(rows)
         return of_users(
             replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices),
@@ -95,22 +97,24 @@ def last_of_short(layout: Any, records: Any, lower_bounds: Any) -> Any:
 
 
 def lost_forgets(patch: Patch, month: Month) -> None:
-    real = ItemChanges.lost
+    real = ItemChanges.compute_unlistable_mask
 
     def forgets(self: ItemChanges, is_allowed: Any) -> Any:
         return real(self, is_allowed) & False
 
-    patch.setattr(ItemChanges, "lost", forgets)
+    patch.setattr(ItemChanges, "compute_unlistable_mask", forgets)
 
 
 def lost_forgets_filters(patch: Patch, month: Month) -> None:
-    real = ItemChanges.lost
-    patch.setattr(ItemChanges, "lost", lambda self, is_allowed: real(self, None))
+    real = ItemChanges.compute_unlistable_mask
+    patch.setattr(ItemChanges, "compute_unlistable_mask", lambda self, is_allowed: real(self, None))
 
 
 def entering_forgets_filters(patch: Patch, month: Month) -> None:
     def entering(self: ItemChanges, was_allowed: Any, is_allowed: Any) -> Any:
-        return np.flatnonzero(self.changed if is_allowed is None else self.changed & is_allowed)
+        return np.flatnonzero(
+            self.is_changed if is_allowed is None else self.is_changed & is_allowed
+        )
 
     patch.setattr(ItemChanges, "entering", entering)
 
@@ -125,29 +129,29 @@ def scored_at_stays(patch: Patch, month: Month) -> None:
 
     def records(self: ShardReuse, name: str, base_positions: Any, at: int) -> Any:
         copied_records = real(self, name, base_positions, at)
-        copied_records["scored_at"] = self.kept.tables[name][base_positions]["scored_at"]
+        copied_records["scored_at"] = self.base_shard.tables[name][base_positions]["scored_at"]
         return copied_records
 
     patch.setattr(ShardReuse, "records", records)
 
 
 def new_user_is_copied(patch: Patch, month: Month) -> None:
-    real = KeptShard.find
+    real = BaseShard.find
 
-    def nearest(self: KeptShard, hashes: Any) -> Any:
+    def nearest(self: BaseShard, hashes: Any) -> Any:
         positions = self.pairs["hash"].searchsorted(hashes)
         return np.minimum(positions, len(self.pairs) - 1)
 
     def decide_new_as_copied(
         self: ShardReuse, entities: Any, digests: Any, hashes: range
-    ) -> Decisions:
-        is_new = real(self.kept, entities.hashes) < 0
-        theirs = self.kept.pairs["digest"][nearest(self.kept, entities.hashes)]
+    ) -> CopyDecisions:
+        is_new = real(self.base_shard, entities.hashes) < 0
+        theirs = self.base_shard.pairs["digest"][nearest(self.base_shard, entities.hashes)]
         return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
 
-    real_decide = ShardReuse.ask
-    patch.setattr(KeptShard, "find", nearest)
-    patch.setattr(ShardReuse, "ask", decide_new_as_copied)
+    real_decide = ShardReuse.decide
+    patch.setattr(BaseShard, "find", nearest)
+    patch.setattr(ShardReuse, "decide", decide_new_as_copied)
 
 
 def texts_stay(patch: Patch, month: Month) -> None:
@@ -182,22 +186,25 @@ def touched_forgotten(patch: Patch, month: Month) -> None:
 
 
 def rows_shift(patch: Patch, month: Month) -> None:
-    real = Earlier.rows
+    real = EarlierPartition.rows
 
-    def rows(self: Earlier, shard: int) -> Iterator[Any]:
-        assert self.places is not None
-        return real(replace(self, places=np.where(self.places > 0, self.places - 1, 0)), shard)
+    def rows(self: EarlierPartition, shard: int) -> Iterator[Any]:
+        assert self.new_ordinals is not None
+        return real(
+            replace(self, new_ordinals=np.where(self.new_ordinals > 0, self.new_ordinals - 1, 0)),
+            shard,
+        )
 
-    patch.setattr(Earlier, "rows", rows)
+    patch.setattr(EarlierPartition, "rows", rows)
 
 
 def popularity_stays(patch: Patch, month: Month) -> None:
-    real = Earlier.counted
+    real = EarlierPartition.remap_counts
 
-    def count_with_base_popularity(self: Earlier, count: int) -> Any:
+    def count_with_base_popularity(self: EarlierPartition, count: int) -> Any:
         return self.popularity[:count].copy(), *real(self, count)[1:]
 
-    patch.setattr(Earlier, "counted", count_with_base_popularity)
+    patch.setattr(EarlierPartition, "remap_counts", count_with_base_popularity)
 
 
 @dataclass(frozen=True, slots=True)

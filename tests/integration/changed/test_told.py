@@ -12,8 +12,8 @@ from cache.format.reuse import FACT, Reuse
 from cache.process.redis_server import RedisServer
 from cache.store.artefacts import read_manifest
 from precompute.builds.night import Night
-from precompute.cli.status_report import look, report
-from precompute.cli.status_table import shown
+from precompute.cli.status_report import read_state, report
+from precompute.cli.status_table import render_status
 from precompute.operations.night import run_night
 from serving.dashboard.generation_history import GenerationHistory
 from serving.replica.release_watch import ReleaseWatch
@@ -31,13 +31,13 @@ def night(month: Month, number: int) -> dict[str, str]:
     """Row of each step of a night's table."""
     month.night = number
     finished_steps = run_night(Night(month.config, f"test-{number}", month.cut.isoformat()))
-    return {name: row.what for name, row, _ in finished_steps}
+    return {name: row.summary for name, row, _ in finished_steps}
 
 
 def status_lines(month: Month) -> str:
     """Status as a terminal shows it, as one text without line breaks."""
     console = Console(width=400, file=io.StringIO())
-    for renderable in shown(report(month.config, look(month.config))):
+    for renderable in render_status(report(month.config, read_state(month.config))):
         console.print(renderable)
     return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
@@ -83,9 +83,13 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
         for generation_id in (first, second)
     ]
     assert copied == [0, 2 * 80]  # no item changed: its vector and its list of similar ones
-    assert users["inputs"] > 0 and fact.night.share is not None and fact.night.share > 0.8
+    assert (
+        users["inputs"] > 0
+        and fact.night.copied_share is not None
+        and fact.night.copied_share > 0.8
+    )
 
-    status_report = report(month.config, look(month.config))
+    status_report = report(month.config, read_state(month.config))
     newest_generation, previous_generation = status_report["generations"][:2]
     assert newest_generation["reuse"] == fact.to_json()
     assert (
@@ -94,8 +98,8 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     )
     text = status_lines(month)
     assert f"users of the live one: {users['copied']:,} copied, " in text
-    assert f"of the last 2 nights {fact.lately.share:.1%} copied" in text
-    assert f"{fact.night.share:.1%}" in text and "s spared a night" in text
+    assert f"of the last 2 nights {fact.lately.copied_share:.1%} copied" in text
+    assert f"{fact.night.copied_share:.1%}" in text and "s spared a night" in text
 
     store = month.config.store()
     history = GenerationHistory(store, ReleaseWatch(store, asyncio.to_thread).records)

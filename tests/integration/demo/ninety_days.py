@@ -270,7 +270,7 @@ class Simulation:
 
     def _publish(self, run: Run, generation: list[str]) -> None:
         moved = self.hosts[run.host].publish(generation[0], attempt=run.name)
-        self.count("publish" if moved.changed else "publish found done")
+        self.count("publish" if moved.has_moved else "publish found done")
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
         releases = self.hosts[run.host]
@@ -368,7 +368,7 @@ class Simulation:
         back = [
             release
             for release in all_releases(self.store)
-            if release.done and release.action == "roll_back"
+            if release.is_done and release.action == "roll_back"
         ]
         assert any(rollback.epoch <= pointer.epoch for rollback in back), pointer
 
@@ -409,5 +409,5 @@ class Simulation:
         return [
             release.generation
             for release in all_releases(self.store)
-            if release.action == "publish" and release.done
+            if release.action == "publish" and release.is_done
         ]

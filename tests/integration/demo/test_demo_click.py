@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cache.config.events import EventsConfig
-from infra.demo.checks import Broken, Judge, holding
+from infra.demo.checks import InvariantViolation, Judge, translate_errors
 from infra.demo.dataset import Dataset, synthetic
 from infra.demo.fresh import click as click_module
 from infra.demo.fresh.click import Click
@@ -125,7 +125,10 @@ def test_a_night_that_lacks_the_click_or_answers_otherwise_breaks_the_demo(
     click = Answered(replace(synthetic(WORLD), profiles=None), night_answer)
     click._live = LIVE
 
-    with pytest.raises(Broken, match=f"fresh events: .*{expected_error}"), holding("fresh events"):
+    with (
+        pytest.raises(InvariantViolation, match=f"fresh events: .*{expected_error}"),
+        translate_errors("fresh events"),
+    ):
         click.taken_over(step)
     assert step.notes == []
 

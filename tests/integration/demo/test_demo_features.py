@@ -108,7 +108,7 @@ async def test_features_alone_are_answered_live_and_all_else_by_the_night(
 
     # then
     # A night may have a record for who has features and no click: then it answers, else the model does.
-    quiet = next(cold_start for cold_start in cold_starts if cold_start.asked == "quiet user")
+    quiet = next(cold_start for cold_start in cold_starts if cold_start.entity_kind == "quiet user")
     assert (quiet.source, quiet.producer) in (("live", "live"), ("l2", "batch"))
     assert {cold_start[:4] for cold_start in cold_starts if cold_start is not quiet} == {
         ("known user", "user_topk", "l2", "batch"),
@@ -123,7 +123,7 @@ async def test_features_alone_are_answered_live_and_all_else_by_the_night(
     assert set(judge.generations) == {generation}
     # What is like an item that features alone describe is of its category.
     new_item_answer = next(
-        cold_start for cold_start in cold_starts if cold_start.asked == "new item"
+        cold_start for cold_start in cold_starts if cold_start.entity_kind == "new item"
     ).answer
     assert str(profiles.new_item["category"]) in new_item_answer
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from infra.demo import __main__ as command
-from infra.demo.checks import Broken
+from infra.demo.checks import InvariantViolation
 from infra.demo.dataset import synthetic
 from infra.demo.evaluate import RankingQuality
 from infra.demo.features.cold_start import ColdStart
@@ -159,7 +159,7 @@ def test_a_failure_is_told_within_a_terminals_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(_self: Demo) -> None:
-        raise Broken("word " * 40)
+        raise InvariantViolation("word " * 40)
 
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setattr(Demo, "run", run)

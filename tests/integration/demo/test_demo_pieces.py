@@ -16,7 +16,7 @@ from cache.errors import ConfigError, SourceError
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset, synthetic, user_data
 from infra.demo.evaluate import quality
-from infra.demo.place import place
+from infra.demo.place import prepare_demo_folder
 from infra.demo.scrape import ServiceCounts
 from infra.demo.synthetic import World, synthesize
 from infra.demo.traffic import Stream
@@ -57,7 +57,7 @@ def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
     data = synthetic(SMALL)
 
     # then
-    assert data.known.times.max() < data.first_cut.timestamp() * 1_000_000
+    assert data.initial_pairs.times.max() < data.first_cut.timestamp() * 1_000_000
     assert data.arriving.times.max() < data.second_cut.timestamp() * 1_000_000
     assert not set(data.newcomers) & set(data.histories)
     assert all(not set(items) & set(data.histories[user]) for user, items in data.held_out.items())
@@ -76,8 +76,8 @@ def test_a_second_day_lies_beside_the_first(tmp_path: Path) -> None:
 
     # then
     both_days_table = pq.read_table(tmp_path / "data/interactions")
-    assert len(first) == len(data.known)
-    assert len(both_days_table) == len(data.known) + len(data.arriving)
+    assert len(first) == len(data.initial_pairs)
+    assert len(both_days_table) == len(data.initial_pairs) + len(data.arriving)
     assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
         "item",
         "category",
@@ -114,8 +114,8 @@ def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
     data = user_data(tmp_path, current_time=NOW)
 
     # then
-    assert len(data.known) in range(88, 93)
-    assert sum(map(len, data.held_out.values())) == 100 - len(data.known)
+    assert len(data.initial_pairs) in range(88, 93)
+    assert sum(map(len, data.held_out.values())) == 100 - len(data.initial_pairs)
     assert data.first_cut < data.second_cut
 
 
@@ -169,10 +169,10 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     # then
     assert first_requests == two
     assert {request.kind for request in first_requests} == {
-        "known", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
+        "known_user", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
     }  # fmt: skip
     known_user_ids = [
-        request.questions[0].id for request in first_requests if request.kind == "known"
+        request.questions[0].id for request in first_requests if request.kind == "known_user"
     ]
     assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
@@ -272,24 +272,24 @@ larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
 
 def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
     # given
-    with place(tmp_path) as demo_folder:
+    with prepare_demo_folder(tmp_path) as demo_folder:
         write(demo_folder.home / "data" / "old", "x")
         write(tmp_path / "artifacts" / "mine", "y")
 
     # when
-    with place(tmp_path) as reopened_folder:
+    with prepare_demo_folder(tmp_path) as reopened_folder:
         # then
         assert not (reopened_folder.home / "data").exists()
         assert (tmp_path / "artifacts" / "mine").exists()
         assert reopened_folder.namespace != demo_folder.namespace
-        with pytest.raises(ConfigError, match="another demo"), place(tmp_path):
+        with pytest.raises(ConfigError, match="another demo"), prepare_demo_folder(tmp_path):
             pass
 
 
 def test_the_written_settings_are_a_nights_settings(tmp_path: Path) -> None:
     # given
     data: Dataset = synthetic(SMALL)
-    with place(tmp_path) as demo_folder:
+    with prepare_demo_folder(tmp_path) as demo_folder:
         # when
         demo_folder.write_config(data)
         config = NightConfig.configured({}, demo_folder.config)

@@ -49,7 +49,7 @@ def check_history(season: Simulation) -> None:
     for release in all_releases(season.store):
         if release.action == "verify":
             lifted.add(release.generation)
-        if not release.done or release.action not in ("publish", "roll_back", "restore"):
+        if not release.is_done or release.action not in ("publish", "roll_back", "restore"):
             continue
         if release.action == "publish":
             assert live is None or release.generation[:16] >= live[:16], "older data over newer"

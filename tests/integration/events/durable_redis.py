@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.format.redis_keys import Keyspace
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from tests.conftest import redis_binary
 
 
@@ -30,7 +30,7 @@ class DurableRedis:
         self.kills = 0
         self._folder = folder
         self._settings = {"appendonly": "yes", "appendfsync": fsync, "save": "", **more}
-        self._process: Guarded | None = None
+        self._process: GuardedCommand | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
@@ -39,7 +39,7 @@ class DurableRedis:
         command += ["--dir", str(self._folder.resolve())]
         for name, value in self._settings.items():
             command += [f"--{name}", value]
-        self._process = Guarded(command, log=self._folder / "log")
+        self._process = GuardedCommand(command, log=self._folder / "log")
         give_up = time.monotonic() + 20
         while time.monotonic() < give_up:
             with contextlib.suppress(redis.RedisError), self.client() as client:

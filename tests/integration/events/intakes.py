@@ -26,7 +26,7 @@ class Intake:
 
     async def take(self, *events: Mapping[str, Any]) -> dict[str, Any]:
         """What a request with these events is answered; raises Problem."""
-        return await self.parts.intake.take([*events])
+        return await self.parts.intake.accept_events([*events])
 
     @property
     def results(self) -> Mapping[str, int]:

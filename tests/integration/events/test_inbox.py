@@ -67,7 +67,7 @@ async def test_entries_under_ids_of_a_producers_own_hold_nobody_up(
         fields = {"user": "u", "item": f"i-{sequence}", "time": "1"}
         client.xadd(keyspace.inbox, fields, id=f"1769860800391000-{sequence}")
     async with intake(server.url, keyspace, inbox=True) as running_intake:
-        await running_intake.parts.intake.counts.look()
+        await running_intake.parts.intake.counts.refresh()
         assert await eventually(lambda: is_empty(client, keyspace))
 
     assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
@@ -230,7 +230,7 @@ async def test_an_inbox_is_emptied_at_redis_maxmemory_whoever_starts(
         # It was rejected, and there is no room to keep why.
         assert (
             running_intake.results["missing_field"] == 1
-            and running_intake.parts.intake.counts.dropped == 1
+            and running_intake.parts.intake.counts.dropped_count == 1
         )
 
 

@@ -256,7 +256,7 @@ async def test_an_outage_is_told_and_over_when_redis_is_back(
                 await running_intake.take(event(1))
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
             assert running_intake.parts.intake.counts.refusals["events_unavailable"] == 1
-            await running_intake.parts.intake.counts.look()
+            await running_intake.parts.intake.counts.refresh()
             assert running_intake.parts.intake.counts.gauges == {"up": 0.0}
             server.start()
 

@@ -14,7 +14,7 @@ from cache.events.user_events import UserEvents
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
-from precompute.events.taking import take
+from precompute.events.taking import take_events
 from serving.fresh.newer_events import NewerEvents
 from serving.fresh.newest_position import NewestPosition
 from tests.integration.events.durable_redis import DurableRedis, stream_of
@@ -29,7 +29,7 @@ def taken(client: Any, keyspace: Keyspace, tmp_path: Path) -> ArtefactStore:
     store, now_ms = ArtefactStore(str(tmp_path)), client.time()[0] * 1000
     body = Event("old", 0, b"u", b"i").to_bytes()
     client.xadd(keyspace.events, {"e": body}, id=f"{now_ms + AHEAD_MS}-3")
-    take(store, client, keyspace)
+    take_events(store, client, keyspace)
     client.delete(keyspace.events)
     return store
 
@@ -57,7 +57,7 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
     server: DurableRedis, client: Any, keyspace: Keyspace, taken: ArtefactStore
 ) -> None:
     newest_position = newest_of(taken)
-    await newest_position.look(at_once)
+    await newest_position.load_taken_position(at_once)
     last_position = last_taken(taken)
     async with intake(server.url, keyspace) as running_intake:
         running_intake.newest = newest_position()
@@ -72,8 +72,10 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
         "e-1",
         "e-2",
     ]
-    taken_events = take(taken, client, keyspace)
-    assert taken_events.events == 3 and taken_events.until == positions[-1] == read_taken(taken)
+    taken_events = take_events(taken, client, keyspace)
+    assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken(
+        taken
+    )
 
 
 async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
@@ -104,7 +106,7 @@ async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, taken: Art
     assert newest_of(empty, Position(5, 1), followed=Position(6, 0))() == Position(6, 0)
     for snapshot_position, expected_position in ((BEGINNING, taken_until), (later, later)):
         newest_position = newest_of(taken, snapshot_position)
-        await newest_position.look(at_once)
+        await newest_position.load_taken_position(at_once)
         assert newest_position() == expected_position
 
 
@@ -117,6 +119,6 @@ async def test_what_the_store_cannot_tell_is_told_by_what_is_held(
         read_taken(store)
     newest_position = newest_of(store, Position(5, 0))
 
-    await newest_position.look(at_once)
+    await newest_position.load_taken_position(at_once)
 
     assert newest_position() == Position(5, 0) and "is not known" in caplog.text

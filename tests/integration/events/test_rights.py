@@ -16,14 +16,14 @@ import yaml
 from cache.config.events import EventsConfig
 from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.control.connection import connect_events
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.events.forgetting import forget_in_stream
-from precompute.events.stores import Stores
-from precompute.events.taking import take
+from precompute.events.stores import EventStores
+from precompute.events.taking import take_events
 from precompute.events.trimming import trim
 from serving.events import inbox as inbox_module
 from serving.events.inbox import GROUP
@@ -43,7 +43,7 @@ KEPT = {SHARED: "none", OWN: "everysec"}
 PASSWORDS = {"larder-reader": "reads", "larder-loader": "loads"}
 
 
-def started(name: str, folder: Path, socket: Path) -> Guarded:
+def started(name: str, folder: Path, socket: Path) -> GuardedCommand:
     """The server of a service of compose.yaml, by its own command: on a socket, with files in `folder`."""
     service = SERVICES[name]
     conf = CONF.parent / service["volumes"][0].split(":")[0]
@@ -59,7 +59,7 @@ def started(name: str, folder: Path, socket: Path) -> Guarded:
         "LARDER_READER_PASSWORD": "reads", "LARDER_LOADER_PASSWORD": "loads", "LARDER_PRODUCER_PASSWORD": "produces",
         "REDIS_OPTIONS": f"{options} --port 0 --unixsocket {socket} --dir {folder}",
     }  # fmt: skip
-    return Guarded([shell, flags, script], log=folder / "log", env={**os.environ, **environ})
+    return GuardedCommand([shell, flags, script], log=folder / "log", env={**os.environ, **environ})
 
 
 @pytest.fixture(scope="module", params=[SHARED, OWN])
@@ -98,7 +98,7 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
         counts = running_intake.parts.intake.counts
 
         async def is_inbox_empty() -> bool:
-            await counts.look()
+            await counts.refresh()
             return counts.gauges["inbox_length"] == 0
 
         assert await eventually(is_inbox_empty)
@@ -128,10 +128,12 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
 
         with connect_events(config) as loader:
             forgotten_count = forget_in_stream(
-                loader, KEYS, Erased(frozenset([b"goes"]), frozenset())
+                loader, KEYS, ErasedEntities(frozenset([b"goes"]), frozenset())
             )
-            taken_events = take(store, loader, KEYS)
-            trimmed = trim(Stores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1)
+            taken_events = take_events(store, loader, KEYS)
+            trimmed = trim(
+                EventStores(store, KEYS.namespace), loader, KEYS, keep_s=0.0, stream_bytes=1
+            )
 
         assert forgotten_count >= 2 and taken_events.events == trimmed == event_count - 1
         assert reader.xlen(KEYS.events) == 0

@@ -227,8 +227,10 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     await asyncio.to_thread(followed, own_config, arm_config, services)
     assert seen(services[0], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
     # What the arm's previous generation was is held, too: its retire leaves it.
-    assert all(previous_generation in replica.holds for replica in beating(arm_config))
-    assert not any(previous_generation in replica.holds for replica in beating(own_config))
+    assert all(previous_generation in replica.held_generations for replica in beating(arm_config))
+    assert not any(
+        previous_generation in replica.held_generations for replica in beating(own_config)
+    )
 
     await asyncio.to_thread(roll_back, arm_config)
     assert live_of(arm_config) == previous_generation
@@ -266,7 +268,7 @@ async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served
     users = sorted(histories(own_config))[:2]
     assignment_before = seen(services[0], users)
 
-    await asyncio.to_thread(changes.share, own_config, "ranker", key_share=0.9)
+    await asyncio.to_thread(changes.change_shares, own_config, "ranker", key_share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
     after = seen(services[0], users)
 

@@ -34,8 +34,8 @@ from precompute.releases.sweep import retire, sweepable
 from serving.experiments.arms import Arms
 from serving.experiments.exposures import ExposureLog
 from serving.experiments.router import ExperimentRouter
-from serving.generations.holder import Shelf
-from serving.generations.pointer_follower import Follower
+from serving.generations.holder import GenerationHolder
+from serving.generations.pointer_follower import PointerFollower
 from serving.generations.redis_clock import RedisClock
 from serving.generations.snapshot import Snapshot
 from serving.lookup.service import LookupService
@@ -43,7 +43,7 @@ from serving.metrics.registry import Metrics
 from serving.replica.background import Refresher
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.heartbeat import Heartbeat
-from serving.requests.models import Reported
+from serving.requests.models import FeedbackReport
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -115,10 +115,10 @@ class HeldByReplica:
         store, metrics = days.store_of(namespace), Metrics()
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
-        holder = Shelf(
+        holder = GenerationHolder(
             self._open, metrics, warm=self._warm, in_thread=asyncio.to_thread, timer=clock
         )
-        self.follower = Follower(
+        self.follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
             in_thread=asyncio.to_thread, timer=clock,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class HeldByReplica:
 
     async def look(self) -> None:
         """What the background does every second."""
-        await self.follower.look()
+        await self.follower.poll_pointer()
         await self.follower.settled()
         await self.refresher.beat()
 
@@ -182,7 +182,7 @@ class SimReplica:
     async def look(self) -> None:
         """All that the background does, once."""
         await self.own.look()
-        await self.arms.look()
+        await self.arms.refresh()
         await self.arms.settled()
         needed = self.arms.record.namespaces(self._days.namespaces[0])
         for namespace, replica_namespace in self.held.items():
@@ -298,13 +298,13 @@ class ThirtyDays:
             self.start("third", 0.3)
 
         def shares_grow() -> None:
-            changes.share(self.config, "second", key_share=0.3)
+            changes.change_shares(self.config, "second", key_share=0.3)
 
         def arms_change() -> None:
-            changes.share(self.config, "first", arms={"control": 0.2, "b": 0.8})
+            changes.change_shares(self.config, "first", arms={"control": 0.2, "b": 0.8})
 
         def shares_shrink() -> None:
-            changes.share(
+            changes.change_shares(
                 self.config, "third", key_share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
             )
 
@@ -414,8 +414,10 @@ class ThirtyDays:
             users = self.rng.sample(USERS, USERS_ASKED)
             lookup = ask(*(entity(user) for user in users), canary_key=key)
             service, assigned = replica.router.route(lookup.entities, lookup.options)
-            served, _ = service.trial.route(service.holding(), lookup.entities, lookup.options)
-            answers = replica.router.mark(
+            served, _ = service.trial.route(
+                service.capture_served(), lookup.entities, lookup.options
+            )
+            answers = replica.router.attach_arm(
                 assigned, await service.ladder.lookup(served, lookup, self.clock())
             )
             self.check_answers(key, answers)
@@ -424,7 +426,7 @@ class ThirtyDays:
                 self.exposed.add((name, hour, arm, key.decode()))
                 self.asked[assigned_arm] += 1
                 if self.rng.random() < 0.2:
-                    feedback_report = Reported(None, key, None, "click", 1)
+                    feedback_report = FeedbackReport(None, key, None, "click", 1)
                     assert replica.router.feedback(feedback_report)["experiment"] == f"{name}={arm}"
                     self.clicked[assigned_arm] += 1
         for flushed_replica in self.replicas:
@@ -522,7 +524,9 @@ class ThirtyDays:
         """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
         night = self.nights[namespace]
         held_generations = {
-            generation_id for replica in night.control.replicas() for generation_id in replica.holds
+            generation_id
+            for replica in night.control.replicas()
+            for generation_id in replica.held_generations
         }
         ledger = night.releases.ledger()
         return (

@@ -27,7 +27,7 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig
-from precompute.partitions.grouping import by_time, latest_of_each
+from precompute.partitions.grouping import by_time, last_occurrence_mask
 from tests.integration.nights import UNTIL, build_verified, publish
 from tests.integration.serving_app import Running, eventually
 from tests.opened import open_generation
@@ -225,7 +225,7 @@ def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) ->
     users, ordinals, times = users[is_known], ordinals[is_known], times[is_known]
     order = by_time(users, times)
     users, ordinals, times = users[order], ordinals[order], times[order]
-    keep = latest_of_each(users, ordinals)
+    keep = last_occurrence_mask(users, ordinals)
     users, ordinals, times = users[keep], ordinals[keep], times[keep]
     return Grouped(np.searchsorted(users, np.arange(len(rows) + 1)), ordinals, times)
 
@@ -235,7 +235,7 @@ async def until_counted(app: Running, world: EventWorld) -> None:
     newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
-        return app.service.ladder.newer.users.last >= newest_number
+        return app.service.ladder.newer_events.users.last >= newest_number
 
     assert await eventually(has_all, timeout_s)
 

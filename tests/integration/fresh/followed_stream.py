@@ -76,4 +76,6 @@ class Stream:
 
     def items(self, user: str, after: Position = BEGINNING) -> list[bytes]:
         """Items of a user's events in memory."""
-        return [event.item for event in self.newer.users.newer(user.encode(), after.number)]
+        return [
+            event.item for event in self.newer.users.list_events_after(user.encode(), after.number)
+        ]

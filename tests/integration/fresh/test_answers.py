@@ -47,7 +47,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_of_nobody_else(told:
         assert same_list(answer, *told.expected(user)) and "approximate" not in answer
     ready = told.app.service.tiers.local.ready(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.is_newer
-    assert ready.events is told.app.service.ladder.newer.packed[user.encode()]
+    assert ready.events is told.app.service.ladder.newer_events.packed[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
     await told.clicks(user, answers[0]["items"][0])
     later_answer = await told.one(user)
@@ -183,8 +183,8 @@ async def test_without_a_model_for_events_the_stored_list_answers(told: Told) ->
     user = told.world.known[6]
     stored_answer = await told.one(user)
     await told.clicks(user, stored_answer["items"][0])
-    holder = told.app.service.follower.shelf
-    served = holder.holding
+    holder = told.app.service.follower.holder
+    served = holder.served
     assert served is not None and served.live.events is not None
     lame = replace(served.live, events=replace(served.live.events, predictor=None))
     holder.put(dataclasses.replace(served, live=lame))
@@ -242,7 +242,7 @@ async def test_blocked_users_and_items_stay_out(told: Told) -> None:
     item = (await told.one(friend))["items"][0]
     await told.clicks(user, item)
     await told.clicks(friend, told.world.items[11])
-    holder = told.app.service.follower.shelf
+    holder = told.app.service.follower.holder
     blocklist = replace(
         holder.blocklist,
         version=9,
@@ -323,7 +323,7 @@ async def test_an_event_between_the_list_and_its_vector_is_counted_by_neither(
     async def resolved(*args: Any) -> list[dict[str, Any]]:
         answers = await resolve(*args)
         position = Position(told.world.accepted[-1][0].ms + 1, 0)
-        told.app.service.ladder.newer.users.add(position, late)
+        told.app.service.ladder.newer_events.users.add(position, late)
         return answers
 
     monkeypatch.setattr(told.app.service.ladder, "resolve", resolved)

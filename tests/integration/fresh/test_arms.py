@@ -12,7 +12,7 @@ import pytest
 from cache.config.events import EventsConfig
 from cache.events.position import BEGINNING
 from serving.lookup.service import LookupService
-from serving.requests.models import Ask, RequestedEntity, RequestOptions
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.integration.fresh.events_world import EVENTS, EventWorld
 from tests.integration.nights import NEXT, prepare
 from tests.integration.serving_app import Running, eventually, serving
@@ -49,8 +49,8 @@ async def held(app: Running, arm: EventWorld) -> AsyncIterator[LookupService]:
 async def asked(service: LookupService, user: str) -> dict[str, Any]:
     """The answer of a namespace."""
     entity = RequestedEntity(TABLE, user, user.encode(), "id")
-    lookup = Ask((entity,), RequestOptions(5.0))
-    (answer,) = await service.ladder.lookup(service.holding(), lookup, time.monotonic())
+    lookup = LookupRequest((entity,), RequestOptions(5.0))
+    (answer,) = await service.ladder.lookup(service.capture_served(), lookup, time.monotonic())
     return dict(answer)
 
 
@@ -102,7 +102,7 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
             return "events" in await asked(app.service, user)
 
         assert await eventually(has_counted_events)
-        live = service.follower.shelf.live
+        live = service.follower.holder.live
         assert live is not None and (live.generation, live.events) == (generation, None)
         assert "events" not in await asked(service, user)
 
@@ -122,7 +122,7 @@ async def test_where_no_events_are_taken_in_nothing_is_said_of_arms(
     generation = arm.publish(BEGINNING, NEXT)
 
     async with serving(own.config) as app, held(app, arm) as service:
-        assert service.holding().live.generation == generation
+        assert service.capture_served().live.generation == generation
 
     assert not [
         message

@@ -13,7 +13,7 @@ async def live(app: Running, generation: str) -> bool:
     """Waits until a generation is live."""
 
     async def is_live() -> bool:
-        served = app.service.follower.holding
+        served = app.service.follower.served
         return served is not None and served.live.generation == generation
 
     return await eventually(is_live)
@@ -82,7 +82,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(
         assert [answer["source"] for answer in answers[1:]] == ["l1"] * 3
         assert all(answer["producer"] == "batch" and "events" not in answer for answer in answers)
         # The previous generation is held, and lacks it: a rollback must find it.
-        assert user.encode() in app.service.ladder.newer.packed
+        assert user.encode() in app.service.ladder.newer_events.packed
 
 
 async def test_where_no_generation_tells_of_events_none_are_followed(
@@ -99,4 +99,4 @@ async def test_where_no_generation_tells_of_events_none_are_followed(
         assert answer["producer"] == "batch" and "events" not in answer
         assert "stale" not in answer
     async with serving(world.config) as app:  # switched off
-        assert not app.service.ladder.newer.packed
+        assert not app.service.ladder.newer_events.packed

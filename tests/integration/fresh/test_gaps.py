@@ -21,7 +21,7 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
 
 
 async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) -> None:
-    user, newer_events = told.world.known[0], told.app.service.ladder.newer
+    user, newer_events = told.world.known[0], told.app.service.ladder.newer_events
     stored_answer = await told.one(user)
     await told.clicks(user, stored_answer["items"][0], stored_answer["items"][1])
     first = told.world.accepted[-2][0].number
@@ -40,9 +40,9 @@ async def test_who_may_lack_events_is_answered_as_stored_and_marked(told: Told) 
 async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
     told: Told,
 ) -> None:
-    user, newer_events = told.world.known[1], told.app.service.ladder.newer
+    user, newer_events = told.world.known[1], told.app.service.ladder.newer_events
     await told.clicks(user, *told.world.items[:3])
-    snapshot, raw = told.app.service.follower.shelf.live, user.encode()
+    snapshot, raw = told.app.service.follower.holder.live, user.encode()
     assert snapshot is not None
     table, all_packed_events = snapshot.manifest.tables["user_topk"], newer_events.users.packed[raw]
     digests, answers = set(), []
@@ -51,8 +51,8 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
         newer_events.users.drop_until(
             told.world.accepted[lacks - 4][0].number if lacks else 0, [raw]
         )
-        newer_events.users.since = 0  # one that does not know that something lacks
-        counted_events = newer_events.counted(snapshot, table, raw, -1)
+        newer_events.users.complete_after_number = 0  # one that does not know that something lacks
+        counted_events = newer_events.find_counted_events(snapshot, table, raw, -1)
         assert counted_events is not None and counted_events.events == 3 - lacks
         digests.add(counted_events.digest)
         answers.append(await told.one(user))

@@ -59,7 +59,7 @@ def new_in(answer: dict[str, Any]) -> set[str]:
 
 def live_of(app: Running) -> Snapshot:
     """The live snapshot."""
-    live_snapshot = app.service.follower.shelf.live
+    live_snapshot = app.service.follower.holder.live
     assert live_snapshot is not None
     return live_snapshot
 
@@ -238,14 +238,14 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
             item for item in named["items"] if item in new_in(named)
         ]
 
-        holder = app.service.follower.shelf
+        holder = app.service.follower.holder
         blocklist = Blocklist(9, items=frozenset([new_items[0].encode()]))
         await holder.block(blocklist)
         assert new_items[0] not in (await lists(app, [entity]))[0]["items"]
         await until(app, lambda live: len(live.new_items) == 5)
         (answer,) = await lists(app, [entity])
         assert new_in(answer) == set(new_items[1:]) and not answer["short"]
-        newer_events = app.service.ladder.newer
+        newer_events = app.service.ladder.newer_events
         assert new_items[0].encode() not in newer_events.items
         raw = new_items[0].encode()
         assert not newer_events.values.of_items([raw], 0).of(raw)
@@ -364,15 +364,23 @@ async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> Non
             Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True})
         )
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.newer(0)] == [b"i0", b"i1", b"i2"]
+    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [
+        b"i0",
+        b"i1",
+        b"i2",
+    ]
 
     stream.shelf.blocklist = Blocklist(1, items=frozenset([b"i1"]))
     await stream.steps()
     stream.accept(Event("again", 0, item=b"i1", features={"size": 9}))
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.newer(0)] == [b"i0", b"i2"]
+    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [b"i0", b"i2"]
 
     stream.shelf.blocklist = Blocklist(2)
     await stream.steps()
-    assert [new_item.raw for new_item in stream.newer.items.newer(0)] == [b"i0", b"i2", b"i1"]
+    assert [new_item.raw for new_item in stream.newer.items.list_items_after(0)] == [
+        b"i0",
+        b"i2",
+        b"i1",
+    ]
     assert stream.newer.values.of_items([b"i1"], 0).of(b"i1") == {"size": 9, "stock": True}

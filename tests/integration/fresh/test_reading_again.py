@@ -57,7 +57,11 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(600)] + [b"c"]
     assert len(while_reading) == 3 and while_reading[-1] == stream.items("w") == [b"new"]
     assert stream.newer.packed[b"v"] is packed
-    assert stream.newer.users.since == stream.newer.values.since == first.number
+    assert (
+        stream.newer.users.complete_after_number
+        == stream.newer.values.complete_after_number
+        == first.number
+    )
 
 
 async def test_an_outage_while_somebodys_events_are_read_again_loses_none(

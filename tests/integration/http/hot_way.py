@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.fast_lookup.coalescer import LEAST
-from serving.fast_lookup.dispatcher import Hot
-from serving.http.asgi_app import Front
+from serving.fast_lookup.coalescer import GROUP_SIZE_MIN
+from serving.fast_lookup.dispatcher import FastLookups
+from serving.http.asgi_app import AsgiApp
 from serving.http.service import Service
 from serving.requests.bodies import Messages
 from serving.tracing.request_context import CALLER
@@ -43,9 +43,9 @@ class Asked:
 class Ways:
     """The same running service, with and without its hot route."""
 
-    app: Front
+    app: AsgiApp
     runner: asyncio.Runner
-    hot: Hot = field(init=False)
+    hot: FastLookups = field(init=False)
     joins: bool = False
     """Whether requests of one turn come as from a connection that needs no task for them."""
     joined: int = 0
@@ -53,7 +53,7 @@ class Ways:
 
     def __post_init__(self) -> None:
         assert self.app.fast is not None
-        self.hot = Hot(self.service, clock=lambda: NOW)
+        self.hot = FastLookups(self.service, clock=lambda: NOW)
         ladder: Any = self.service.ladder
         ladder._clock = ladder.reply._clock = lambda: NOW
 
@@ -78,7 +78,7 @@ class Ways:
     def ask_at_once(self, requests: Iterable[Asked]) -> list[Sent]:
         """Requests of one turn of the loop, the hot way, as if as many had come together before."""
         self.app.fast = self.hot
-        self.hot._singles._together._expected = LEAST
+        self.hot._singles._coalescer._expected = GROUP_SIZE_MIN
 
         async def all_of_them() -> list[Sent]:
             call = self._joined if self.joins else _call
@@ -86,20 +86,20 @@ class Ways:
 
         return self.runner.run(all_of_them())
 
-    async def _joined(self, app: Front, request: Asked) -> Sent:
-        get = self.hot.asked(self._identified(_scope(request)))
-        group_future = None if get is None else app.joins(get)
+    async def _joined(self, app: AsgiApp, request: Asked) -> Sent:
+        get = self.hot.parse_get(self._identified(_scope(request)))
+        group_future = None if get is None else app.try_join(get)
         if get is not None and group_future is not None:
             assert not group_future.done()
             self.joined += 1
             await asyncio.wait([group_future])
-            if (body := app.joined(group_future)) is not None:
+            if (body := app.finish_joined(group_future)) is not None:
                 head = (
                     (b"content-length", b"%d" % len(body)),
                     (b"content-type", b"application/json"),
                 )
                 return Sent(200, head, body)
-            if (messages := await app.after(get, group_future)) is not None:
+            if (messages := await app.answer_after_join(get, group_future)) is not None:
                 start, end = messages
                 return Sent(start["status"], _plain(start["headers"]), end["body"])
         return await _call(app, request)
@@ -109,7 +109,7 @@ class Ways:
 
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""
-        parsed_get = self.hot.asked(self._identified(scope))
+        parsed_get = self.hot.parse_get(self._identified(scope))
         return None if parsed_get is None else await self.hot.get(parsed_get)
 
     def both(self, request: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
@@ -145,7 +145,7 @@ def _scope(request: Asked) -> dict[str, Any]:
     }
 
 
-async def _call(app: Front, request: Asked) -> Sent:
+async def _call(app: AsgiApp, request: Asked) -> Sent:
     pieces = list(request.pieces)
     messages: list[Any] = []
 

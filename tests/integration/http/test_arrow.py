@@ -50,7 +50,7 @@ def ways(night: NightConfig) -> Iterator[Ways]:
             ways = Ways(app, runner)
 
             async def has_previous() -> bool:
-                return ways.service.holding().previous is not None
+                return ways.service.capture_served().previous is not None
 
             assert runner.run(eventually(has_previous))
             yield ways
@@ -162,8 +162,8 @@ def test_a_long_batch_is_whole_and_in_order(ways: Ways, night: NightConfig) -> N
 
 
 def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
-    generation = ways.service.holding().live.generation
-    previous = ways.service.holding().previous
+    generation = ways.service.capture_served().live.generation
+    previous = ways.service.capture_served().previous
     assert previous is not None
     entities = [
         users[0],
@@ -195,7 +195,7 @@ def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
 def test_where_pages_of_the_night_are_gone_the_previous_one_answers_in_both_forms(
     ways: Ways, night: NightConfig, users: list[str], table: str
 ) -> None:
-    served = ways.service.holding()
+    served = ways.service.capture_served()
     assert served.previous is not None
     client = redis.Redis.from_url(night.redis_url or "", protocol=2)
     prefix = f"larder:1:{night.namespace}:g:{served.live.generation}:{table}:"
@@ -219,7 +219,7 @@ def test_blocked_items_and_entities_are_left_out_of_both_forms(
     first = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
     blocked_items = frozenset({first[0]["items"][0].encode()})
     blocklist = Blocklist(1, blocked_items, frozenset({users[1].encode()}))
-    ways.runner.run(ways.service.follower.shelf.block(blocklist))
+    ways.runner.run(ways.service.follower.holder.block(blocklist))
 
     answers = same_both_ways(ways, {"entities": users, "k": 5}, "user_topk")
 

@@ -147,7 +147,7 @@ async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
         await asyncio.to_thread(publish, night, next_)
 
         async def followed() -> bool:
-            served = app.service.follower.holding
+            served = app.service.follower.served
             return served is not None and served.live.generation == next_
 
         assert await eventually(followed)

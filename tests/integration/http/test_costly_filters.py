@@ -39,13 +39,13 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every filter is such as is worked out in a thread, and takes until the gate is opened."""
     filter_gate = Gate()
-    evaluate = Filtering.passing
+    evaluate = Filtering.evaluate
 
     def waiting(filtering: Filtering, filter_: Any) -> Any:
         filter_gate.wait(filter_)
         return evaluate(filtering, filter_)
 
-    monkeypatch.setattr(Filtering, "passing", waiting)
+    monkeypatch.setattr(Filtering, "evaluate", waiting)
     for limit in (
         "_INLINE_COST",
         "_INLINE_ITEMS",

@@ -54,7 +54,7 @@ async def counts(service: Running) -> dict[str, Any]:
         "l1": (len(inner.tiers.local), list(inner.tiers.local._entries)),
         "negative": len(inner.tiers.negative),
         "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
-        "writes": inner.tiers.writes.stored,
+        "writes": inner.tiers.writes.stored_count,
         "recent": list(inner.ladder.recent),
     }
 

@@ -130,7 +130,7 @@ async def test_a_value_that_is_gone_is_not_answered_by_the_night_before(
     async with serving(later, l2_deadline_ms=2_500.0) as running:
 
         async def has_previous() -> bool:
-            return running.service.holding().previous is not None
+            return running.service.capture_served().previous is not None
 
         assert await eventually(has_previous)
         answers = (await running.post("/v1/lookup/shelf", {"entities": [BRANDS[0], "sale"]}))[
@@ -152,7 +152,7 @@ async def test_without_interactions_they_go_by_the_mean_score(
     )
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         answers = (await running.post("/v1/lookup/brands", {"entities": BRANDS}))["answers"]
-        live = running.service.holding().live
+        live = running.service.capture_served().live
         defaults = orjson.loads((live.root / "defaults.json").read_bytes())["user_topk"]["items"]
 
     items_by_value = {answer["id"]: answer["items"] for answer in answers}

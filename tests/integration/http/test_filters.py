@@ -19,7 +19,7 @@ from serving.admission.controller import Admission
 from serving.client import AsyncClient, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
-from serving.lookup.entity import Case
+from serving.lookup.entity import PendingAnswer
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
@@ -180,7 +180,7 @@ async def test_part_of_the_previous_list_is_told_to_be_of_the_previous_generatio
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(
-        _self: object, _served: object, cases: list[Case], _context: object
+        _self: object, _served: object, cases: list[PendingAnswer], _context: object
     ) -> list[None]:
         return [None] * len(cases)
 
@@ -194,7 +194,7 @@ async def test_part_of_the_previous_list_is_told_to_be_of_the_previous_generatio
     async with serving(shop.night, l2_deadline_ms=2_500.0, sketch_s=0.0) as running:
 
         async def has_previous() -> bool:
-            return running.service.holding().previous is not None
+            return running.service.capture_served().previous is not None
 
         assert await eventually(has_previous)
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
@@ -278,7 +278,7 @@ async def test_where_no_vector_can_be_had_a_list_answers_as_far_as_it_goes(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(
-        _self: object, _served: object, cases: list[Case], _context: object
+        _self: object, _served: object, cases: list[PendingAnswer], _context: object
     ) -> list[None]:
         return [None] * len(cases)
 
@@ -320,7 +320,7 @@ async def test_short_means_that_fewer_pass_in_all_also_of_what_is_not_found_by_v
     shop: Shop, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
     async def none(
-        _self: object, _served: object, cases: list[Case], _context: object
+        _self: object, _served: object, cases: list[PendingAnswer], _context: object
     ) -> list[None]:
         return [None] * len(cases)
 
@@ -394,7 +394,7 @@ def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> Non
 def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
     users, count = sorted(shop.users), 18_432  # five a second
     for ways in running(shop.night, l1_bytes=1 << 20):
-        live = ways.service.holding().live
+        live = ways.service.capture_served().live
         assert live.filtering is not None
         # A bound that so few filters reach.
         live.filtering._masks = Masks(live.filtering._masks.attributes, 100 << 10)
@@ -411,7 +411,7 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
 
         bytes_before = send_and_measure_memory(0)
         after = send_and_measure_memory(count)
-        assert live.filtering._masks._kept.currsize <= 100 << 10
+        assert live.filtering._masks._cached_masks.currsize <= 100 << 10
         assert after - bytes_before < 2 << 20, (
             f"{(after - bytes_before) / count:.0f} bytes for each filter"
         )

@@ -46,7 +46,7 @@ def ways(night: NightConfig) -> Iterator[Ways]:
 @pytest.fixture(scope="module")
 def lists(night: NightConfig, ways: Ways) -> dict[str, dict[str, list[str]]]:
     """The first of each list by table and id, as they lie in the page files."""
-    generation = ways.service.holding().live.generation
+    generation = ways.service.capture_served().live.generation
     lists_by_table = {
         table: top_lists(night, generation, list(KNOWN), table)
         for table in ("user_topk", "item_similar")

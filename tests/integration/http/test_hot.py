@@ -20,7 +20,7 @@ from serving.admission import gate
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
 from serving.fast_lookup import batch_request
-from serving.lookup.entity import want_in
+from serving.lookup.entity import find_record_key
 from serving.requests import content
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import K, build_night, histories
@@ -160,9 +160,9 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
     lookup_requests = [get(users[0], b"k=20"), post({"entities": users[:300], "k": 20})]
     for request in lookup_requests:
         for source in (b'"source":"l2"', b'"source":"l1"', b'"source":"l1"'):
-            ways.service.metrics.tally.take()
+            ways.service.metrics.tally.drain()
             response = ways.ask(request)
-            _, requests = ways.service.metrics.tally.take()
+            _, requests = ways.service.metrics.tally.drain()
             assert response.status == 200 and source in response.body
             assert sum(requests.values()) == 1
         ways.forget()
@@ -173,11 +173,11 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
 
 def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
     stranger = {"id": "stranger-of-the-hot-way", "history": ["i-00001", "i-00002"]}
-    ways.service.metrics.tally.take()
+    ways.service.metrics.tally.drain()
 
     response = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
 
-    _, requests = ways.service.metrics.tally.take()
+    _, requests = ways.service.metrics.tally.drain()
     answers = json.loads(response.body)["answers"]
     assert [answer["source"] for answer in answers] == ["live", "l2"]
     assert sum(requests.values()) == 1
@@ -198,7 +198,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
     first = [json.loads(ways.ask(get_request).body) for _ in range(3)][-1]
     blocked_item = first["items"][0].encode()
 
-    ways.runner.run(ways.service.follower.shelf.block(Blocklist(1, frozenset({blocked_item}))))
+    ways.runner.run(ways.service.follower.holder.block(Blocklist(1, frozenset({blocked_item}))))
     second = json.loads(ways.ask(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
@@ -211,7 +211,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
         assert fast_responses == slow
 
     erased = Blocklist(2, entities=frozenset({users[0].encode()}))
-    ways.runner.run(ways.service.follower.shelf.block(erased))
+    ways.runner.run(ways.service.follower.holder.block(erased))
     erased_answer = json.loads(ways.ask(get_request).body)
 
     assert (erased_answer["source"], erased_answer["reason"]) == ("default", "entity_blocked")
@@ -225,14 +225,14 @@ def test_while_a_canary_runs_every_request_is_routed_and_counted(
     get_request = get(users[0], b"k=5")
     for _ in range(3):
         ways.ask(get_request)
-    ways.service.metrics.tally.take()
+    ways.service.metrics.tally.drain()
 
-    ways.service.follower.shelf.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
-    ways.service.follower.shelf.divide(by_experiments=False)
+    ways.service.follower.holder.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
+    ways.service.follower.holder.divide(by_experiments=False)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.ask(request).status == 200
 
-    assert ways.service.metrics.tally.take() == ({}, {})
+    assert ways.service.metrics.tally.drain() == ({}, {})
     count_by_label = ways.scraped("larder_canary_requests_total")
     assert sum(count_by_label.values()) == 2
 
@@ -250,13 +250,13 @@ def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passe
         post({"entities": users[:3]}, headers=[(b"x-larder-arm", b"e=a")]),
     ):
         assert ways.ask(request).status == 409
-    ways.service.metrics.tally.take()
+    ways.service.metrics.tally.drain()
 
-    ways.service.follower.shelf.divide(by_experiments=True)
+    ways.service.follower.holder.divide(by_experiments=True)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.ask(request).status == 200
 
-    assert ways.service.metrics.tally.take() == ({}, {})
+    assert ways.service.metrics.tally.drain() == ({}, {})
 
 
 def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None:
@@ -355,9 +355,9 @@ def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: l
 def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
     ways: Ways, users: list[str], at: int, raw: bytes
 ) -> None:
-    live = ways.service.holding().live
+    live = ways.service.capture_served().live
     table = live.manifest.tables["user_topk"]
-    record_keys = [want_in(live, table, user.encode()) for user in users[:4]]
+    record_keys = [find_record_key(live, table, user.encode()) for user in users[:4]]
     for request in (get(users[0], b"k=20"), post({"entities": users[:4], "k": 20})):
         response_pairs = []
         for is_fast in (True, False):

@@ -13,8 +13,8 @@ from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.tiers.addressing import reads_of
 from precompute.config.settings import NightConfig
-from serving.fast_lookup.coalescer import LEAST, MOST
-from serving.lookup.entity import want_in
+from serving.fast_lookup.coalescer import GROUP_SIZE_MAX, GROUP_SIZE_MIN
+from serving.lookup.entity import find_record_key
 from tests.integration.http.hot_way import Asked, Sent, Ways, running
 from tests.integration.nights import K, build_night, histories
 
@@ -74,15 +74,15 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
 def test_nobody_waits_for_company_unless_many_came_of_late(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.hot._singles._together
+    coalescer = ways.hot._singles._coalescer
     joined: list[str] = []
-    join = coalescer.ask
+    join = coalescer.join
 
     def watched(request: Any) -> Any:
         joined.append(request.asked.id)
         return join(request)
 
-    monkeypatch.setattr(coalescer, "ask", watched)
+    monkeypatch.setattr(coalescer, "join", watched)
 
     async def wave(names: list[str]) -> None:
         await asyncio.gather(*(ways.alone(_scope(name)) for name in names))
@@ -90,15 +90,15 @@ def test_nobody_waits_for_company_unless_many_came_of_late(
             await asyncio.sleep(0)
 
     ways.runner.run(wave(users[:1]))
-    ways.runner.run(wave(users[1 : 2 + LEAST]))
+    ways.runner.run(wave(users[1 : 2 + GROUP_SIZE_MIN]))
     assert not joined
 
-    ways.runner.run(wave(users[40 : 40 + LEAST]))
-    assert joined == users[40 : 40 + LEAST]
+    ways.runner.run(wave(users[40 : 40 + GROUP_SIZE_MIN]))
+    assert joined == users[40 : 40 + GROUP_SIZE_MIN]
 
     for user in users[60:66]:
         ways.runner.run(wave([user]))
-    assert joined == [*users[40 : 40 + LEAST], users[60]]
+    assert joined == [*users[40 : 40 + GROUP_SIZE_MIN], users[60]]
 
 
 def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
@@ -133,7 +133,7 @@ def _of_l1(response: Sent) -> tuple[int, bytes]:
 
 
 def test_more_than_a_group_holds_are_several_groups(ways: Ways, users: list[str]) -> None:
-    requests = [get(user, b"k=5") for user in (users * 3)[: 2 * MOST + 10]]
+    requests = [get(user, b"k=5") for user in (users * 3)[: 2 * GROUP_SIZE_MAX + 10]]
 
     grouped_responses = ways.ask_at_once(requests)
 
@@ -161,26 +161,28 @@ def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) ->
 def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coalescer = ways.hot._singles._together
-    coalescer._expected = LEAST
+    coalescer = ways.hot._singles._coalescer
+    coalescer._expected = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[object]:
-        tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * LEAST]]
-        resolve_group = coalescer._tell
+        tasks = [
+            asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * GROUP_SIZE_MIN]
+        ]
+        resolve_group = coalescer._resolve_group
 
         async def leaving(*arguments: Any) -> None:
             asyncio.get_running_loop().call_soon(tasks[3].cancel)
             await resolve_group(*arguments)
 
-        monkeypatch.setattr(coalescer, "_tell", leaving)
+        monkeypatch.setattr(coalescer, "_resolve_group", leaving)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     outcomes = ways.runner.run(run_iteration())
 
     assert isinstance(outcomes[3], asyncio.CancelledError)
     assert all(isinstance(outcome, tuple) for index, outcome in enumerate(outcomes) if index != 3)
-    answers, requests = ways.service.metrics.tally.take()
-    assert sum(answers.values()) == sum(requests.values()) == 2 * LEAST - 1
+    answers, requests = ways.service.metrics.tally.drain()
+    assert sum(answers.values()) == sum(requests.values()) == 2 * GROUP_SIZE_MIN - 1
     assert not coalescer._tasks and not len(ways.service.tiers.flights)
 
 
@@ -208,8 +210,8 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
     assert len(read_as_rows) == 1 and 0 < read_as_rows[0] <= 20
 
     ways.forget()
-    coalescer = ways.hot._singles._together
-    monkeypatch.setattr(coalescer, "_still_have_time", lambda _members: False)
+    coalescer = ways.hot._singles._coalescer
+    monkeypatch.setattr(coalescer, "_has_time_for_all", lambda _members: False)
     assert {response.status for response in ways.ask_at_once(requests)} == {200}
     assert len(read_as_rows) == 1
 
@@ -253,11 +255,11 @@ def test_what_fails_together_is_answered_alone(
 
 def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     """Each request is answered from what it captured."""
-    holder = ways.service.follower.shelf
-    old = ways.service.holding()
+    holder = ways.service.follower.holder
+    old = ways.service.capture_served()
     new = dataclasses.replace(old, live=old.live.released_as(old.live.epoch + 1, 1_800_000_000.0))
     fast_lookups = ways.hot
-    fast_lookups._singles._together._expected = LEAST
+    fast_lookups._singles._coalescer._expected = GROUP_SIZE_MIN
 
     async def run_iteration() -> list[Any]:
         loop = asyncio.get_running_loop()
@@ -269,7 +271,7 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     try:
         answers = [json.loads(answer[1]["body"]) for answer in ways.runner.run(run_iteration())]
     finally:
-        holder.holding = old
+        holder.served = old
 
     publication_times = [answer["published_at"] for answer in answers]
     assert publication_times == [old.live.published_at] * 10 + [new.live.published_at] * 10
@@ -289,8 +291,8 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
 def test_a_damaged_record_costs_nobody_else_an_answer(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch, at: int, raw: bytes
 ) -> None:
-    live = ways.service.holding().live
-    record_key = want_in(live, live.manifest.tables["user_topk"], users[8].encode())
+    live = ways.service.capture_served().live
+    record_key = find_record_key(live, live.manifest.tables["user_topk"], users[8].encode())
     (damaged_read,) = reads_of(live.view, [record_key])
     remote: Any = ways.service.tiers._remote
     read = remote.submit
@@ -328,14 +330,14 @@ def test_what_lies_in_memory_waits_for_no_read(
     monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())
 
     async def run_iteration() -> list[bool]:
-        ways.hot._singles._together._expected = LEAST
+        ways.hot._singles._coalescer._expected = GROUP_SIZE_MIN
         tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[:10]]
         for _ in range(20):
             await asyncio.sleep(0)
         done_flags = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
-        for task in ways.hot._singles._together._tasks:
+        for task in ways.hot._singles._coalescer._tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return done_flags
@@ -347,7 +349,7 @@ def test_what_is_blocked_is_gone_from_a_turn(ways: Ways, users: list[str]) -> No
     requests = [get(user, b"k=5") for user in users[:20]]
     blocked_item = json.loads(ways.ask(requests[0]).body)["items"][0].encode()
     blocklist = Blocklist(1, frozenset({blocked_item}), entities=frozenset({users[5].encode()}))
-    ways.runner.run(ways.service.follower.shelf.block(blocklist))
+    ways.runner.run(ways.service.follower.holder.block(blocklist))
 
     ways.forget()
     grouped_responses = ways.ask_at_once(requests)

@@ -21,8 +21,8 @@ from uvicorn.server import ServerState
 
 from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.fast_http.connection import Shared, protocol
-from serving.fast_lookup.dispatcher import Hot
+from serving.fast_http.connection import SharedState, protocol
+from serving.fast_lookup.dispatcher import FastLookups
 from serving.http.http1_protocol import Http1Protocol
 from tests import hostile
 from tests.integration.http.hot_way import NOW
@@ -52,7 +52,7 @@ class Court:
 
     runner: asyncio.Runner
     state: ServerState
-    shared: Shared
+    shared: SharedState
     users: list[str]
     ours: Callable[[], asyncio.Protocol]
     judges: Callable[[], asyncio.Protocol]
@@ -76,12 +76,15 @@ class Court:
 
     def agree(self, pieces: list[bytes], *, waits: bool = False) -> None:
         """Fails unless both answer alike, or a bound was passed."""
-        ended_count = self.shared.connections.ended.total()
+        ended_count = self.shared.connections.ended_by_reason.total()
         for quiet_s in (QUIET_S, PATIENT_S):
             service_reply, judges = self.both(pieces, quiet_s, waits=waits)
             if service_reply == judges:
                 return
-        assert self.shared.connections.ended.total() > ended_count, (service_reply, judges)
+        assert self.shared.connections.ended_by_reason.total() > ended_count, (
+            service_reply,
+            judges,
+        )
         answered, _, refusal = service_reply.data.rpartition(b"HTTP/1.1 ")
         answered_data = answered if REFUSED.match(b"HTTP/1.1 " + refusal) else service_reply.data
         assert service_reply.is_ended, (service_reply, judges)
@@ -146,7 +149,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 @pytest.fixture(scope="module")
 def court(night: NightConfig) -> Iterator[Court]:
     app = create_app(service_settings(night, poll_s=60.0, blocklist_poll_s=60.0))
-    state, shared = ServerState(), Shared(app)
+    state, shared = ServerState(), SharedState(app)
     state.default_headers = [(b"server", b"uvicorn")]
     config = uvicorn.Config(
         app, ws="none", lifespan="off", access_log=False, proxy_headers=False, log_config=None
@@ -156,7 +159,7 @@ def court(night: NightConfig) -> Iterator[Court]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())
-        app.fast = app.wire = Hot(app.state.service, clock=lambda: NOW)
+        app.fast = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW)
         ladder: Any = app.state.service.ladder
         ladder._clock = ladder.reply._clock = lambda: NOW
         fuzz_court = Court(
@@ -304,11 +307,11 @@ def test_a_stream_that_arrives_byte_by_byte_is_the_same_stream(court: Court) -> 
 def test_beyond_a_bound_what_was_asked_before_is_answered_first(
     court: Court, raw_requests: bytes
 ) -> None:
-    ended_count = court.shared.connections.ended.total()
+    ended_count = court.shared.connections.ended_by_reason.total()
 
     court.agree([raw_requests + CLOSE])
 
-    assert court.shared.connections.ended.total() > ended_count
+    assert court.shared.connections.ended_by_reason.total() > ended_count
 
 
 def leave(court: Court, examples: int) -> None:
@@ -331,11 +334,11 @@ def leave(court: Court, examples: int) -> None:
         court.runner.run(go([cut[: size // 2], cut[size // 2 :]], iterations))
 
     leave_early()
-    front = court.shared.front
+    front = court.shared.app
 
     def is_empty() -> bool:
         court.both([CLOSE])
-        requests_and_bytes = front.state.service.admission.under_way, front.bodies.held
+        requests_and_bytes = front.state.service.admission.under_way, front.bodies.held_bytes
         return (
             not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
         )

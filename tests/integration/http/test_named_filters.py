@@ -20,7 +20,7 @@ from precompute.builds.build import Build
 from precompute.builds.filtered_items import allowed_items
 from precompute.bulk.parts import total_bytes
 from precompute.cli.plan import _tables
-from precompute.cli.status_report import look, report
+from precompute.cli.status_report import read_state, report
 from precompute.config.settings import FilterConfig
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
@@ -28,7 +28,7 @@ from precompute.scoring.users import work as scoring
 from serving.client import AsyncClient, InvalidRequest, Options
 from serving.explain import cli as explain_cli
 from serving.explain import lookup_cli
-from serving.lookup.entity import Case
+from serving.lookup.entity import PendingAnswer
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, running
 from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
@@ -99,7 +99,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(
-        _self: object, _served: object, cases: list[Case], _context: object
+        _self: object, _served: object, cases: list[PendingAnswer], _context: object
     ) -> list[None]:
         return [None] * len(cases)
 
@@ -217,10 +217,10 @@ def test_lists_of_what_does_not_pass_are_never_published(
 
 
 def test_status_tells_what_it_takes(shop: Shop) -> None:
-    (generation_report,) = report(shop.night, look(shop.night))["generations"]
+    (generation_report,) = report(shop.night, read_state(shop.night))["generations"]
     manifest = read_manifest(shop.night.store(), generation_report["generation"])
 
-    assert set(manifest.stored) - set(manifest.tables) == {
+    assert set(manifest.stored_tables) - set(manifest.tables) == {
         f"{table}.{name}" for name, tables in TABLES.items() for table in tables
     }
     assert (
@@ -295,10 +295,10 @@ async def test_each_generation_has_filters_of_its_own(
     async with serving(later, l2_deadline_ms=2_500.0) as running:
 
         async def has_previous() -> bool:
-            return running.service.holding().previous is not None
+            return running.service.capture_served().previous is not None
 
         assert await eventually(has_previous)
-        previous = running.service.holding().previous
+        previous = running.service.capture_served().previous
         assert previous is not None
         for generation in (live, previous.generation):
             # When each is asked for what it means by the name
@@ -360,14 +360,14 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
-    (generation_report,) = report(shop.night, look(shop.night))["generations"]
+    (generation_report,) = report(shop.night, read_state(shop.night))["generations"]
     manifest = read_manifest(shop.night.store(), generation_report["generation"])
     lists = top_lists(shop.night, manifest.generation, sorted(shop.users))
     parameters = PlanParameters(sample=1.0, seconds=0.1, data_until=UNTIL, qps=50.0)
 
     plan = forecast(shop.night, parameters)
 
-    assert plan.to_json()["pages"].keys() == manifest.stored.keys()
+    assert plan.to_json()["pages"].keys() == manifest.stored_tables.keys()
     assert plan.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
     costs = {filter_cost.name: filter_cost for filter_cost in plan.filters}
     assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
@@ -380,7 +380,7 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
             sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()
         ]
         cost = costs[f"user_topk.{name}"]
-        assert cost.passing == sum(
+        assert cost.passing_item_count == sum(
             passes(root, item_attributes) for item_attributes in shop.attributes
         )
         # The plan has timed half of the users, those of a shard, and goes by these.

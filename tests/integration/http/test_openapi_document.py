@@ -18,11 +18,11 @@ from tests.unit.test_rooms import ROOT
 
 def open_words(name: str) -> list[str]:
     """Words of an answer, by the name of their schema."""
-    from cache.tiers.results import Word
-    from serving.answers.reasons import TOLD, LiveReason, Stale
+    from cache.tiers.results import DescribedEnum
+    from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
-    reasons_by_schema: dict[str, Iterable[Word]] = {
-        "Reason": TOLD, "LiveReason": LiveReason, "StaleReason": Stale,
+    reasons_by_schema: dict[str, Iterable[DescribedEnum]] = {
+        "Reason": PUBLIC_REASONS, "LiveReason": LiveReason, "StaleReason": StaleReason,
     }  # fmt: skip
     return [str(reason) for reason in reasons_by_schema[name]]
 

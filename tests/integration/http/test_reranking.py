@@ -222,7 +222,7 @@ async def test_an_older_list_is_put_in_order_too_and_none_is_where_that_cannot_b
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
 
         async def has_previous() -> bool:
-            return running.service.holding().previous is not None
+            return running.service.capture_served().previous is not None
 
         assert await eventually(has_previous)
         user = min(shop.users)

@@ -225,4 +225,4 @@ def test_what_a_stranger_asks_is_not_remembered(night: NightConfig) -> None:
     for ways in running(night, token=TOKEN):
         for number in range(20):
             assert ways.ask(Asked("GET", path, b"k=%d" % (1 + number))).status == 401
-        assert not ways.hot._queries._known
+        assert not ways.hot._queries._options_by_query

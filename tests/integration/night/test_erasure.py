@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.table import Table
 
-from cache.control.hot_keys import COLD, HOT, Window, hour_of
+from cache.control.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of
 from cache.errors import Conflict
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
@@ -29,7 +29,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.control.states import State
 from precompute.erasing.erasing import (
-    Standing,
+    ErasureStatus,
     begin_erasing,
     drop_overlays,
     forget,
@@ -93,7 +93,7 @@ def live(config: NightConfig) -> str:
     return pointer.generation
 
 
-def settled(config: NightConfig) -> list[Standing]:
+def settled(config: NightConfig) -> list[ErasureStatus]:
     with open_releases(config) as releases:
         return settle(config, releases)
 
@@ -129,8 +129,8 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
             user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
         )
         (standing,) = settled(night)
-        assert [holder.generation for holder, _ in standing.held] == [first]
-        assert standing.word == "pending" and "superseded" in standing.held[0][1]
+        assert [holder.generation for holder, _ in standing.holders] == [first]
+        assert standing.state == "pending" and "superseded" in standing.holders[0][1]
         assert await eventually(is_blocked, 3.0)
 
     third = publish_night(night, LATER)
@@ -140,7 +140,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
     (erasure,) = all_erasures(night.store())
     assert not erasure.is_pending
     (standing,) = settled(night)
-    assert standing.word == "done" and not standing.held
+    assert standing.state == "done" and not standing.holders
     listing = shell(night, "erase", "--list")
     assert user in listing.stdout and "done 20" in listing.stdout
 
@@ -194,7 +194,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
         begin_erasing(store, user.encode(), "user", at=1.0)
         (standing_before,) = settled(night)
         assert (
-            standing_before.word == "pending" and len(standing_before.held) == 2
+            standing_before.state == "pending" and len(standing_before.holders) == 2
         )  # live, and the one being made
         catalogue_facts: dict[str, Any] = write(*arguments, **more)
         return catalogue_facts
@@ -204,7 +204,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
 
     assert has(night, generation, user)
     (standing,) = settled(night)
-    assert generation in [holder.generation for holder, _ in standing.held]
+    assert generation in [holder.generation for holder, _ in standing.holders]
     assert user.encode() in latest_blocklist(store).users
 
 
@@ -246,10 +246,10 @@ def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) 
         assert [bool(client.exists(name)) for name in names] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("window", [HOT, COLD])
+@pytest.mark.parametrize("window", [HOT_WINDOW, COLD_WINDOW])
 def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: Window) -> None:
     keys = night.keyspace()
-    key = keys.hot if window is HOT else keys.cold
+    key = keys.hot_names if window is HOT_WINDOW else keys.cold_names
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
         current_hour = hour_of(control.time(), window)
@@ -291,7 +291,7 @@ def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: Night
 
     (standing,) = settled(night)
 
-    assert standing.word == "done"
+    assert standing.state == "done"
     assert settled(night) == [standing]
 
 
@@ -323,7 +323,7 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
     begin_erasing(night.store(), b"lurker", "user", at=1.0)
 
     (standing,) = settled(night)
-    assert [holder.generation for holder, _ in standing.held] == [generation]
+    assert [holder.generation for holder, _ in standing.holders] == [generation]
 
 
 def test_unblocking_resurrects_nobody_and_forgetting_needs_a_reason(night: NightConfig) -> None:
@@ -382,7 +382,7 @@ def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: Nigh
 
     (standing,) = settled(night)
 
-    fates = {holder.generation: fate for holder, fate in standing.held}
+    fates = {holder.generation: fate for holder, fate in standing.holders}
     assert fates[build["generation"]].startswith("refused, swept by the next retire")
 
 
@@ -408,11 +408,11 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
 
     (standing,) = settled(other_host)
     copies = worker.store().copies
-    assert copies is not None and standing.word == "pending"
-    assert [(holder.generation, holder.host) for holder, _ in standing.held] == [
+    assert copies is not None and standing.state == "pending"
+    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [
         (build["generation"], copies.host)
     ]
-    assert "swept by the next step or service on that host" in standing.held[0][1]
+    assert "swept by the next step or service on that host" in standing.holders[0][1]
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)
     assert settled(other_host) == [standing]
@@ -421,7 +421,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     (standing,) = settled(other_host)
 
     assert copies.generations() == [second_build["generation"]]
-    assert standing.word == "done"
+    assert standing.state == "done"
 
 
 def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(

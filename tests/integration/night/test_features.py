@@ -23,7 +23,7 @@ from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
-from precompute.sources.unusable import Unusable, ids_in
+from precompute.sources.unusable import UnusableRows, ids_in
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration import nights
 from tests.integration.feature_towers import (
@@ -174,7 +174,7 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
 
 def test_an_item_without_a_feature_is_left_out_by_name(config):
     bundle = with_towers(config, lambda _items: from_taste())
-    root, unusable = config.path("apart"), Unusable()
+    root, unusable = config.path("apart"), UnusableRows()
     items_table = pq.read_table(config.path("items.parquet"))
     looks_column = pa.array(
         [*items_table["looks"].to_pylist()[:-1], None], items_table["looks"].type
@@ -230,7 +230,9 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
     """Invariant 8 for a tower with features: the gate compares, it does not wave through."""
     with_towers(config, from_history_and_country)
     monkeypatch.setattr(
-        skew, "_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5
+        skew,
+        "_feature_as_sent",
+        lambda source, column, row: (source.features[column][row].as_py() + 1) % 5,
     )
     with pytest.raises(Refused, match="skew"):
         nights.publish_night(config, nights.UNTIL)
@@ -279,8 +281,8 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
         False,
     )
     row = begin.in_night(Night(config, "attempt", data_until=nights.UNTIL))
-    assert "131 users of the feature table alone get no records" in row.what
-    assert "featured_users = true" in row.what
+    assert "131 users of the feature table alone get no records" in row.summary
+    assert "featured_users = true" in row.summary
 
 
 def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_could_not(config):

@@ -83,12 +83,12 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
     async with serving(night) as app:
 
         def live() -> str:
-            served = app.service.follower.holding
+            served = app.service.follower.served
             assert served is not None
             return served.live.generation
 
         async def only_what_is_held() -> bool:
-            served = app.service.follower.holding
+            served = app.service.follower.served
             assert served is not None
             return alive(generations) == sorted(served.generations) and count(
                 ItemTable

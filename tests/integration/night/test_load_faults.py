@@ -15,7 +15,7 @@ import redis
 
 from cache.config.timetable import DagConfig
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
@@ -25,7 +25,7 @@ from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink
 from precompute.bulk.page_stream import PageStream
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
@@ -103,7 +103,7 @@ def night(
 
 def after_pages(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
     """Do something once, when that many commands of pages have been sent."""
-    sent_counter, send = [0], PageStream._sent
+    sent_counter, send = [0], PageStream._track_chunk
 
     def count_and_send(stream: PageStream, *arguments: object) -> None:
         sent_counter[0] += 1
@@ -111,7 +111,7 @@ def after_pages(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], N
             act()
         send(stream, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PageStream, "_sent", count_and_send)
+    monkeypatch.setattr(PageStream, "_track_chunk", count_and_send)
 
 
 def test_out_of_memory_in_the_middle_of_a_load(night, monkeypatch):
@@ -175,11 +175,11 @@ def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded
         night.finishes()
 
 
-def restarted(running: RedisServer, log: Path) -> Guarded:
+def restarted(running: RedisServer, log: Path) -> GuardedCommand:
     command = [str(redis_binary()), "--port", running.url.split(":")[2].split("/")[0]]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]
-    process = Guarded(command, log=log)
+    process = GuardedCommand(command, log=log)
 
     def answers() -> bool:
         with redis.Redis.from_url(running.url) as client:
@@ -512,7 +512,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
         with open_releases(night.config) as releases:
             releases.refuse(generation, reason="a test says so", attempt="x")
             pages = {table.name: table.pages for table in manifest.tables.values()}
-            releases.control.set_row(generation, Row(State.RETIRED, releases.clock()))
+            releases.control.set_row(generation, RegistryRow(State.RETIRED, releases.clock()))
             releases.record("retire", generation, attempt="x", pages=pages)
             unlink_pages(releases.control.client, keys, manifest)
 

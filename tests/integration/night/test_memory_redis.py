@@ -9,7 +9,7 @@ from cache.errors import Conflict
 from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
 from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from tests.memory import MemoryRedis
 
@@ -29,7 +29,7 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
     name, previous = rng.choice(NAMES), rng.choice([*NAMES, None])
     expected = rng.choice([*epochs[-3:], 0])
     rows = {
-        generation: Row(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
+        generation: RegistryRow(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
         for generation in rng.sample(NAMES, rng.randrange(3))
     }
     match rng.randrange(8):
@@ -50,7 +50,7 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
                 rows, expected_epoch=expected, unless=unless
             )
         case 6:
-            row = Row(rng.choice(list(State)), 1.0)
+            row = RegistryRow(rng.choice(list(State)), 1.0)
             return f"set row {name} {row}", lambda control: control.set_row(name, row)
         case _:
             return f"drop row {name}", lambda control: control.drop_row(name)

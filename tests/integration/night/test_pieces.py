@@ -17,7 +17,7 @@ from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.piece_reader import UNANSWERED, PageDigest, PieceReader
-from precompute.bulk.priority import GiveWay
+from precompute.bulk.priority import IdlePriority
 from precompute.bulk.readback import lengths
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
@@ -115,13 +115,13 @@ def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection
 def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
     """A round trip per piece of 16 KiB at 2 ms would be 8 MB/s, half of the governor's floor."""
     manifest, root = loaded(world, small)
-    ahead, receive_piece = [], PieceReader._take
+    ahead, receive_piece = [], PieceReader._receive_piece
 
     def note_and_receive(reader: PieceReader) -> Iterator[PageDigest]:
         ahead.append(len(reader._waiting))
         return receive_piece(reader)
 
-    monkeypatch.setattr(PieceReader, "_take", note_and_receive)
+    monkeypatch.setattr(PieceReader, "_receive_piece", note_and_receive)
     part = parts_of(manifest)[0]
 
     assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
@@ -212,8 +212,13 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
         client.set(keyspace.live, Pointer(A, 1, None, "test", 0.0).to_bytes())
         watch = Watcher(control, probe_ms=1.0)
         try:
-            assert until(lambda: (look := watch.look()) is not None and look.foreign_s is not None)
-            observation = watch.look()
+            assert until(
+                lambda: (
+                    (look := watch.get_latest_observation()) is not None
+                    and look.foreign_s is not None
+                )
+            )
+            observation = watch.get_latest_observation()
             assert observation is not None and observation.replicas == 0
             assert (observation.foreign_s or 0.0) <= FOREIGN_READS_S
             round_trips_s: list[float] = []
@@ -229,7 +234,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
 
             def beating() -> bool:
                 client.zadd(keyspace.replicas, {beat: control.time()})
-                observation = watch.look()
+                observation = watch.get_latest_observation()
                 return observation is not None and observation.replicas_ms == {"r1": 0.4}
 
             assert until(beating)
@@ -237,7 +242,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
             def noticed() -> bool:
                 for _ in range(50):
                     client.get("anything")
-                observation = watch.look()
+                observation = watch.get_latest_observation()
                 return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_S
 
             assert until(noticed)
@@ -260,7 +265,7 @@ def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world
         manifest, _ = loaded(world, governor)
 
         assert None not in values(world, manifest)
-        assert watch.look() is None
+        assert watch.get_latest_observation() is None
         round_trips_s: list[float] = []
         assert until(lambda: round_trips_s.extend(watch.round_trips()) or math.inf in round_trips_s)  # type: ignore[func-returns-value]
     finally:
@@ -285,7 +290,7 @@ def test_an_idle_redis_is_loaded_without_waiting(own_redis, keyspace):
 
 
 def test_giving_way_ends_where_it_began():
-    idle_priority = GiveWay()
+    idle_priority = IdlePriority()
     is_idle = idle_priority(True)
 
     assert (

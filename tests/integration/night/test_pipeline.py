@@ -40,11 +40,11 @@ from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
 from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.verdict import Measured
+from precompute.gates.evidence.verdict import Measurement
 from precompute.gates.judge import run_gates
 from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
@@ -196,17 +196,17 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
     release = threading.Event()
 
     @integrity("raises")
-    def raises(_candidate: Candidate) -> Measured:
+    def raises(_candidate: Candidate) -> Measurement:
         raise ZeroDivisionError
 
     @integrity("hangs")
-    def hangs(_candidate: Candidate) -> Measured:
+    def hangs(_candidate: Candidate) -> Measurement:
         release.wait(30)
-        return Measured(True, 1, 1)
+        return Measurement(True, 1, 1)
 
     @integrity("lacks")
-    def lacks(candidate: Candidate) -> Measured:
-        return Measured(candidate.manifest.facts["nothing"] > 0, 1, 1)
+    def lacks(candidate: Candidate) -> Measurement:
+        return Measurement(candidate.manifest.facts["nothing"] > 0, 1, 1)
 
     with connect(config.redis_url, 5.0) as client:
         candidate = Candidate(
@@ -346,7 +346,9 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     build = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
-        Control(client, config.keyspace()).set_row(broken, Row(State.LOADED, client.time()[0]))
+        Control(client, config.keyspace()).set_row(
+            broken, RegistryRow(State.LOADED, client.time()[0])
+        )
     load.run(config, build)
     assert state(config, broken) is State.RETIRED
 

@@ -275,7 +275,7 @@ def test_generations_of_the_namespace_itself_count_as_room(config):
 def test_without_a_redis_this_host_is_the_node():
     limits = limits_of(NightConfig(), record_bytes=1)
 
-    assert [(node.name, node.share) for node in limits.nodes] == [("primary", 1.0)]
+    assert [(node.name, node.page_share) for node in limits.nodes] == [("primary", 1.0)]
     assert limits.nodes[0].limit_bytes == pytest.approx(memory_available_bytes(), rel=0.2)
 
 
@@ -286,5 +286,5 @@ def test_every_master_of_a_cluster_is_a_node_with_its_share(tmp_path):
         limits = limits_of(config, record_bytes=500)
 
     assert len(limits.nodes) == 3
-    assert sum(node.share for node in limits.nodes) == pytest.approx(1)
+    assert sum(node.page_share for node in limits.nodes) == pytest.approx(1)
     assert all(node.limit_bytes > 0 and node.other_bytes > 0 for node in limits.nodes)

@@ -13,8 +13,8 @@ from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
 from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
-from precompute.cli.status_report import look, report
-from precompute.cli.status_table import shown
+from precompute.cli.status_report import read_state, report
+from precompute.cli.status_table import render_status
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import connect
 from precompute.control.states import State
@@ -32,8 +32,8 @@ def config(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
 
 def told_of(config: NightConfig) -> dict[str, Any]:
     """The report, as JSON has it, also shown once."""
-    status_report = report(config, look(config))
-    shown(status_report)
+    status_report = report(config, read_state(config))
+    render_status(status_report)
     report_json: dict[str, Any] = orjson.loads(orjson.dumps(status_report))
     return report_json
 
@@ -100,7 +100,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
         and f"{coming} was refused" in status_report["problems"][0]
     )
 
-    later_state = replace(look(config), now=look(config).now + 3 * 86_400)
+    later_state = replace(read_state(config), read_at=read_state(config).read_at + 3 * 86_400)
     problems = report(config, later_state)["problems"]
     assert any("is missing" in problem for problem in problems)
 
@@ -194,7 +194,7 @@ def test_events_are_told_up_to_where_nights_and_the_live_one_have_them(config: N
     assert status_report["events"] == {"taken_until": "1769860800391-4", "live_until": "0-0"}
     (line,) = [
         output_line
-        for output_line in map(str, shown(status_report)[1:])
+        for output_line in map(str, render_status(status_report)[1:])
         if output_line.startswith("events:")
     ]
     assert line == (

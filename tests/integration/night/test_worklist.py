@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.control.hot_keys import COLD, hour_of
+from cache.control.hot_keys import COLD_WINDOW, hour_of
 from cache.errors import ConfigError
 from cache.store.blocklist import change_blocklist
 from precompute.cli.worklist import WorklistRow, lines, read, worklist
@@ -75,8 +75,8 @@ async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightCo
         async def check_still_uncounted() -> bool:
             await ask(app, ["blocked", "erased"])
             with redis.Redis.from_url(str(night.redis_url)) as client:
-                day = hour_of(Control(client, night.keyspace()).time(), COLD)
-                cold_ids = client.zrange(night.keyspace().cold(day), 0, -1)
+                day = hour_of(Control(client, night.keyspace()).time(), COLD_WINDOW)
+                cold_ids = client.zrange(night.keyspace().cold_names(day), 0, -1)
                 return bool(cold_ids == [b"user_topk:stays"])
 
         assert await eventually(check_still_uncounted)
@@ -93,14 +93,14 @@ def test_the_command_shows_and_exports_with_what_is_known_of_each(
         assert pointer is not None
         _, root = open_generation(night.store(), pointer.generation)
         (root / FILE).write_text('{"later": ["i1"]}')
-        day = hour_of(control.time(), COLD)
+        day = hour_of(control.time(), COLD_WINDOW)
         for name, count, counted_day in (
             (known_id, 5, day),
             ("later", 2, day),
             ("later", 1, day - 1),
             ("a,b", 1, day),
         ):
-            client.zincrby(keys.cold(counted_day), count, f"user_topk:{name}")
+            client.zincrby(keys.cold_names(counted_day), count, f"user_topk:{name}")
     path = tmp_path / "worklist.csv"
 
     table, summary = worklist(

@@ -9,17 +9,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.control.hot_keys import COLD, Report
+from cache.control.hot_keys import COLD_WINDOW, HotKeyReport
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
+from cache.l2.lease_commands import LeaseMark, LeaseSwap, LeaseTake
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
 from precompute.control.control_keys import Control
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
@@ -64,7 +64,7 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "--unixsocket",
         path,
     ]
-    with Guarded(command, log=folder / "log") as process:
+    with GuardedCommand(command, log=folder / "log") as process:
         assert until(lambda: answering(path)), process.tail()
         yield path
 
@@ -98,7 +98,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     )
     overlay = OverlayRead("g1", "user_topk", "ab")
 
-    await remote.control.ask("PING")
+    await remote.control.execute("PING")
     assert await remote.control.watch() == (b"{}", None)
     assert await remote.control.time() > 0
     assert await answers_of(remote, [PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
@@ -107,43 +107,45 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     (stored_overlay,) = await answers_of(remote, [overlay])
     assert isinstance(stored_overlay, Overlay)
     assert stored_overlay.payload == b"payload"
-    lease_mark = Mark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
+    lease_mark = LeaseMark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) is None
     assert await remote.lease(LeaseTake(lease_mark.key, b"replica/2", 60_000)) == lease_mark.token
     assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) == lease_mark.token
     marked = OverlayWrite(*overlay, b"payload", 60.0, lease_mark)
-    assert await remote.write_overlays([marked, marked._replace(mark=None)]) == [None, None]
+    assert await remote.write_overlays([marked, marked._replace(lease_mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) == b"done:replica/1"
     assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) is None
-    await remote.control.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
-    assert await remote.control.hot(5) == [("user_topk", b"u1")]
-    cold = Report(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD)
+    await remote.control.report_hot(
+        HotKeyReport(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")])
+    )
+    assert await remote.control.fetch_hot_names(5) == [("user_topk", b"u1")]
+    cold = HotKeyReport(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD_WINDOW)
     await remote.control.report_hot(cold)
-    assert await remote.control.hot(5, COLD) == [("user_topk", b"u3")]
+    assert await remote.control.fetch_hot_names(5, COLD_WINDOW) == [("user_topk", b"u3")]
     read = KEYS.read("g1", "user_topk")
-    await remote.control.ask("PFADD", read, b"12345678", b"87654321")
-    await remote.control.ask("EXPIRE", read, 60)
-    assert await remote.control.ask("PFCOUNT", read) == 2
-    await remote.control.ask("HSET", KEYS.quality, "replica-1", b"{}")
-    await remote.control.ask("EXPIRE", KEYS.quality, 60)
-    assert await remote.control.ask("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
-    assert await remote.control.ask("HDEL", KEYS.quality, "replica-1") == 1
+    await remote.control.execute("PFADD", read, b"12345678", b"87654321")
+    await remote.control.execute("EXPIRE", read, 60)
+    assert await remote.control.execute("PFCOUNT", read) == 2
+    await remote.control.execute("HSET", KEYS.quality, "replica-1", b"{}")
+    await remote.control.execute("EXPIRE", KEYS.quality, 60)
+    assert await remote.control.execute("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
+    assert await remote.control.execute("HDEL", KEYS.quality, "replica-1") == 1
     assert await remote.control.eviction_policy() == "volatile-lru"
     assert (await remote.control.infos())[0]["used_memory"] > 0
     loader.hset(KEYS.generations, "g1", "{}")
     write_commands = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
-    assert await remote.control.ask_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [
+    assert await remote.control.execute_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [
         1,
         1,
         1,
     ]
     read_commands = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
-    assert await remote.control.ask_all(read_commands) == [
+    assert await remote.control.execute_all(read_commands) == [
         {b"w": b"{}"},
         {b"w": b"{}"},
         {b"g1": b"{}"},
     ]
-    assert await remote.control.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
+    assert await remote.control.execute_all([("HDEL", KEYS.workers, "w")]) == [1]
     assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == [
         "volatile-lru"
     ]
@@ -183,10 +185,10 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("ZINCRBY", KEYS.live, "1", "x"),
         ("ZREVRANGE", KEYS.replicas, "0", "-1"),
         ("EXPIRE", KEYS.page("g1", "user_topk", 0), "1"),
-        ("ZADD", KEYS.hot(1), "1", "x"),
-        ("SET", KEYS.hot(1), "x"),
-        ("UNLINK", KEYS.hot(1)),
-        ("SET", KEYS.cold(1), "x"),
+        ("ZADD", KEYS.hot_names(1), "1", "x"),
+        ("SET", KEYS.hot_names(1), "x"),
+        ("UNLINK", KEYS.hot_names(1)),
+        ("SET", KEYS.cold_names(1), "x"),
         ("UNLINK", KEYS.read("g1", "user_topk")),
         ("PFADD", KEYS.live, "x"),
         ("HSET", KEYS.live, "x", "x"),
@@ -229,7 +231,7 @@ def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
         f"'HSET', '{KEYS.generations}', 'g1', 'live'",
         f"'UNLINK', '{KEYS.overlay('g1', 'user_topk', 'ab')}'",
         f"'ZINCRBY', '{KEYS.replicas}', '1', 'x'",
-        f"'ZADD', '{KEYS.hot(1)}', '1', 'x'",
+        f"'ZADD', '{KEYS.hot_names(1)}', '1', 'x'",
         f"'PUBLISH', '{KEYS.channel}', 'pointer'",
         "'FLUSHALL'",
     ],
@@ -238,7 +240,7 @@ def test_a_script_of_the_service_reaches_no_further_than_the_service(
     reader: redis.Redis, loader: redis.Redis, call: str
 ) -> None:
     loader.set(KEYS.live, b"{}")
-    for keys in ((), (KEYS.replicas,), (KEYS.live,), (KEYS.hot(1),)):
+    for keys in ((), (KEYS.replicas,), (KEYS.live,), (KEYS.hot_names(1),)):
         with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission|ACL|can't"):
             reader.eval(f"return redis.call({call})", len(keys), *keys)
     assert loader.get(KEYS.live) == b"{}"
@@ -270,7 +272,9 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
     assert loader.getrange(page, 0, 1) == b"01"
     assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
-    moved = control.move(POINTER, expected_epoch=0, rows={POINTER.generation: Row(State.LIVE, 0.0)})
+    moved = control.move(
+        POINTER, expected_epoch=0, rows={POINTER.generation: RegistryRow(State.LIVE, 0.0)}
+    )
     assert moved == POINTER
     assert control.pointer() == POINTER
     assert control.rows()[POINTER.generation].state == State.LIVE
@@ -286,7 +290,7 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
 def test_the_night_takes_an_erased_entity_out_of_the_sketch(
     loader: redis.Redis, reader: redis.Redis
 ) -> None:
-    for key in (KEYS.hot(7), KEYS.cold(7)):
+    for key in (KEYS.hot_names(7), KEYS.cold_names(7)):
         reader.zincrby(key, 1.0, "user_topk:u1")
 
         assert loader.zrevrange(key, 0, -1) == [b"user_topk:u1"]
@@ -336,7 +340,7 @@ def test_nobody_gets_in_without_a_password(socket: Path) -> None:
 
 
 def test_the_file_as_it_stands_in_the_repository_starts_no_server(tmp_path: Path) -> None:
-    with Guarded([find_server(), CONF, "--port", "0"], log=tmp_path / "log") as process:
+    with GuardedCommand([find_server(), CONF, "--port", "0"], log=tmp_path / "log") as process:
         assert until(lambda: not process.running)
 
         assert process.returncode != 0

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from cache.config.sections import CanaryConfig
-from cache.control.key_split import Split
+from cache.control.key_split import KeySplit
 from cache.errors import ConfigError, Conflict, Refused
 from infra.demo.http import HttpConnection, get
 from infra.local.service import ServiceProcess
@@ -107,17 +107,17 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     generations_by_replica = [await generations(service, users) for service in services]
 
     # Stable over replicas, and exactly the keys that the split names.
-    split = Split.of(tried, PERCENT)
+    split = KeySplit.of(tried, PERCENT)
     assert generations_by_replica[0] == generations_by_replica[1] == generations_by_replica[2]
     assert generations_by_replica[0] == {
-        key: tried if split.takes(key.encode()) else live for key in KEYS
+        key: tried if split.has_key(key.encode()) else live for key in KEYS
     }
     canary_fraction = PERCENT / 100
     canary_key_count = Counter(generations_by_replica[0].values())[tried]
     bound = 5 * math.sqrt(len(KEYS) * canary_fraction * (1 - canary_fraction))
     assert abs(canary_key_count - canary_fraction * len(KEYS)) < bound
     # By default the user decides; several users have no key; a pin wins; the header counts too.
-    user = next(user_id for user_id in sorted(histories(config)) if split.takes(user_id.encode()))
+    user = next(user_id for user_id in sorted(histories(config)) if split.has_key(user_id.encode()))
     assert (await ask(services[0], [user]))[0]["generation"] == tried
     assert {answer["generation"] for answer in await ask(services[0], [user, users[0]])} == {live}
     assert (await ask(services[0], [user], generation=live))[0]["generation"] == live
@@ -137,7 +137,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
 
     assert set((await generations(services[1], users)).values()) == {live}
     assert await ask(services[1], users, 409, generation=tried) == []
-    assert until(lambda: all(tried not in replica.holds for replica in beating(config)))
+    assert until(lambda: all(tried not in replica.held_generations for replica in beating(config)))
     with control_of(config) as control:
         assert control.rows()[tried].state is State.ABANDONED
     with pytest.raises(Conflict):

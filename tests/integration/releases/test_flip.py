@@ -208,7 +208,7 @@ def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights)
 
     def read_holding_flags() -> list[bool]:
         real = [replica for replica in beating(config) if not replica.name.startswith("impostor")]
-        return [generation in replica.holds for replica in real]
+        return [generation in replica.held_generations for replica in real]
 
     with impostor(config):  # somebody is never ready
         command = [sys.executable, "-c", _PUBLISHER, config.base, str(config.redis_url), generation]
@@ -321,7 +321,7 @@ async def test_a_redis_that_dies_while_a_generation_is_staged_costs_no_answer(
             return "published"
 
         publishing = asyncio.create_task(asyncio.to_thread(publish_slowly))
-        holder = app.service.follower.shelf
+        holder = app.service.follower.holder
         for _ in range(1_000):
             if second in holder.generations:
                 break

@@ -53,7 +53,9 @@ def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
 def moved(folder: Path) -> int:
     """Publishes and roll backs that readers saw; a restore moves nobody on."""
     history = all_releases(ArtefactStore(str(folder)))
-    return sum(release.done and release.action in ("publish", "roll_back") for release in history)
+    return sum(
+        release.is_done and release.action in ("publish", "roll_back") for release in history
+    )
 
 
 def told(racing: Any) -> dict[str, int]:
@@ -126,7 +128,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
         releases.publish("20270101T000000Z-" + "d" * 12, attempt="the last night")
-    return sum(release.action in MOVES and release.done for release in history)
+    return sum(release.action in MOVES and release.is_done for release in history)
 
 
 def _check_history(history: Any) -> None:
@@ -185,7 +187,7 @@ def test_racing_processes_break_no_rule_while_redis_forgets(
     racing, followed = race_for(6.0, own_redis.url, tmp_path, keyspace, disasters=2)
     check(own_redis.url, tmp_path, keyspace, followed, 2)
     actions = {
-        release.action for release in all_releases(ArtefactStore(str(tmp_path))) if release.done
+        release.action for release in all_releases(ArtefactStore(str(tmp_path))) if release.is_done
     }
     assert {"publish", "roll_back", "restore"} <= actions, racing
 

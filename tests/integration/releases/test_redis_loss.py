@@ -13,7 +13,7 @@ import httpx
 import pytest
 import redis
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
 from infra.demo.scrape import ServiceCounts
@@ -80,7 +80,7 @@ def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
         except redis.RedisError:
             return False
 
-    with Guarded(command, log=folder / "second-redis.log"):
+    with GuardedCommand(command, log=folder / "second-redis.log"):
         assert until(answers)
         yield
 

@@ -22,7 +22,7 @@ from cache.store.releases import (
 )
 from precompute.bulk.load import load_part, page_keys, parts_of, verify_part
 from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from tests.integration.release_world import A, B, C, World, pages_of
 
@@ -38,7 +38,7 @@ def test_publishing_moves_the_pointer_and_writes_down_why_first(world):
 
     assert (world.live().generation, world.live().previous) == (B, A)
     records = all_releases(world.store)
-    assert [(record.action, record.generation, record.done) for record in records] == [
+    assert [(record.action, record.generation, record.is_done) for record in records] == [
         ("publish", A, True),
         ("publish", B, True),
     ]
@@ -70,7 +70,7 @@ def test_p19_older_data_is_never_published_over_newer(world):
 def test_only_a_verified_generation_is_published(world, state):
     world.publish(A)
     world.load(B)
-    world.control.set_row(B, Row(state, 0.0))
+    world.control.set_row(B, RegistryRow(state, 0.0))
     with pytest.raises(Conflict):
         world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == A
@@ -264,7 +264,7 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
     world, monkeypatch
 ):
     world.publish(A, B)
-    monkeypatch.setattr("precompute.bulk.reload.LOOKS", 4)
+    monkeypatch.setattr("precompute.bulk.reload.PAGES_PROBED", 4)
     pages = sorted(pages_of(world, A), key=lambda page_key: int(page_key.rsplit(":", 1)[1]))
     inner = pages[1]
     sound = world.client.get(inner)
@@ -280,7 +280,7 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
 
 def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     world.publish(A, B)
-    monkeypatch.setattr("precompute.bulk.reload.LOOKS", 2)
+    monkeypatch.setattr("precompute.bulk.reload.PAGES_PROBED", 2)
     pages = pages_of(world, A)
     world.client.delete(*pages)
     monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
@@ -426,7 +426,7 @@ def test_records_of_earlier_versions_go_on(world):
 
     new = world.releases.record("pin", A, attempt="new")
 
-    assert all_releases(world.store) == [replace(old, done=True), new]
+    assert all_releases(world.store) == [replace(old, is_done=True), new]
     assert new.number == old.epoch + 1 == new.place
 
 

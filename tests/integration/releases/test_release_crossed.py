@@ -197,7 +197,7 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
             world.releases.publish(B, attempt="dies")
     died = world.live()
     intent = all_releases(world.store)[-1]
-    assert died.generation == B and (intent.epoch, intent.done) == (died.epoch, False)
+    assert died.generation == B and (intent.epoch, intent.is_done) == (died.epoch, False)
 
     world.publish(C)
 
@@ -227,5 +227,5 @@ def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monke
         world.releases.publish(C, attempt="late")
     assert world.live().generation == B
     world.releases.publish(C, attempt="late")
-    moves = [(record.generation, record.done) for record in all_releases(world.store)]
+    moves = [(record.generation, record.is_done) for record in all_releases(world.store)]
     assert moves == [(A, True), (C, False), (B, True), (C, True)]

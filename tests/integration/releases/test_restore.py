@@ -18,7 +18,7 @@ from cache.store.releases import (
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
 from precompute.control.control_keys import connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.releases.restore import forgotten, restore
 from precompute.releases.sweep import retire
@@ -286,7 +286,7 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
     world.publish(A, B, C)
     epoch = world.live().epoch
     world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
-    world.control.set_row(A, Row(State.RETIRED, world.clock()))
+    world.control.set_row(A, RegistryRow(State.RETIRED, world.clock()))
 
     pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 

@@ -17,7 +17,7 @@ from cache.store.releases import (
 from precompute.bulk.load import parts_of
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.control.control_keys import connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.releases.sweep import (
     drop_old_rows,
@@ -64,7 +64,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
         world.client.set(part.key(world.keys, A, 0), b"page")
-        world.client.hset(world.keys.loaded(A), part.name, part.mark.decode())
+        world.client.hset(world.keys.loaded(A), part.name, part.loaded_digest.decode())
 
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, A)
@@ -153,8 +153,8 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
 
 def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
     world.publish(A, B, C)
-    world.control.set_row(A, Row(State.RETIRED, 0.0))
-    rows = {generation: Row(State.REFUSED, 0.0) for generation in (A, B)}
+    world.control.set_row(A, RegistryRow(State.RETIRED, 0.0))
+    rows = {generation: RegistryRow(State.REFUSED, 0.0) for generation in (A, B)}
     epoch = world.live().epoch
 
     assert not world.control.mark(rows, expected_epoch=epoch - 1)
@@ -171,7 +171,7 @@ def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
 
 def test_a_pointer_never_names_a_retired_generation_as_previous(world):
     world.publish(A, B)
-    world.control.set_row(A, Row(State.RETIRED, 0.0))
+    world.control.set_row(A, RegistryRow(State.RETIRED, 0.0))
     epoch = world.live().epoch
     to = Pointer(C, epoch + 1, A, "x", 0.0)
     assert world.control.move(to, expected_epoch=epoch, rows={}) is None
@@ -183,7 +183,7 @@ def test_a_pointer_never_names_a_retired_generation_as_previous(world):
 
 def test_what_is_being_retired_cannot_be_pinned(world):
     world.publish(A, B, C)
-    world.control.set_row(A, Row(State.RETIRED, world.clock()))
+    world.control.set_row(A, RegistryRow(State.RETIRED, world.clock()))
     with pytest.raises(Conflict, match="being retired"):
         world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
     assert not world.releases.ledger().is_pinned(A, world.clock())
@@ -193,9 +193,9 @@ def test_what_is_being_retired_cannot_be_pinned(world):
 def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
     """PITFALLS P9: nothing is left behind for ever."""
     world.load(A)
-    world.control.set_row(A, Row(state, world.clock()))
+    world.control.set_row(A, RegistryRow(state, world.clock()))
     world.load(D)
-    world.control.set_row(D, Row(state, world.clock()))
+    world.control.set_row(D, RegistryRow(state, world.clock()))
     world.publish(B)
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     world.clock.now += 1
@@ -232,7 +232,7 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
     world.publish(A)
     for generation in (B, C, D):
         world.load(generation)
-        world.control.set_row(generation, Row(state, world.clock()))
+        world.control.set_row(generation, RegistryRow(state, world.clock()))
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
     with pytest.raises(Conflict):

@@ -16,7 +16,7 @@ from precompute.config.settings import NightConfig
 from precompute.experiments import changes
 from precompute.experiments.edits import ArmOption, ExperimentOption
 from serving.app import create_app, make_server
-from serving.http.asgi_app import Front
+from serving.http.asgi_app import AsgiApp
 from serving.http.service import Service
 from tests.certificates import Authority
 from tests.integration.experiments.arms import arms
@@ -39,7 +39,7 @@ class Replica:
     """A service on a socket of its own, in this process, with an arm of an experiment beside its own namespace."""
 
     def __init__(
-        self, night: NightConfig, front: Front, foreign_tasks: set[asyncio.Task[Any]]
+        self, night: NightConfig, front: AsgiApp, foreign_tasks: set[asyncio.Task[Any]]
     ) -> None:
         self.night, self.front, self._others = night, front, foreign_tasks
 
@@ -119,13 +119,13 @@ async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: 
     assert {loop.name for loop in loops} == NAMES
 
     for loop in loops:
-        iterations_before = loop.turns
+        iterations_before = loop.iterations
         await _plant_error(loop)
 
         async def goes_on(
             loop: BackgroundLoop = loop, iterations_before: int = iterations_before
         ) -> bool:
-            return loop.turns > iterations_before or loop.task.done()
+            return loop.iterations > iterations_before or loop.task.done()
 
         assert await eventually(goes_on), f"{loop.name} neither ended nor began another turn"
         assert not loop.task.done(), f"{loop.name} ended"
@@ -154,7 +154,7 @@ async def _plant_error(loop: BackgroundLoop) -> None:
 async def _assert_work_goes_on(replica: Replica) -> None:
     """Assert that a blocked item is blocked in both namespaces, whose loops have all failed once."""
     arms_held = replica.service.experiments._arms
-    shelves = [service.follower.shelf for service in (replica.service, *arms_held.services)]
+    shelves = [service.follower.holder for service in (replica.service, *arms_held.services)]
     assert len(shelves) == 2
     await asyncio.to_thread(change_blocklist, replica.night.store(), block_items=[b"planted"])
 

@@ -50,13 +50,13 @@ def quality(app: Running) -> QualityMonitor:
 
 
 def told(app: Running) -> dict[str, Any]:
-    report = quality(app).told()
+    report = quality(app).to_json()
     assert report is not None
     return report
 
 
 def samples(app: Running, table: str) -> int:
-    by = (quality(app).told() or {"by": ()})["by"]
+    by = (quality(app).to_json() or {"by": ()})["by"]
     return sum(group["samples"] for group in by if group["table"] == table)
 
 
@@ -182,12 +182,12 @@ async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> N
     async with serving(sound, **ALL) as app:
         await ask(app, "user_topk", users[:5])
         assert await sampled(app, "user_topk", 5)
-        shared_report = quality(app)._told
+        shared_report = quality(app)._shared_report
 
         async def raise_unavailable(*_command: object) -> None:
             raise TierUnavailable("gone", reason="connection")
 
-        shared_report._control.ask = raise_unavailable  # type: ignore[method-assign]
+        shared_report._control.execute = raise_unavailable  # type: ignore[method-assign]
         await shared_report.report()
 
         report = told(app)
@@ -199,7 +199,7 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
 ) -> None:
     users = sorted(histories(sound))
     async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
-        loop, sampler = asyncio.get_running_loop(), quality(app)._sampler
+        loop, sampler = asyncio.get_running_loop(), quality(app)._judge
         started_at = loop.time()
         await ask(app, "user_topk", users[:100])
         assert await eventually(lambda: _spent(app, 3))
@@ -209,12 +209,12 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         assert spent <= 0.02 * lasted + 0.1
 
         sampler.is_busy = lambda: True
-        waiting_count = len(app.service.ladder.watch.picks)
+        waiting_count = len(app.service.ladder.watch.sampler)
         await sampler.step()
 
         skipped = await app.counted("larder_quality_skipped_total")
         assert waiting_count and skipped["overload",] >= waiting_count
-        assert len(app.service.ladder.watch.picks) == 0
+        assert len(app.service.ladder.watch.sampler) == 0
 
 
 async def _spent(app: Running, samples_min: int) -> bool:

@@ -100,12 +100,14 @@ async def test_a_request_that_began_before_the_swap_ends_on_its_own_generation(
 ) -> None:
     first = (await app.get("/readyz"))["generation"]
     user = min(histories(night))
-    captured = app.service.holding()
+    captured = app.service.capture_served()
 
     second = await asyncio.to_thread(publish_night, night, NEXT)
     assert await follows(app, second)
 
-    assert captured.live.generation == first and app.service.holding().live.generation == second
+    assert (
+        captured.live.generation == first and app.service.capture_served().live.generation == second
+    )
     pinned = await app.get(f"/v1/lookup/user_topk/{user}", generation=first)
     assert (pinned["generation"], pinned["source"]) == (first, "l2")
 
@@ -132,7 +134,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
         from precompute.control.control_keys import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
-        return [(replica.serving, replica.holds) for replica in replicas] == [
+        return [(replica.serving, replica.held_generations) for replica in replicas] == [
             (second, (second, first))
         ]
 

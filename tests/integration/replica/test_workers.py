@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from precompute.config.settings import NightConfig
-from serving.process.supervisor import Spawn, Workers, pause_s
+from serving.process.supervisor import Workers, WorkerSpawner, pause_s
 from tests.integration.fleet import beating
 from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
 from tests.integration.program import alive, environment, started
@@ -181,7 +181,9 @@ async def test_workers_that_never_start_are_given_up(
 ) -> None:
     announced: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        spawn = Spawn(listener, tmp_path, "", "info", ("-c", f"import os; os._exit({program})"))
+        spawn = WorkerSpawner(
+            listener, tmp_path, "", "info", ("-c", f"import os; os._exit({program})")
+        )
         parent = Workers(2, spawn, 1.0, lambda: announced.append(True), lambda _failures: 0.0)
         async with asyncio.timeout(60):
             assert await parent.run() == code

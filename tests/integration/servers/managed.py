@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.integration.program import ROOT
@@ -40,7 +40,7 @@ class ManagedServer:
         text += f'\n{ADMIN}\nport 0\ntls-port {self.port}\ndir {folder}\nrename-command CONFIG ""\n'
         text += "".join(f"{name} {value}\n" for name, value in tls.items())
         (folder / "redis.conf").write_text(text)
-        self.process = Guarded([redis_binary(), folder / "redis.conf"], log=folder / "log")
+        self.process = GuardedCommand([redis_binary(), folder / "redis.conf"], log=folder / "log")
 
     def url(self, user: str, password: str) -> str:
         """As a deployment would write it."""

@@ -11,7 +11,7 @@ import redis
 
 from cache.process.redis_server import RedisServer
 from infra.cli.check import redis_kind
-from infra.cli.check.command import LOOKS
+from infra.cli.check.command import CHECKS
 from infra.cli.check.redis_kind import NEEDED, USED, kind_of
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis
@@ -44,7 +44,7 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
         r"\d+\.\d+\.\d+", server_kind.version
     )
     assert (server_kind.missing, server_kind.without) == ((), ())
-    state, check_message = LOOKS["redis"](NightConfig(redis_url=redis_server.url))
+    state, check_message = CHECKS["redis"](NightConfig(redis_url=redis_server.url))
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
 
@@ -52,7 +52,7 @@ def test_what_is_missing_is_to_be_done_and_what_is_done_without_is_told(tmp_path
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
         server_kind = kind_of(client)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = CHECKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
     with lacking(tmp_path / "config", "CONFIG") as client:
         without = kind_of(client)
 
@@ -77,7 +77,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
     with lacking(tmp_path / "none") as client:
         client.execute_command(*command)
         port = client.connection_pool.connection_kwargs["port"]
-        state, check_message = LOOKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
+        state, check_message = CHECKS["redis"](NightConfig(redis_url=f"redis://127.0.0.1:{port}"))
 
     assert state == "to do" and text in check_message and "scripts with flags" not in check_message
 

@@ -10,8 +10,8 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import another, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.child_process import Guarded
-from precompute.gates.evidence.leash import Leash, OwnPool
+from cache.process.child_process import GuardedCommand
+from precompute.gates.evidence.leash import GateConnections, OwnPool
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.polling import until
@@ -48,8 +48,10 @@ async def test_both_are_asked_over_tls_each_with_its_own_password(tmp_path: Path
     url = f"rediss+sentinel://:pages@127.0.0.1:{sentinel}/pages?{options}&sentinel_password=watches"
     wrong = url.replace("password=watches", "password=wrong")
     with (
-        Guarded([redis_binary(), tmp_path / "server/conf"], log=tmp_path / "server/log") as first,
-        Guarded(
+        GuardedCommand(
+            [redis_binary(), tmp_path / "server/conf"], log=tmp_path / "server/log"
+        ) as first,
+        GuardedCommand(
             [redis_binary(), tmp_path / "sentinel/conf", "--sentinel"],
             log=tmp_path / "sentinel/log",
         ) as second,
@@ -60,7 +62,7 @@ async def test_both_are_asked_over_tls_each_with_its_own_password(tmp_path: Path
         assert not can_ask(wrong)
 
         client = open_client(url, protocol=2)
-        leash = Leash()
+        leash = GateConnections()
         gate = another(client, lambda **settings: OwnPool(leash, **settings))
         gate.set("larder:1:{x}:live", b"{}")
         tier = RemoteTier(RemoteConfig(url, control_timeout_s=5.0), Keyspace("x"))

@@ -14,7 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from tests.conftest import redis_binary
 from tests.integration.program import ROOT
 from tests.polling import until
@@ -49,7 +49,7 @@ class WatchedServer:
             self.port = int(probe.getsockname()[1])
         self._folder, self._more = folder, more
         (folder / "conf").write_text(f"{text}port {self.port}\ndir {folder}\n")
-        self._process: Guarded | None = None
+        self._process: GuardedCommand | None = None
 
     def client(self) -> redis.Redis:
         """With the sentinels' rights."""
@@ -71,7 +71,7 @@ class WatchedServer:
     def start(self) -> None:
         """Returns once it answers."""
         command: list[str | Path] = [redis_binary(), self._folder / "conf", *self._more]
-        self._process = Guarded(command, log=self._folder / "log")
+        self._process = GuardedCommand(command, log=self._folder / "log")
         assert until(self._answers), self._process.tail()
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ import orjson
 
 from cache.tiers.results import MissReason
 from infra.demo.http import HttpConnection
-from serving.answers.sources import STORED, Source
+from serving.answers.sources import STORED_SOURCES, Source
 from tests.integration.ordeal import Lists
 
 CONNECTIONS: Final = 32
@@ -81,7 +81,7 @@ class MixedLoad:
         complaints = [f"no request of kind {kind}" for kind in SHARES if not self.kinds[kind]]
         complaints += [
             f"no answer from {source}"
-            for source in (*STORED, Source.LIVE)
+            for source in (*STORED_SOURCES, Source.LIVE)
             if not self.sources[source]
         ]
         defaulted, answers = self.known[Source.DEFAULT], self.known.total()
@@ -136,7 +136,7 @@ class MixedLoad:
             self.generations[answer["generation"]] += 1
             if answer["generation"] not in self.lists:
                 self.wrong.append(f"{kind} {answer['id']}: {answer['generation']} is no generation")
-            elif answer["source"] not in STORED and not answer.get("reason"):
+            elif answer["source"] not in STORED_SOURCES and not answer.get("reason"):
                 self.wrong.append(f"{kind} {answer['id']}: {answer['source']} without a reason")
             elif answer.get("reason") == MissReason.INTERNAL_ERROR:
                 self.wrong.append(
@@ -148,7 +148,7 @@ class MixedLoad:
     def _judge_items(self, kind: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         items = tuple(answer["items"])
         if (
-            answer["source"] in STORED
+            answer["source"] in STORED_SOURCES
             and answer.get("producer") != "batch"
             and not answer.get("events")
         ):

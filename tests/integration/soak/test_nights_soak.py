@@ -70,7 +70,7 @@ class Soak:
                 self.load.lists = {**self.load.lists, generation: self._lists(generation)}
             row = step_in_night(name)(night)
             if not night.build:
-                night = replace(night, build=row.found)
+                night = replace(night, build=row.result)
         self.nights += 1
         self.load.newest_us = round(cut.timestamp() * 1e6)
         recent_generations = list(self.load.lists)[-LISTS_KEPT:]

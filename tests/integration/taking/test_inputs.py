@@ -79,8 +79,8 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
             [TimedItems(np.asarray(ordinals, np.int64), at)],
             limit,
         )
-        assert published_input.items.tolist() == expected.had.tolist()
-        assert expected.newest.tolist() == published_input.items[-limit:].tolist()
+        assert published_input.items.tolist() == expected.seen_items.tolist()
+        assert expected.model_history.tolist() == published_input.items[-limit:].tolist()
         merged += bool(events) and bool(len(earlier.items))
         if user in earlier_input_by_hash:
             assert published_input.features == earlier.features

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.events.event import Event
-from precompute.reuse.inputs import LEFT
+from precompute.reuse.inputs import NAMED_ITEM_GONE
 from tests.integration.changed.month import Month, scored
 from tests.integration.taking.clicking import click, microseconds, taken
 
@@ -39,4 +39,4 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         reasons.append(begin_report["base"]["read_because"])
         users.append(begin_report["users"])
     # Without events of it an item may leave and the base's rows be taken over as ever.
-    assert reasons == ["", LEFT] and users[0] - users[1] == 9
+    assert reasons == ["", NAMED_ITEM_GONE] and users[0] - users[1] == 9

@@ -102,5 +102,5 @@ def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
         (standing,) = settle(config, releases)
 
     # The first generation still holds it; the bundle of the second one stays.
-    assert standing.word == "pending" and len(table_bundles) == 1
+    assert standing.state == "pending" and len(table_bundles) == 1
     assert made_of_tables(store) == table_bundles and not list_files_with_vector()

@@ -15,7 +15,7 @@ from precompute.builds.build import Build, cut_of
 from precompute.events import files as event_files
 from precompute.events import merging
 from precompute.events.files import FOLDER
-from precompute.events.stores import Stores
+from precompute.events.stores import EventStores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
 from tests.integration.taking.clicking import alone, click, microseconds, some, taken
@@ -93,8 +93,12 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
 ) -> None:
     monkeypatch.setattr(merging, "AT_ONCE", 2)
     # As if older ones were retired, which takes a minute.
-    original_method = Stores.held
-    monkeypatch.setattr(Stores, "held", lambda stores: sorted(original_method(stores))[-2:])
+    original_method = EventStores.iter_generation_positions
+    monkeypatch.setattr(
+        EventStores,
+        "iter_generation_positions",
+        lambda stores: sorted(original_method(stores))[-2:],
+    )
     copying_folder, theirs = (config.store().folder for config in (featured.config, featured.full))
     assert copying_folder is not None and theirs is not None
     for number in range(4):
@@ -105,8 +109,8 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
 
         shutil.copytree(copying_folder / FOLDER, theirs / FOLDER, dirs_exist_ok=True)
         assert featured.differences(generation, scored(featured.full, featured.cut)) == []
-    merged, *remaining_files = event_files.taken(featured.config.store())
-    assert merged.until is not None and len(remaining_files) == 2
+    merged, *remaining_files = event_files.list_taken_files(featured.config.store())
+    assert merged.until_position is not None and len(remaining_files) == 2
 
 
 @pytest.mark.storm

@@ -148,8 +148,8 @@ async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_it
     caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
     answer_before = await shop.ask({"id": None, **caller_input}, exclude=sorted(shop.had[user]))
     await shop.click(user, answer_before["items"][0])
-    holder = shop.app.service.follower.shelf
-    served = holder.holding
+    holder = shop.app.service.follower.holder
+    served = holder.served
     assert served is not None and served.live.events is not None
     lame = replace(served.live, events=replace(served.live.events, predictor=None))
     holder.put(replace(served, live=lame))

@@ -18,13 +18,13 @@ from redis.asyncio import Redis
 from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Tiered
-from serving.generations.served_set import Holding
+from cache.tiers.tiered import TieredCache
+from serving.generations.served_set import ServedGenerations
 from serving.lookup.batch_inference import compute
-from serving.lookup.inference import Inferences
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import Computed, Job
+from serving.lookup.leases import LeaseManager
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
 from tests.unit.serving.world import World, ask, entity, ids
 
 
@@ -36,7 +36,7 @@ class Gated:
     namespace: str
     name: str
 
-    async def infer(self, job: Job) -> Computed:
+    async def infer(self, job: InferenceJob) -> ComputedRecord:
         """Waits for its turn."""
         await self.control.rpush(f"{self.namespace}:loads", self.name)
         await self.control.blpop([f"{self.namespace}:go"], timeout=60)
@@ -51,15 +51,17 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     # A turn is waited for as long as the command says: redis-py's own time-out is 5 s.
     control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
-    tiers = Tiered(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
-    lead = Lead(remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name)
-    inferences = Inferences(
-        Gated(control, namespace, name), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, lead=lead
+    tiers = TieredCache(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
+    lead = LeaseManager(
+        remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name
+    )
+    inferences = LiveInferences(
+        Gated(control, namespace, name), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
     )
     world = World()
     ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)
-    served = Holding(world.snapshot())
-    await remote.control.ask("PING")
+    served = ServedGenerations(world.snapshot())
+    await remote.control.execute("PING")
     answers: list[asyncio.Task[list[Any]]] = []
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -71,7 +73,10 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
             awaited_tasks, answers = answers[: int(arguments[0])], answers[int(arguments[0]) :]
             first_answers = [(await task)[0] for task in awaited_tasks]
             sources_and_items = [[answer["source"], answer["items"]] for answer in first_answers]
-            print(json.dumps({"answers": sources_and_items, **lead.counts.events()}), flush=True)
+            print(
+                json.dumps({"answers": sources_and_items, **lead.counts.internal_counters()}),
+                flush=True,
+            )
 
 
 class Process:

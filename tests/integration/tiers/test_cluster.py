@@ -261,7 +261,7 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
         await app.get("/v1/lookup/user_topk/stranger")
 
         async def is_usage_reported() -> bool:
-            report = app.service.quality.told() or {}
+            report = app.service.quality.to_json() or {}
             return (
                 report.get("worklist") == 1
                 and abs((report["read_share"] or 0) - expected_share) < 0.02

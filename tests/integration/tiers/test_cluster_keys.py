@@ -14,14 +14,14 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import ClusterTier
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.l2.lease_commands import DONE, LeaseTake, Mark
+from cache.l2.lease_commands import DONE_PREFIX, LeaseMark, LeaseTake
 from cache.l2.sync_clients import by_server
 from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
 from precompute.bulk.reload import reload
 from precompute.control.control_keys import connect
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from tests.certificates import self_signed
 from tests.clusters import TestCluster, cluster
@@ -50,7 +50,7 @@ def test_pages_spread_evenly_over_slots_and_masters(
     with connect(servers.url, 5.0) as client:
         world = World(ArtefactStore(str(tmp_path)), client, keyspace)
         manifest = world.make(A, records=20_000)
-        world.control.set_row(A, Row(State.BEGUN, 0.0))
+        world.control.set_row(A, RegistryRow(State.BEGUN, 0.0))
         assert reload(world.control, world.store, A) > 0
         names = list(page_keys(keyspace, manifest))
         key_counts = [len(key_indices) for _, key_indices in by_server(client, names)]
@@ -110,7 +110,7 @@ def opened(url: str, keys: list[str]) -> None:
 async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None:
     writes = []
     for number in range(30):
-        lease_mark = Mark(
+        lease_mark = LeaseMark(
             tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1"
         )
         assert await tier.lease(LeaseTake(lease_mark.key, lease_mark.token, 60_000)) is None
@@ -125,9 +125,9 @@ async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None
         b"payload"
     ] * 30
     for write in writes:
-        assert write.mark is not None
-        lease_reply = await tier.lease(LeaseTake(write.mark.key, b"you/1", 60_000))
-        assert lease_reply == DONE + b"me/1"
+        assert write.lease_mark is not None
+        lease_reply = await tier.lease(LeaseTake(write.lease_mark.key, b"you/1", 60_000))
+        assert lease_reply == DONE_PREFIX + b"me/1"
 
 
 async def test_an_overlay_on_its_way_is_read_where_it_is(

@@ -18,7 +18,7 @@ import uvloop
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
-from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.l2.commands import L2Result, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import RedisServer
 from precompute.control.control_keys import Control, connect
@@ -54,7 +54,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> bool:
     return False
 
 
-def reason_of(answer: Answer) -> str:
+def reason_of(answer: L2Result) -> str:
     assert isinstance(answer, TierUnavailable), answer
     return str(answer.details["reason"])
 
@@ -125,7 +125,7 @@ async def test_an_absent_page_and_a_short_one_hold_no_record(
 async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(
     remote: RemoteTier,
 ) -> None:
-    await remote.control.ask("PING")
+    await remote.control.execute("PING")
     callers = [answers_of(remote, [read_of(0, slot), read_of(1, slot)]) for slot in range(RECORDS)]
 
     answers = await asyncio.gather(*callers)
@@ -195,7 +195,7 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
     writes = [OverlayWrite("g", "t", f"{n:04x}", b"%d" % n, 60) for n in range(20)]
     await remote.write_overlays(writes)
 
-    async def read_and_write(number: int) -> tuple[list[Answer], list[TierUnavailable | None]]:
+    async def read_and_write(number: int) -> tuple[list[L2Result], list[TierUnavailable | None]]:
         read = answers_of(remote, [OverlayRead("g", "t", f"{number:04x}"), read_of(1, number)])
         write = remote.write_overlays([OverlayWrite("g", "other", f"{number}", b"y", 60)])
         return await asyncio.gather(read, write)
@@ -326,7 +326,7 @@ async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
-    own_redis: RedisServer, run: Callable[[Coroutine[None, None, list[Answer]]], list[Answer]]
+    own_redis: RedisServer, run: Callable[[Coroutine[None, None, list[L2Result]]], list[L2Result]]
 ) -> None:
     """After a long socket callback uvloop fires its timers before it looks at the other sockets."""
 
@@ -335,7 +335,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
         os.kill(own_redis.pid, signal.SIGCONT)
         time.sleep(0.4)
 
-    async def read_while_busy() -> list[Answer]:
+    async def read_while_busy() -> list[L2Result]:
         remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.3), Keyspace("a"))
         await answers_of(remote, [read_of(0, 0)])
         bell, rings = socket.socketpair()
@@ -623,7 +623,7 @@ async def test_a_replica_is_alive_at_full_memory(own_redis: RedisServer) -> None
             payload = orjson.dumps({"replica": "replica-1", "holds": held_generations})
             await remote.control.heartbeat(payload, await remote.control.time(), previous_payload)
             (alive,) = control.replicas()
-            assert (alive.name, list(alive.holds)) == ("replica-1", held_generations)
+            assert (alive.name, list(alive.held_generations)) == ("replica-1", held_generations)
             previous_payload = payload
         assert client.zcard(keyspace.replicas) == 1
         await remote.control.sign_off(payload)
@@ -650,7 +650,7 @@ async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_sam
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
     remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
     control = remote.control
-    ping = functools.partial(control.ask, "PING")
+    ping = functools.partial(control.execute, "PING")
 
     for command in (ping, control.watch, control.time, control.eviction_policy, control.infos):
         with pytest.raises(TierUnavailable) as caught:
@@ -712,7 +712,7 @@ async def test_tls_is_a_matter_of_the_url(own_redis: RedisServer, tls: tuple[int
 def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspace) -> None:
     """Taking over a transport is the loop's business, and uvloop is another loop."""
 
-    async def run() -> list[list[Answer]]:
+    async def run() -> list[list[L2Result]]:
         remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), loaded)
         try:
             return await asyncio.gather(

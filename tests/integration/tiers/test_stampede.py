@@ -14,12 +14,12 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import RedisServer
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Tiered
-from serving.generations.served_set import Holding
+from cache.tiers.tiered import TieredCache
+from serving.generations.served_set import ServedGenerations
 from serving.lookup.batch_inference import compute
-from serving.lookup.inference import Inferences
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import Lead
+from serving.lookup.leases import LeaseManager
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.requests.models import RequestedEntity
 from tests.unit.serving.world import World, ask, entity, ids
@@ -33,13 +33,13 @@ class Replica:
     """Everything between a caller and Redis, with a model that counts."""
 
     world: World
-    tiers: Tiered
+    tiers: TieredCache
     ladder: Ladder
-    lead: Lead
+    lead: LeaseManager
 
     async def __call__(self, entities: Sequence[RequestedEntity]) -> list[Any]:
         """One request for each of them, all at once."""
-        served = Holding(self.world.snapshot())
+        served = ServedGenerations(self.world.snapshot())
         requests = [
             self.ladder.lookup(served, ask(requested_entity, deadline_s=60.0), time.monotonic())
             for requested_entity in entities
@@ -57,13 +57,15 @@ async def replica(own_redis: RedisServer, keyspace: Keyspace) -> AsyncIterator[R
     """One with generous deadlines: what is counted here must not depend on the machine's speed."""
     world = World()
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), keyspace)
-    tiers = Tiered(LocalTier(16 << 20), NegativeCache(100_000, 60.0), remote)
+    tiers = TieredCache(LocalTier(16 << 20), NegativeCache(100_000, 60.0), remote)
     with ThreadPoolExecutor(1) as executor:
         batcher = MicroBatcher(
             executor, workers=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
         )  # fmt: skip
-        lead = Lead(remote, tiers, keyspace, wait_s=60.0)
-        inferences = Inferences(batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, lead=lead)
+        lead = LeaseManager(remote, tiers, keyspace, wait_s=60.0)
+        inferences = LiveInferences(
+            batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
+        )
         ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=30.0)
         yield Replica(world, tiers, ladder, lead)
     await tiers.aclose()

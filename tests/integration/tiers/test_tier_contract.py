@@ -13,7 +13,7 @@ from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache
-from cache.tiers.tiered import Found, Tiered
+from cache.tiers.tiered import Hit, TieredCache
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeRemote, Night
 from tests.l2_reads import answers_of
 
@@ -77,7 +77,7 @@ class L2:
 
 @dataclass
 class Both:
-    tier: Tiered
+    tier: TieredCache
 
     async def put(
         self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float
@@ -87,7 +87,7 @@ class Both:
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
         deadline = asyncio.get_running_loop().time() + 5
         outcome = await self.tier.get(night.view(generation), night.want(id_), deadline)
-        return outcome.record if isinstance(outcome, Found) else None
+        return outcome.record if isinstance(outcome, Hit) else None
 
 
 @pytest.fixture(params=["l1", "fake l2", "l2", "tiered", "tiered, another replica"])
@@ -97,7 +97,7 @@ async def tier(
     timer = asyncio.get_running_loop().time
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), keyspace)
     # Without a negative life: a look-up before the first put is part of the suite.
-    tiered_cache = Tiered(LocalTier(1 << 20), NegativeCache(0, 0), remote)
+    tiered_cache = TieredCache(LocalTier(1 << 20), NegativeCache(0, 0), remote)
     match request.param:
         case "l1":
             yield L1(LocalTier(1 << 20, timer))
@@ -109,7 +109,7 @@ async def tier(
             yield Both(tiered_cache)
         case _:
             yield Replicas(
-                Both(tiered_cache), Both(Tiered(LocalTier(0), NegativeCache(0, 0), remote))
+                Both(tiered_cache), Both(TieredCache(LocalTier(0), NegativeCache(0, 0), remote))
             )
     await tiered_cache.aclose()
     await remote.aclose()

@@ -23,7 +23,10 @@ def test_the_release_is_that_of_the_project() -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    assert all(format_.oldest <= format_.written <= format_.newest for format_ in FORMATS.values())
+    assert all(
+        format_.oldest_readable <= format_.written <= format_.newest_readable
+        for format_ in FORMATS.values()
+    )
 
 
 def test_the_reference_lists_every_format_with_its_versions() -> None:
@@ -38,7 +41,7 @@ def test_the_reference_lists_every_format_with_its_versions() -> None:
 def test_version_1_is_not_told_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"format" not in POINTED.to_bytes() and version_of({}) == 1
 
-    raised = FORMATS[POINTER]._replace(written=2, newest=2)
+    raised = FORMATS[POINTER]._replace(written=2, newest_readable=2)
     monkeypatch.setitem(FORMATS, POINTER, raised)
 
     assert stamp(POINTER) == {"format": 2} and b'"format":2' in POINTED.to_bytes()
@@ -52,7 +55,7 @@ def test_a_version_that_is_not_read_is_refused(version: object) -> None:
 
 
 def test_the_line_names_format_versions_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = FORMATS[MANIFEST]._replace(written=3, oldest=2, newest=3)
+    later = FORMATS[MANIFEST]._replace(written=3, oldest_readable=2, newest_readable=3)
     monkeypatch.setitem(FORMATS, MANIFEST, later)
 
     assert unread(MANIFEST, 2) is None

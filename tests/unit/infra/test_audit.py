@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infra.dependencies import audit
-from infra.dependencies.audit import NotAsked, accepted, answer, complaints, requirements
+from infra.dependencies.audit import SourceUnavailable, accepted, answer, complaints, requirements
 from infra.dependencies.locks import NAMES, Pin, lock, pins
 
 TODAY = date(2026, 11, 24)
@@ -39,7 +39,7 @@ def found(*packages: dict[str, Any], acceptance_text: str = "", today: date = TO
 def test_a_source_that_knows_nothing_bad_of_a_bad_version_was_not_asked(
     dependencies: list[dict[str, Any]],
 ) -> None:
-    with pytest.raises(NotAsked):
+    with pytest.raises(SourceUnavailable):
         answer({"dependencies": dependencies})
 
 

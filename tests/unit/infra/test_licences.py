@@ -9,8 +9,8 @@ from infra.dependencies.licences import (
     PAGE,
     Rules,
     is_allowed,
+    judge_pins,
     licence_of,
-    look,
     page,
     pinned,
     rules,
@@ -22,11 +22,11 @@ SOME = frozenset({"MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"})
 
 
 def test_every_licence_of_the_locks_is_allowed_or_excepted_with_a_reason() -> None:
-    assert look(pinned(), KNOWN).complaints == ()
+    assert judge_pins(pinned(), KNOWN).complaints == ()
 
 
 def test_the_page_of_what_is_shipped_is_true() -> None:
-    assert PAGE.read_text() == page(look(pinned(), KNOWN).licences), (
+    assert PAGE.read_text() == page(judge_pins(pinned(), KNOWN).licences), (
         "python -m infra.dependencies.licences --write"
     )
 
@@ -63,12 +63,17 @@ def test_a_licence_is_read_where_the_package_says_it(fields: dict[str, str], exp
 def test_what_is_not_allowed_not_there_or_another_version_is_named() -> None:
     strict = Rules(frozenset(), KNOWN.spelled, {}, {})
 
-    assert look([("all", Pin("pytest", "0"))], strict).complaints[0].endswith("installed, not 0")
-    assert look([("all", Pin("pytest", "0"))], strict).complaints[1] == "pytest: MIT, not allowed"
-    assert look([("all", Pin("no-such", "1"))], strict).complaints == (
+    assert (
+        judge_pins([("all", Pin("pytest", "0"))], strict).complaints[0].endswith("installed, not 0")
+    )
+    assert (
+        judge_pins([("all", Pin("pytest", "0"))], strict).complaints[1]
+        == "pytest: MIT, not allowed"
+    )
+    assert judge_pins([("all", Pin("no-such", "1"))], strict).complaints == (
         "no-such: in all.txt, not installed",
     )
-    assert look([("all", Pin("numpy", "2", "sys_platform == 'plan9'"))], strict).unseen == (
+    assert judge_pins([("all", Pin("numpy", "2", "sys_platform == 'plan9'"))], strict).unseen == (
         "numpy 2 (sys_platform == 'plan9')",
     )
 
@@ -79,11 +84,11 @@ def test_an_exception_holds_for_one_licence_and_never_for_the_service() -> None:
 
     def judged(lock: str, licence: str) -> tuple[str, ...]:
         licence_rules = Rules(frozenset(), KNOWN.spelled, {"pytest": {"licence": licence}}, {})
-        return look([(lock, pin)], licence_rules).complaints
+        return judge_pins([(lock, pin)], licence_rules).complaints
 
     assert judged("all", "MIT") == ()
     assert judged("all", "ISC") == ("pytest: MIT, excepted as ISC",)
     assert judged("serving", "MIT") == ("pytest: excepted, and shipped with the service",)
-    assert look([], Rules(frozenset(), {}, {"gone": {}}, {})).complaints == (
+    assert judge_pins([], Rules(frozenset(), {}, {"gone": {}}, {})).complaints == (
         "gone: an exception for what no lock has",
     )

@@ -13,7 +13,7 @@ from cache.config.gates import GateThresholds
 from cache.config.sections import CanaryConfig
 from cache.tiers.eviction_history import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from serving.answers.sources import FALLBACKS, STORED, Source
+from serving.answers.sources import FALLBACKS, STORED_SOURCES, Source
 from serving.dashboard.verdict import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
 from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
 from serving.metrics.miss_reasons import REASONS
@@ -111,7 +111,7 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
         ("LarderEventsInboxWaits", f"> {INBOX_WARN_S}"),
         ("LarderEventsRejected", f"> {REJECTED_WARN}"),
         ("LarderEventsRejected", f'{{result!~"{ACCEPTED}|{REPEATED}|{ERASED}"}}'),
-        ("larder:hit_ratio:rate5m", f'{{source=~"{"|".join(STORED)}"}}'),
+        ("larder:hit_ratio:rate5m", f'{{source=~"{"|".join(STORED_SOURCES)}"}}'),
         ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACKS)}"}}'),
     ],
 )

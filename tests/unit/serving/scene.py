@@ -12,14 +12,14 @@ from cache.errors import CorruptArtefact, TierUnavailable
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer, Release, done_path, intent_path
-from serving.generations.holder import Shelf
-from serving.generations.pointer_follower import Follower
+from serving.generations.holder import GenerationHolder
+from serving.generations.pointer_follower import PointerFollower
 from serving.generations.redis_clock import RedisClock
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.replica.background import Refresher
 from serving.replica.heartbeat import Heartbeat
-from serving.replica.host import Host
+from serving.replica.host import HostHeadroom
 from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 
@@ -87,15 +87,15 @@ class Scene:
         self.degraded: str | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.warmed: list[str] = []
-        self.shelf = Shelf(
+        self.shelf = GenerationHolder(
             self.open, self.world.metrics, warm=self.warm, in_thread=in_thread, timer=self.timer
         )
-        self.follower = Follower(
+        self.follower = PointerFollower(
             self.store, self.redis, self.shelf, self.world.metrics,
             load_bound_s=BOUND_S, poll_s=0.01, clock=self.clock, in_thread=in_thread,
             timer=self.timer,
         )  # fmt: skip
-        self.host = Host(folder, in_thread)
+        self.host = HostHeadroom(folder, in_thread)
         heartbeat = Heartbeat(
             "replica-1", self.follower, self.clock, self.world.metrics, host=self.host
         )
@@ -117,7 +117,7 @@ class Scene:
 
     async def publish(self, to: Pointer | bytes | None) -> None:
         self.redis.now = to
-        await self.follower.look()
+        await self.follower.poll_pointer()
         await self.follower.settled()
 
     def release(self, generation: str, epoch: int, previous: str | None = None) -> None:
@@ -127,5 +127,5 @@ class Scene:
 
     @property
     def held(self) -> list[str]:
-        served = self.follower.holding
+        served = self.follower.served
         return [] if served is None else list(served.generations)

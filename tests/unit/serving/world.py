@@ -17,24 +17,24 @@ from cache.format.manifest import EntitySet, Manifest, Producer, Table, TablePar
 from cache.format.manifest_files import Artefact, ItemFiles
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import FLAG_LIVE, Layout
-from cache.model.predictor import LiveInput, Prepared
+from cache.model.predictor import LiveInput, PreparedInput
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.results import View
-from cache.tiers.tiered import Tiered
+from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import Lateness
+from serving.admission.deadline_check import DeadlineCheck
 from serving.admission.gate import AdmissionGate
-from serving.answers.default_lists import Default
+from serving.answers.default_lists import DefaultList
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
-from serving.lookup.inference import Inferences
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.metrics.registry import Metrics
-from serving.requests.fast_parse import Headers
-from serving.requests.models import Ask, Limits, RequestedEntity, RequestOptions
+from serving.requests.fast_parse import HeaderJudge
+from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"
@@ -75,7 +75,7 @@ class FakePredictor:
         """All tables of the world."""
         return table in self.tables
 
-    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
+    def prepare(self, table: str, source: LiveInput) -> PreparedInput | None:
         """As the real one: unknown items dropped, none left = no input."""
         for name, value in (source.features or {}).items():
             if name != "age" or isinstance(value, str | tuple):
@@ -89,13 +89,13 @@ class FakePredictor:
             return None
         features = {"poisoned": self.poison in (source.history or ())}
         unknown_id_count = len(distinct_items) - int((ordinals >= 0).sum())
-        return Prepared(table, known_ordinals, features, -1, known_ordinals, unknown_id_count)
+        return PreparedInput(table, known_ordinals, features, -1, known_ordinals, unknown_id_count)
 
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
-    ) -> list[Prepared | InvalidInput | None]:
+    ) -> list[PreparedInput | InvalidInput | None]:
         """As the real one: an error stands where its input was."""
-        prepared_inputs: list[Prepared | InvalidInput | None] = []
+        prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         for source in sources:
             try:
                 prepared_inputs.append(self.prepare(table, source))
@@ -106,7 +106,7 @@ class FakePredictor:
     def predict(
         self,
         table: str,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         prints: Sequence[int],
         scored_at: int,
         *,
@@ -144,7 +144,7 @@ class FakePredictor:
         data, size = rows.tobytes(), layout.size_bytes
         return [data[at : at + size] for at in range(0, len(data), size)]
 
-    def _after(self, prepared: Prepared, blocked: set[int]) -> list[int]:
+    def _after(self, prepared: PreparedInput, blocked: set[int]) -> list[int]:
         start = int(prepared.history[-1]) if len(prepared.history) else 0
         exclusions = set(prepared.excluded.tolist()) | blocked
         count = self.items.count
@@ -187,14 +187,14 @@ class World:
         self.items = item_table()
         self.users, self.user_raws = _directory("user", USERS)
         self.predictor = FakePredictor(self.items)
-        self.tiers = Tiered(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
-        self.inferences = Inferences(self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
+        self.tiers = TieredCache(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
+        self.inferences = LiveInferences(self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
         self.ladder = Ladder(
             self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
         )
-        self.jobs: list[Job] = []
+        self.jobs: list[InferenceJob] = []
 
-    async def infer(self, job: Job) -> Computed:
+    async def infer(self, job: InferenceJob) -> ComputedRecord:
         """Inference on the spot."""
         self.jobs.append(job)
         if self.busy:
@@ -226,7 +226,7 @@ class World:
             tables=tables, models={}, indexes={}, defaults=NO_FILE, gates=(),
         )  # fmt: skip
         directories = {"user": self.users, "item": self.items.directory}
-        default = Default(
+        default = DefaultList(
             np.arange(len(ITEMS), dtype=np.uint32),
             np.linspace(1, 0, len(ITEMS), dtype=np.float32),
             {self.items.raw_id(ordinal): ordinal for ordinal in range(len(ITEMS))},
@@ -262,9 +262,9 @@ class World:
         return [self.items.id_of(ordinal) for ordinal in ordinals]
 
 
-def ask(*entities: RequestedEntity, **options: Any) -> Ask:
+def ask(*entities: RequestedEntity, **options: Any) -> LookupRequest:
     """A lookup with generous time."""
-    return Ask(entities, RequestOptions(**({"deadline_s": 5.0} | options)))
+    return LookupRequest(entities, RequestOptions(**({"deadline_s": 5.0} | options)))
 
 
 def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> RequestedEntity:
@@ -291,6 +291,6 @@ def gate_of(
 ) -> AdmissionGate:
     """The gate of an application that is tested without its service."""
     limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
-    headers = Headers(limits)
-    lateness = Lateness(admission, headers, limits)
+    headers = HeaderJudge(limits)
+    lateness = DeadlineCheck(admission, headers, limits)
     return AdmissionGate(admission, headers, lateness, requested, 1 << 20, 10.0)

@@ -54,7 +54,7 @@ def test_the_newest_value_behind_any_position_is_known(
     for kind, raw, attributes in told[ms:]:
         expected_by_kind[kind] |= {(raw, name): value for name, value in attributes.items()}
 
-    with mock.patch("cache.events.attribute_events._FEW", recent_items_max):
+    with mock.patch("cache.events.attribute_events._RECENT_ITEMS_MAX", recent_items_max):
         newer_values = attribute_events.items_since(Position(ms, 0).number)
     users = {
         (raw, name): value
@@ -67,7 +67,7 @@ def test_the_newest_value_behind_any_position_is_known(
     ]
     assert users == expected_by_kind["user"]
     if expected_by_kind["item"]:
-        assert newer_values.until == attribute_events.newest_item > newer_values.after
+        assert newer_values.until_number == attribute_events.newest_item > newer_values.after
 
 
 @given(TOLD, st.integers(0, 21))
@@ -194,7 +194,7 @@ def test_old_ones_are_forgotten_some_at_a_time() -> None:
 
     assert [attribute_events.drop_until(until_number, 7) for _ in range(4)] == [7, 7, 2, 0]
 
-    assert len(attribute_events) == 4 and attribute_events.since == until_number
+    assert len(attribute_events) == 4 and attribute_events.complete_after_number == until_number
 
 
 @given(TOLD, st.integers(0, 21))

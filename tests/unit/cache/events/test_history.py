@@ -50,11 +50,11 @@ def test_each_history_is_what_it_is_alone(
         limit,
     )
 
-    assert [merged_history.had.tolist() for merged_history in merged_histories] == [
+    assert [merged_history.seen_items.tolist() for merged_history in merged_histories] == [
         by_hand(*user) for user in users
     ]
     for merged_history in merged_histories:
-        assert merged_history.newest.tolist() == merged_history.had[-limit:].tolist()
+        assert merged_history.model_history.tolist() == merged_history.seen_items[-limit:].tolist()
 
 
 def test_of_one_time_what_came_later_stands_later() -> None:
@@ -62,5 +62,5 @@ def test_of_one_time_what_came_later_stands_later() -> None:
 
     (merged_history,) = merge([published_history], [events], 2)
 
-    assert merged_history.had.tolist() == [9, 2, 3, 1]
-    assert merged_history.newest.tolist() == [3, 1]
+    assert merged_history.seen_items.tolist() == [9, 2, 3, 1]
+    assert merged_history.model_history.tolist() == [3, 1]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from cache.events.event import Event
 from cache.events.new_items import (
     NO_NEW_ITEMS,
+    EligibleNewItems,
     NewItem,
     NewItemEvents,
     NewItems,
-    NewItemsOf,
     merged_lists,
 )
 from cache.events.position import Position
@@ -31,7 +31,7 @@ def brings(item: bytes, vector: tuple[float, ...] | None = (1.0, 2.0)) -> Event:
 
 
 def held(items: NewItemEvents, after: int = 0) -> list[tuple[bytes, int]]:
-    return [(item.raw, item.number) for item in items.newer(after)]
+    return [(item.raw, item.number) for item in items.list_items_after(after)]
 
 
 @given(st.lists(IDS, max_size=30), st.integers(1, 4), st.integers(0, 31))
@@ -86,7 +86,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
     assert held(new_item_events) == [(b"a", Position(1, 0).number)] and new_item_events.version == 1
     # Features that come later leave the vector what it was.
     new_item_events.add(Position(9, 0), brings(b"a", None))
-    (item,) = new_item_events.newer(0)
+    (item,) = new_item_events.list_items_after(0)
     assert item.number == Position(9, 0).number and item.vector is not None
     new_item_events.forget(b"a")
     new_item_events.forget(b"a")
@@ -108,7 +108,7 @@ LAYOUT = Layout("topk", 2, "f2")
 
 def test_a_list_that_a_record_would_not_hold_stays_without_new_items() -> None:
     ranked_lists = np.array([[3, 1], [3, 1]], np.uint32), np.array([[2e-5, 1e-5]] * 2, np.float32)
-    items = NewItemsOf(new_items([[6e4, 0]], 7))
+    items = EligibleNewItems(new_items([[6e4, 0]], 7))
     users = np.array([[1e3, 0], [1e-9, 0]], np.float32)
 
     lists_with_new_items = merged_lists(
@@ -137,7 +137,8 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
     ranked_lists_copy = ranked_lists[0].copy(), ranked_lists[1].copy()
     items = new_items(vectors[own:].reshape(new, 3), own)
     new_items_of_users = [
-        NewItemsOf(items, frozenset(user_exclusions.tolist())) for user_exclusions in exclusions
+        EligibleNewItems(items, frozenset(user_exclusions.tolist()))
+        for user_exclusions in exclusions
     ]
     lists_with_new_items = merged_lists(
         ranked_lists, users, new_items_of_users, metric, Layout("topk", width, "f2")
@@ -155,7 +156,7 @@ def test_lists_without_new_items_are_what_they_were() -> None:
         merged_lists(ranked_lists, np.ones((1, 2), np.float32), [], "cosine", LAYOUT)
         is ranked_lists
     )
-    none = [NewItemsOf()]
+    none = [EligibleNewItems()]
     assert (
         merged_lists(ranked_lists, np.ones((1, 2), np.float32), none, "cosine", LAYOUT)
         is ranked_lists
@@ -171,5 +172,5 @@ def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:
     ]  # fmt: skip
     assert items.digest not in {variant.digest for variant in variants}
     assert items.up_to(2) is items and items.up_to(1).digest == variants[0].digest
-    assert items.numbers == {b"new-0": 7, b"new-1": 8} and items.newest == 2
+    assert items.numbers == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
     assert (len(items.up_to(0)), items.up_to(0).digest) == (0, b"")

@@ -41,7 +41,7 @@ def test_newer_events_are_those_behind_a_position_in_its_order(
             for number, (name, item, at_us) in enumerate(rows, 1)
             if name == user and number > until
         ]
-        assert list(map(tuple, users.newer(user.encode(), until))) == expected
+        assert list(map(tuple, users.list_events_after(user.encode(), until))) == expected
         assert users.has_newer(user.encode(), until) == bool(expected)
 
 
@@ -56,8 +56,8 @@ def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(
     users.drop_until(until, [b"v", b"nobody"])
 
     for user in (b"u", b"v"):
-        assert users.newer(user, 0) == complete_events.newer(user, until)
-    assert users.newer(b"w", 0) == complete_events.newer(b"w", 0)
+        assert users.list_events_after(user, 0) == complete_events.list_events_after(user, until)
+    assert users.list_events_after(b"w", 0) == complete_events.list_events_after(b"w", 0)
     assert users.size_bytes == size_of(users) and users.last == complete_events.last
     for user, packed in users.packed.items():
         assert (packed is packed_before[user]) == (packed == packed_before[user])
@@ -110,7 +110,7 @@ def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> Non
     users.become(replacement)
 
     assert users.packed is probed and users.packed[b"u"] is packed
-    assert [user_event.item for user_event in users.newer(b"v", 0)] == [b"b", b"c"]
+    assert [user_event.item for user_event in users.list_events_after(b"v", 0)] == [b"b", b"c"]
     assert users.size_bytes == size_of(users)
 
 

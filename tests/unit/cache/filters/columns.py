@@ -14,7 +14,7 @@ from cache.filters.attributes import (
     ItemAttributes,
     Names,
 )
-from cache.filters.expression import Combining, Comparing, Expression
+from cache.filters.expression import CombinationNode, ComparisonNode, Expression
 
 Item = Mapping[str, Any]
 """Values of one item by attribute; one that it lacks is not there."""
@@ -66,7 +66,7 @@ def attributes_of(items: list[Item]) -> ItemAttributes:
 
 def passes(expression: Expression, item: Item) -> bool:
     """By Python, one item at a time."""
-    if isinstance(expression, Combining):
+    if isinstance(expression, CombinationNode):
         part_results = [passes(part, item) for part in expression.parts]
         match expression.operator:
             case "and":
@@ -77,7 +77,7 @@ def passes(expression: Expression, item: Item) -> bool:
     return _compared(expression, item)
 
 
-def _compared(comparison: Comparing, item: Item) -> bool:
+def _compared(comparison: ComparisonNode, item: Item) -> bool:
     value = item.get(comparison.attribute)
     if comparison.operator == "exists":
         return value is not None and value != ()

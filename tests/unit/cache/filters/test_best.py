@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.best import BestOf
+from cache.filters.best import SubsetSearch
 from cache.model.ranking import Metric, rank
 
 
@@ -24,7 +24,7 @@ def test_the_best_of_some_are_those_of_the_ranking(
     vector = rng.standard_normal(dims).astype(np.float32) * np.float32(seed % 5 != 0)
     ordinals = np.flatnonzero(rng.random(count) < share)
 
-    best_items, scores = BestOf(vectors).of(vector, ordinals, k, metric)
+    best_items, scores = SubsetSearch(vectors).search(vector, ordinals, k, metric)
 
     items, expected_scores = rank(vector[None], vectors, ordinals[None], None, k, metric=metric)
     size = min(k, len(ordinals))
@@ -36,6 +36,8 @@ def test_numbers_beyond_all_bounds_are_ranked_as_they_are() -> None:
     vectors = np.full((2_000, 4), 3e38, np.float32)
 
     with np.errstate(over="ignore"):
-        best_items, _ = BestOf(vectors).of(np.full(4, 3e38, np.float32), np.arange(2_000), 5)
+        best_items, _ = SubsetSearch(vectors).search(
+            np.full(4, 3e38, np.float32), np.arange(2_000), 5
+        )
 
     np.testing.assert_array_equal(best_items, np.arange(5))

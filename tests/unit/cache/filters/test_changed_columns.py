@@ -69,7 +69,7 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
     filter_ = read_filter(expression)
     for batch in batches:
         previous_filtering, filtering = filtering, filtering.changed_by(batch)[0]
-        previous_filtering.passing(
+        previous_filtering.evaluate(
             filter_
         )  # what it keeps of it must not be taken over where it differs
         items = table_with(items, batch)
@@ -77,7 +77,7 @@ def test_changed_columns_are_those_of_the_changed_table(drawn: Any, expression: 
         expected_attributes = attributes_of(items)
         assert arrays(filtering.attributes) == arrays(expected_attributes)
         mask = [passes(filter_.root, item) for item in items]
-        np.testing.assert_array_equal(filtering.passing(filter_).ordinals(), np.flatnonzero(mask))
+        np.testing.assert_array_equal(filtering.evaluate(filter_).ordinals(), np.flatnonzero(mask))
 
 
 @given(changes())
@@ -92,9 +92,9 @@ def test_it_says_which_attributes_differ_and_copies_no_other(drawn: Any) -> None
         for name in KINDS
         if changed_columns.attributes.columns[name] is original_attributes.columns[name]
     }
-    assert set(changed_columns.changed) == set(KINDS) - unchanged_names
+    assert set(changed_columns.changed_attributes) == set(KINDS) - unchanged_names
     expected_arrays = arrays(attributes_of(table_with(items, batch)))
-    assert set(changed_columns.changed) == {
+    assert set(changed_columns.changed_attributes) == {
         name for name in KINDS if expected_arrays[name] != arrays(original_attributes)[name]
     }
 
@@ -122,8 +122,8 @@ def test_a_value_of_another_kind_is_refused_with_a_reason_and_the_item_lacks(
 
     ((actual_reason, ordinals),) = changed_columns.unfit[name].items()
     assert actual_reason.startswith(reason) and ordinals == (1,)
-    assert filtering.passing(read_filter({"exists": name})).count == 0
-    assert filtering.changed == {name} and changed_columns.unknown == 0
+    assert filtering.evaluate(read_filter({"exists": name})).count == 0
+    assert filtering.changed_attributes == {name} and changed_columns.unknown == 0
 
 
 def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
@@ -147,18 +147,20 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
     cheap_and_stocked = read_filter(
         {"and": [{"<": ["price", 5]}, {"not": {"==": ["stock", False]}}]}
     )
-    cheap_mask = filtering.passing(cheap)
+    cheap_mask = filtering.evaluate(cheap)
     for filter_ in (stocked, cheap_and_stocked):
-        filtering.passing(filter_)
+        filtering.evaluate(filter_)
 
     changed_filtering, _ = filtering.changed_by([ItemValue(0, "stock", False)])
 
-    assert changed_filtering.kept(cheap) is cheap_mask
+    assert changed_filtering.get_cached(cheap) is cheap_mask
     assert (
-        changed_filtering.kept(stocked) is None
-        and changed_filtering.kept(cheap_and_stocked) is None
+        changed_filtering.get_cached(stocked) is None
+        and changed_filtering.get_cached(cheap_and_stocked) is None
     )
-    assert changed_filtering.passing(stocked).count == 49 and filtering.passing(stocked).count == 50
+    assert (
+        changed_filtering.evaluate(stocked).count == 49 and filtering.evaluate(stocked).count == 50
+    )
 
 
 def test_declared_filters_differ_by_what_they_compare() -> None:
@@ -177,7 +179,7 @@ def test_declared_filters_differ_by_what_they_compare() -> None:
         and not changed_filtering.differs("stocked")
         and not changed_filtering.differs("no")
     )
-    assert changed_filtering.passing("cheap").count == 0
+    assert changed_filtering.evaluate("cheap").count == 0
 
 
 @given(st.lists(ITEM, min_size=1, max_size=12), st.sampled_from([*TEXTS, "nobody"]))

@@ -8,8 +8,8 @@ from cache.filters.expression import (
     DEPTH_MAX,
     NODES_MAX,
     VALUES_MAX,
-    Combining,
-    Comparing,
+    CombinationNode,
+    ComparisonNode,
     InvalidFilter,
     read_filter,
 )
@@ -85,11 +85,11 @@ def test_there_are_forty_bad_ones() -> None:
 def test_a_filter_is_read_as_it_was_meant() -> None:
     filter_ = read_filter({"and": [{"<": ["price", 20]}, {"not": {"in": ["brand", ["x", "y"]]}}]})
 
-    assert filter_.root == Combining(
+    assert filter_.root == CombinationNode(
         "and",
         (
-            Comparing("<", "price", (20,), "and[0].<"),
-            Combining("not", (Comparing("in", "brand", ("x", "y"), "and[1].not.in"),)),
+            ComparisonNode("<", "price", (20,), "and[0].<"),
+            CombinationNode("not", (ComparisonNode("in", "brand", ("x", "y"), "and[1].not.in"),)),
         ),
     )
     assert filter_.key == read_filter(

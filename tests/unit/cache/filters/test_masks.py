@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.masks import Masks, Passing, UnknownAttribute, cost_of, mask_of
+from cache.filters.masks import FilterMask, Masks, UnknownAttribute, cost_of, mask_of
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
 TEXTS = ["", "a", "b", "ä", "aa", "z"]
@@ -67,7 +67,7 @@ def test_what_passes_is_what_passes_one_by_one(items: list[Any], expression: Any
     root = read_filter(expression).root
     expected_mask = np.array([passes(root, item) for item in items])
 
-    filter_mask = Passing.of(mask_of(root, attributes_of(items)))
+    filter_mask = FilterMask.of(mask_of(root, attributes_of(items)))
 
     assert filter_mask.count == expected_mask.sum()
     np.testing.assert_array_equal(filter_mask.among(np.arange(len(items))), expected_mask)
@@ -117,16 +117,16 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
     for filter_ in filters:
         assert masks.of(filter_).count == int(filter_.root.values[0])  # type: ignore[union-attr]
 
-    is_cached = [masks.kept(filter_) is not None for filter_ in filters]
+    is_cached = [masks.get_cached(filter_) is not None for filter_ in filters]
     assert sum(is_cached) == 10 and all(is_cached[-10:])
-    assert masks.of(filters[-1]) is masks.kept(filters[-1])
+    assert masks.of(filters[-1]) is masks.get_cached(filters[-1])
 
 
 def test_what_is_larger_than_all_that_may_be_kept_is_computed_each_time() -> None:
     masks = Masks(attributes_of([{"price": 1}] * 100), bytes_max=10)
     filter_ = read_filter({"exists": "price"})
 
-    assert masks.of(filter_).count == 100 and masks.kept(filter_) is None
+    assert masks.of(filter_).count == 100 and masks.get_cached(filter_) is None
 
 
 def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:

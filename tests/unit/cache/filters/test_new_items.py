@@ -75,23 +75,23 @@ def test_what_passes_and_its_best_are_those_of_all_items(
         new, vectors[len(own) :]
     )
 
-    filter_mask, expected_mask = filtering.passing(filter_), every.passing(filter_)
+    filter_mask, expected_mask = filtering.evaluate(filter_), every.evaluate(filter_)
     assert filter_mask.count == expected_mask.count
     assert filter_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
     numbers = np.arange(count)
     assert filter_mask.among(numbers).tolist() == expected_mask.among(numbers).tolist()
-    cached_mask = filtering.kept(filter_)
+    cached_mask = filtering.get_cached(filter_)
     assert (
         cached_mask is not None
         and cached_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
     )
-    ranked_items = filtering.best(vector, filter_mask, exclusions, k, "inner_product")
-    exact = every.best(vector, expected_mask, exclusions, k, "inner_product")
+    ranked_items = filtering.search(vector, filter_mask, exclusions, k, "inner_product")
+    exact = every.search(vector, expected_mask, exclusions, k, "inner_product")
     assert (
         ranked_items[0].tolist() == exact[0].tolist()
         and ranked_items[1].tolist() == exact[1].tolist()
     )
     assert (
-        filtering.with_new([], vectors[:0]).passing(filter_).count
-        == Filtering(attributes_of(own), vectors).passing(filter_).count
+        filtering.with_new([], vectors[:0]).evaluate(filter_).count
+        == Filtering(attributes_of(own), vectors).evaluate(filter_).count
     )

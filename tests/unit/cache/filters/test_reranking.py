@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.errors import InvalidInput
 from cache.filters.expression import read_filter
-from cache.filters.masks import Passing, UnknownAttribute, mask_of
+from cache.filters.masks import FilterMask, UnknownAttribute, mask_of
 from cache.filters.reranking import Reranker, read_reranking
 from tests.unit.cache.filters.columns import KINDS, Item, attributes_of, passes
 from tests.unit.cache.filters.test_masks import EXPRESSIONS, ITEM
@@ -27,7 +27,7 @@ ATTRIBUTES = ["brand", "tags", "price", "stock", "since"]
 def reranker_of(items: list[Item], reranking_json: Any, vectors: Any = None) -> Reranker:
     reranking, attributes = read_reranking(reranking_json, 4.0), attributes_of(items)
     boosted = tuple(
-        Passing.of(mask_of(boost.filter.root, attributes)) for boost in reranking.boosts
+        FilterMask.of(mask_of(boost.filter.root, attributes)) for boost in reranking.boosts
     )
     drawn = np.random.default_rng(5).standard_normal((len(items), 4)).astype(np.float32)
     return Reranker(reranking, boosted, attributes, drawn if vectors is None else vectors)
@@ -57,7 +57,7 @@ def test_boosts_move_what_passes(drawn: Any, boosts: list[Any], k: int) -> None:
     items = [item for item, _ in drawn]
     ordinals, scores = ordered([score for _, score in drawn])
 
-    positions = reranker_of(items, {"boost": boosts}).places(ordinals, scores, k)
+    positions = reranker_of(items, {"boost": boosts}).rerank(ordinals, scores, k)
 
     by_hand = boosted_by_hand(items, ordinals, scores, boosts)
     expected_positions = sorted(range(len(items)), key=lambda position: -by_hand[position])[:k]
@@ -71,7 +71,7 @@ def test_at_most_so_many_have_one_value(drawn: Any, attribute: str, most: int, k
     ordinals, scores = ordered([score for _, score in drawn])
     reranking_json = {"diversify": {"attribute": attribute, "most": most}}
 
-    positions = reranker_of(items, reranking_json).places(ordinals, scores, k).tolist()
+    positions = reranker_of(items, reranking_json).rerank(ordinals, scores, k).tolist()
 
     counts: Counter[Any] = Counter()
     expected_positions: list[int] = []
@@ -97,7 +97,7 @@ def test_likeness_costs_what_the_weight_leaves(
     items: list[Item] = [{}] * len(drawn)
 
     reranking_json = {"diversify": {"mmr": mmr}}
-    positions = reranker_of(items, reranking_json, vectors).places(ordinals, scores, k).tolist()
+    positions = reranker_of(items, reranking_json, vectors).rerank(ordinals, scores, k).tolist()
 
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.where(lengths > 0, vectors / np.where(lengths > 0, lengths, 1), 0)[ordinals]

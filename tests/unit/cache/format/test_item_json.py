@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cache.format import item_json
-from cache.format.item_json import Texts
+from cache.format.item_json import ItemJsonTexts
 
 
 def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[str]:
@@ -12,7 +12,7 @@ def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]])
 
 
 def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
-    texts = Texts(50, names)
+    texts = ItemJsonTexts(50, names)
 
     for row in ([3, 4, 3], [4, 9, 0], [49, 3, 9]):
         ordinals = np.array([row], np.uint32)
@@ -23,11 +23,13 @@ def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_json, "TEXTS_MAX", 10)
-    texts = Texts(100, names)
+    texts = ItemJsonTexts(100, names)
 
     for first in range(0, 100, 5):
         texts.rows(np.arange(first, first + 5, dtype=np.uint32)[None])
         kept_count = (
-            0 if texts._known is None else sum(item_text is not None for item_text in texts._known)
+            0
+            if texts._json_by_ordinal is None
+            else sum(item_text is not None for item_text in texts._json_by_ordinal)
         )
         assert kept_count <= 10

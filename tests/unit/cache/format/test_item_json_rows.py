@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.format import text_table
-from cache.format.item_json import Texts
-from cache.format.item_json_rows import Lines
+from cache.format.item_json import ItemJsonTexts
+from cache.format.item_json_rows import ItemJsonRows
 
 
 @given(
@@ -22,7 +22,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
 ) -> None:
     """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
     longest = max(len(name.encode()) for name in names)
-    texts = Texts(
+    texts = ItemJsonTexts(
         len(names), lambda ordinals: [names[ordinal] for ordinal in ordinals], longest=longest
     )
 
@@ -46,12 +46,12 @@ def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> N
         read.extend(int(ordinal) for ordinal in ordinals)
         return [f"i-{ordinal}" for ordinal in ordinals]
 
-    lines = Lines(100, 4, names)
+    lines = ItemJsonRows(100, 4, names)
     for first in range(0, 95, 5):
         row = np.arange(first, first + 5, dtype=np.uint32)
         for _ in range(2):  # the second time from what is kept
             assert lines.of(row[None]) == [b",".join(b'"i-%d"' % ordinal for ordinal in row)]
-        assert np.count_nonzero(lines._kept._slots) <= 10
+        assert np.count_nonzero(lines._text_table._slots) <= 10
 
-    assert read == list(range(95)) and len(lines._kept._texts) == 11
+    assert read == list(range(95)) and len(lines._text_table._texts) == 11
     assert lines.of(np.arange(20, dtype=np.uint32)[None]) is None, "more at once than has room"

@@ -26,7 +26,7 @@ def test_a_night_is_told_with_the_mean_of_those_before_it() -> None:
     first = {"users": dict.fromkeys(USERS, 0) | {"computed": 100}, "spared_s": 0.0}
     reuse = Reuse.of(told(nights=[first, {"users": USERS, "spared_s": 4.5}]))
 
-    assert reuse is not None and reuse.night.share == 0.9
+    assert reuse is not None and reuse.night.copied_share == 0.9
     reuse_json = reuse.to_json()
     assert (reuse_json["share"], reuse_json["spared_s"], reuse_json["base"]) == (0.9, 4.5, "g")
     assert reuse_json["lately"] == {
@@ -38,7 +38,11 @@ def test_both_reasons_are_told_as_the_night_wrote_them() -> None:
     reuse = Reuse.of(told(why="another bundle", read_because="files vanished", base=None))
 
     assert reuse is not None
-    assert (reuse.why, reuse.read_because, reuse.base) == ("another bundle", "files vanished", None)
+    assert (reuse.not_copied_because, reuse.read_because, reuse.base) == (
+        "another bundle",
+        "files vanished",
+        None,
+    )
     reuse_json = reuse.to_json()
     assert (reuse_json["why"], reuse_json["read_because"]) == ("another bundle", "files vanished")
 
@@ -54,7 +58,7 @@ def test_of_more_nights_than_are_told_the_last_ones_count() -> None:
 def test_who_has_no_users_has_no_share() -> None:
     reuse = Reuse.of(told(users={}, nights=[]))
 
-    assert reuse is not None and reuse.night.share is None
+    assert reuse is not None and reuse.night.copied_share is None
     assert reuse.night.users == dict.fromkeys(REASONS, 0)
     assert reuse.to_json()["lately"]["spared_s"] == 0.0
 

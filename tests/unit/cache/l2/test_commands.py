@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
-from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
+from cache.l2.lease_commands import LeaseMark, LeaseSwap, LeaseTake
 
 KEYS = Keyspace("ns")
 
@@ -50,7 +50,7 @@ commands = st.one_of(
     st.builds(OverlayRead, ids, ids, ids),
     st.builds(
         OverlayWrite, ids, ids, ids, st.binary(max_size=99), st.floats(0, 1e6),
-        st.none() | st.builds(Mark, ids, st.binary(max_size=9)),
+        st.none() | st.builds(LeaseMark, ids, st.binary(max_size=9)),
     ),
     st.builds(LeaseTake, ids, st.binary(max_size=9), st.integers(1, 9_999)),
     st.builds(LeaseSwap, ids, st.binary(max_size=9), st.binary(max_size=9), st.integers(1, 9_999)),
@@ -73,7 +73,7 @@ def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_
 
 def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself() -> None:
     key = KEYS.lease("g", "t", "ff", bytes(16))
-    lease_take, lease_mark = LeaseTake(key, b"me/1", 100), Mark(key, b"me/1")
+    lease_take, lease_mark = LeaseTake(key, b"me/1", 100), LeaseMark(key, b"me/1")
     write = OverlayWrite("g", "t", "ff", b"payload", 1.5, lease_mark)
 
     packed, count = Packer(KEYS).pack([lease_take, write])

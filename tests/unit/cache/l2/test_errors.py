@@ -50,7 +50,7 @@ def control() -> ServerControl:
 
 
 async def ask_all(control: ServerControl) -> None:
-    await control.ask_all([])
+    await control.execute_all([])
 
 
 async def beat(control: ServerControl) -> None:

@@ -106,7 +106,7 @@ def test_half_a_batch_is_forgotten_with_its_connection() -> None:
     connection.abort(TierUnavailable("late", reason="timeout"))
 
     assert isinstance(landed[0], TierUnavailable) and len(landed) == 1
-    assert transport.aborted and connection._held == b""
+    assert transport.aborted and connection._buffer == b""
 
 
 def test_more_than_was_asked_for_closes_the_connection() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.model.input_preparation import Prepared, prepare_all
+from cache.model.input_preparation import PreparedInput, prepare_all
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories, Tower
 from tests.models import ITEMS, histories_of, make_predictor, train_small
@@ -72,11 +72,12 @@ def test_a_reused_input_buffer_shows_nothing_of_the_batch_before(world):
     tower = predictor._towers["user_tower"]
     histories = histories_of()
     expected = [
-        tower.run({"history": histories.take(np.array([row]))})[0] for row in range(len(histories))
+        tower.run({"history": histories.select_rows(np.array([row]))})[0]
+        for row in range(len(histories))
     ]
 
     for rows in (np.arange(40), np.arange(40, 43), np.arange(7, 30)):
-        part = Histories(histories.indptr, histories.indices).take(rows)
+        part = Histories(histories.indptr, histories.indices).select_rows(rows)
         vectors = tower.run({"history": part})
         assert np.array_equal(vectors, np.array([expected[row] for row in rows]))
 
@@ -103,7 +104,7 @@ def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(worl
         for limit in (4, 2)
     )
 
-    assert isinstance(full_input, Prepared) and isinstance(cut, Prepared)
+    assert isinstance(full_input, PreparedInput) and isinstance(cut, PreparedInput)
     assert cut.history.tolist() == full_input.history.tolist()[-2:] and len(full_input.history) == 4
     assert cut.excluded.tolist() == full_input.excluded.tolist()
-    assert cut.dropped == full_input.dropped == 1
+    assert cut.unknown_id_count == full_input.unknown_id_count == 1

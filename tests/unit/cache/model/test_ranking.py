@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.format.records.layout import NO_ITEM
-from cache.model.ranking import best, pack, rank, score, unpack
+from cache.model.ranking import pack, rank, score, top_keys, unpack
 
 
 def test_order_is_score_then_ordinal():
@@ -83,7 +83,7 @@ def test_packed_pairs_sort_and_unpack_like_pairs(pairs, k):
     scores = np.array([pair[0] for pair in pairs], np.float32)
     ordinals = np.array([pair[1] for pair in pairs], np.int64)
 
-    best_ordinals, values = unpack(best(pack(scores, ordinals)[None], k), k)
+    best_ordinals, values = unpack(top_keys(pack(scores, ordinals)[None], k), k)
 
     expected_pairs = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:k]
     assert best_ordinals[0, : len(expected_pairs)].tolist() == [pair[1] for pair in expected_pairs]

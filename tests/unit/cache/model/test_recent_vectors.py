@@ -25,7 +25,7 @@ def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
             assert nearest is not None and nearest.entry == expected_entry
             assert abs(nearest.distance - apart[expected_entry] / np.linalg.norm(query)) < 1e-5
             if number % 3 == 0:
-                recent.touch(nearest.place)
+                recent.mark_used(nearest.slot)
                 used.remove(nearest.entry)
                 used.append(nearest.entry)
     assert len(recent) == 50

@@ -70,7 +70,7 @@ def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_pa
     # Given a quantized tower and many histories (pitfall P7)
     histories = make_histories(4096, longest=60)
     int8 = tmp_path / "int8.onnx"
-    quantize_tower(model, SPEC, {"history": histories.take(np.arange(200))}, int8)
+    quantize_tower(model, SPEC, {"history": histories.select_rows(np.arange(200))}, int8)
     tower = Tower.open(int8, SPEC, threads=2)
 
     full_batch_vectors = tower.run({"history": histories})
@@ -78,7 +78,7 @@ def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_pa
     rng = np.random.default_rng(5)
     for size in (1, 2, 3, 5, 16, 19, 20, 33, 100, 257, 1000, 2048, 4095):
         rows = rng.choice(4096, size, replace=False)
-        part = tower.run({"history": histories.take(rows)})
+        part = tower.run({"history": histories.select_rows(rows)})
         assert np.array_equal(part.view(np.uint32), full_batch_vectors[rows].view(np.uint32)), size
 
 

@@ -31,7 +31,7 @@ def spot(number: int) -> int:
 def read(shards: Shards, keys: Sequence[int], sizes: Sequence[int] | None = None) -> None:
     shards.count(len(keys), len(keys))
     for key in keys:
-        shards.take([(spot(key), 1 if sizes is None else sizes[key])])
+        shards.record_accesses([(spot(key), 1 if sizes is None else sizes[key])])
 
 
 @given(
@@ -75,14 +75,14 @@ def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, i
         key_index = next(
             (index for index, (stacked_key, _) in enumerate(order) if stacked_key == key), None
         )
-        if action == "close" or stack.left == 0:
+        if action == "close" or stack.remaining_slots == 0:
             stack.close_up(1e9)
         if action == "touch":
             above = None if key_index is None else sum(size for _, size in order[key_index + 1 :])
             order = [(stacked_key, size) for stacked_key, size in order if stacked_key != key] + [
                 (key, at + 1)
             ]
-            assert stack.touch(key, at + 1) == above
+            assert stack.move_to_top(key, at + 1) == above
         elif action == "forget" and key_index is not None:
             stack.forget(key)
             del order[key_index]
@@ -103,7 +103,7 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
     for _ in range(40):
         spots = [rng.randrange(SPACE) for _ in range(50)] * 2
         for key_spot in spots:
-            shards.take([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
+            shards.record_accesses([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
 
         assert shards.keys <= keys_max
         assert len(shards._greatest) == len(shards._stack) == shards.keys
@@ -156,7 +156,7 @@ def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_
     for cold_spot in cold * 2:
         for touched_spot in (cold_spot, hot_key_spot):
             shards.count(1, 1)
-            shards.take([(touched_spot, 1)])
+            shards.record_accesses([(touched_spot, 1)])
 
     low, high = shards.hit_ratios()
 
@@ -177,7 +177,7 @@ def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
 def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
     shards = Shards([2], keys_max=100)
     read(shards, [1, 2, 3])
-    shards.take([(spot(1), -1), (spot(4), -1)])
+    shards.record_accesses([(spot(1), -1), (spot(4), -1)])
 
     read(shards, [1, 4, 3])
 

@@ -22,7 +22,7 @@ from cache.l2.commands import Packer, PageReads
 from cache.l2.replies import Frames, stride
 from cache.native import loader, pure
 from cache.tiers import batch_reader
-from cache.tiers.batch_reader import Landed
+from cache.tiers.batch_reader import FlightRecords
 from cache.tiers.singleflight import board, leave
 from tests.fakes import Night
 
@@ -202,7 +202,7 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
         layout, np.arange(count, dtype=np.uint64), np.ones((count, layout.width), np.float32), 1
     )
     record_keys: Any = type("Wants", (), {"table": night.table, "__len__": lambda _: count})()
-    landed = Landed(records[own_indexes], {})
+    landed = FlightRecords(records[own_indexes], {})
     record_by_index = {index: records[index].tobytes() for index in joined}
 
     spread_records = batch_reader._spread(record_keys, landed, own_indexes, record_by_index)

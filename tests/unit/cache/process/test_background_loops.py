@@ -62,7 +62,7 @@ async def test_a_loop_that_keeps_failing_is_told_until_it_does_well(
     loops: BackgroundLoops, caplog: pytest.LogCaptureFixture
 ) -> None:
     failure_reports: list[dict[str, str]] = []
-    loops.changed = lambda: failure_reports.append(loops.failing)
+    loops.on_change = lambda: failure_reports.append(loops.failing)
     is_broken, iteration_count = True, 0
 
     async def body() -> None:

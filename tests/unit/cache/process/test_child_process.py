@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.child_process import Guarded
+from cache.process.child_process import GuardedCommand
 from tests.polling import until
 
 ROOT = Path(__file__).parents[4]
@@ -70,7 +70,7 @@ def test_a_command_and_its_children_end_with_their_owner(
 
 
 def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> None:
-    process = Guarded(["sh", "-c", FAMILY], log=tmp_path / "log", cwd=tmp_path)
+    process = GuardedCommand(["sh", "-c", FAMILY], log=tmp_path / "log", cwd=tmp_path)
     pids = family(tmp_path)
     assert process.running
 
@@ -83,7 +83,9 @@ def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> 
 
 def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; echo $$ > parent; while :; do sleep 1; done"
-    process = Guarded(["sh", "-c", stubborn], log=tmp_path / "log", cwd=tmp_path, grace_s=0.2)
+    process = GuardedCommand(
+        ["sh", "-c", stubborn], log=tmp_path / "log", cwd=tmp_path, grace_s=0.2
+    )
     assert until(lambda: (tmp_path / "parent").exists())
 
     process.stop()
@@ -92,7 +94,7 @@ def test_a_command_that_ignores_term_is_killed_after_its_grace(tmp_path: Path) -
 
 
 def test_an_ended_command_reports_its_status_and_its_last_words(tmp_path: Path) -> None:
-    with Guarded(["sh", "-c", "echo no disk; exit 3"], log=tmp_path / "log") as process:
+    with GuardedCommand(["sh", "-c", "echo no disk; exit 3"], log=tmp_path / "log") as process:
         assert until(lambda: not process.running)
 
         assert process.returncode == 3
@@ -100,7 +102,7 @@ def test_an_ended_command_reports_its_status_and_its_last_words(tmp_path: Path) 
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_command(tmp_path: Path) -> None:
-    with Guarded(["sleep", "600"], log=tmp_path / "log") as process:
+    with GuardedCommand(["sleep", "600"], log=tmp_path / "log") as process:
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
         assert os.getsid(process.pid) != os.getsid(0)
 

@@ -15,7 +15,7 @@ from cache.l2.commands import OverlayRead, PageRead, PageReads
 from cache.l2.sync_clients import another, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import _process_id
-from precompute.releases.replication import UNREACHABLE, _ask
+from precompute.releases.replication import UNREACHABLE, _fetch_run_id
 from serving.events.connection import EventsRedis, EventsUnavailable
 from serving.fresh.event_follower import EventFollower
 from tests.forged_redis import ABSURD, forged_redis
@@ -68,7 +68,7 @@ def test_a_client_behind_sentinels_is_bounded_by_their_answers(port: int) -> Non
 def test_what_asks_for_a_run_id_or_a_process_is_bounded(port: int) -> None:
     client = open_client(f"redis://127.0.0.1:{port}", **QUICK)
 
-    assert _ask(client, "127.0.0.1", port) == UNREACHABLE
+    assert _fetch_run_id(client, "127.0.0.1", port) == UNREACHABLE
     assert _process_id(f"redis://127.0.0.1:{port}") is None
 
 
@@ -78,14 +78,14 @@ async def test_the_control_plane_is_bounded(port: int) -> None:
         with pytest.raises(TierUnavailable, match="announces more than"):
             await tier.control.watch()
         with pytest.raises(TierUnavailable, match="announces more than"):
-            await tier.control.ask_all([("HGETALL", "a"), ("TIME",)])
+            await tier.control.execute_all([("HGETALL", "a"), ("TIME",)])
         await tier.aclose()
 
 
 async def test_the_redis_of_events_is_bounded(port: int) -> None:
     events = EventsRedis(f"redis://127.0.0.1:{port}", "any")
     with pytest.raises(EventsUnavailable, match="announces more than"):
-        await events.ask("XLEN", "events")
+        await events.execute("XLEN", "events")
     await events.aclose()
 
 

@@ -38,7 +38,7 @@ def test_what_was_written_is_read_and_there_is_nothing_before(tmp_path: Path) ->
 
     assert written == replace(FOUND, version=1) == latest_experiments(store)
     assert change_experiments(store, lambda experiments: experiments) == written
-    assert VERSIONS.newest(store) == 1
+    assert VERSIONS.read_newest_number(store) == 1
     assert written.namespaces("default") == ("second",) and written.running == (RANKER,)
 
 

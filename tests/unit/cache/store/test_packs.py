@@ -35,7 +35,9 @@ def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tm
         releases = all_releases(store)
 
     assert [release.number for release in releases] == list(range(1, 1001))
-    assert all(release.done and release.generation == f"g{release.number}" for release in releases)
+    assert all(
+        release.is_done and release.generation == f"g{release.number}" for release in releases
+    )
     assert request_counts["list"] == 1 and request_counts["rounds"] <= 2
     assert request_counts["get"] <= 1000 // PACK_FILES + PACK_FILES
 

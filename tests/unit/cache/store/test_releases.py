@@ -28,11 +28,11 @@ POINTER = Pointer(G2, 7, G1, "run-2", 200.0, Canary(G2, 25.0, 150.0, "click"))
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_record_is_read_as_it_was_written(is_done: bool) -> None:
     record = Release(
-        5, "retire", G1, G2, "run-1", 100.5, reason="old", pages={"user_topk": 3}, expected=4, number=6, done=is_done
+        5, "retire", G1, G2, "run-1", 100.5, reason="old", pages={"user_topk": 3}, expected=4, number=6, is_done=is_done
     )  # fmt: skip
 
     assert Release.from_bytes(record.to_bytes(), is_done=is_done) == record
-    assert record.place == 6 and replace(record, number=0).place == 5
+    assert record.stored_number == 6 and replace(record, number=0).stored_number == 5
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_a_pointer_at_its_bounds_is_taken(changes: dict[str, Any]) -> None:
 def written(store: ArtefactStore, *records: Release) -> None:
     """Records, and the marks of those that are done."""
     for record in records:
-        store.write(intent_path(record.place), record.to_bytes())
-        if record.done:
-            store.write(done_path(record.place), b"")
+        store.write(intent_path(record.stored_number), record.to_bytes())
+        if record.is_done:
+            store.write(done_path(record.stored_number), b"")
 
 
 def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> None:
     store = ArtefactStore(str(tmp_path))
     records = [
-        replace(FIRST, done=True), replace(FIRST, epoch=3, number=2, generation=G2),
+        replace(FIRST, is_done=True), replace(FIRST, epoch=3, number=2, generation=G2),
         replace(FIRST, epoch=4, number=3, action="refuse", generation=G2),
     ]  # fmt: skip
     written(store, *records)
@@ -106,8 +106,12 @@ def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> No
     assert all_releases(store) == records
     release_by_number = {2: records[1]}
     store.write(done_path(2), b"")
-    assert [record.done for record in all_releases(store, release_by_number)] == [True, True, False]
-    assert release_by_number[2].done
+    assert [record.is_done for record in all_releases(store, release_by_number)] == [
+        True,
+        True,
+        False,
+    ]
+    assert release_by_number[2].is_done
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,8 @@ def test_a_record_under_anothers_name_is_refused(tmp_path: Any) -> None:
 
 def test_the_newest_move_is_the_last_that_was_completed() -> None:
     history = [
-        replace(FIRST, done=True), replace(FIRST, epoch=2, action="roll_back", done=True),
-        replace(FIRST, epoch=3, action="publish"), replace(FIRST, epoch=4, action="refuse", done=True),
+        replace(FIRST, is_done=True), replace(FIRST, epoch=2, action="roll_back", is_done=True),
+        replace(FIRST, epoch=3, action="publish"), replace(FIRST, epoch=4, action="refuse", is_done=True),
     ]  # fmt: skip
 
     assert newest_move(history) == history[1] and newest_move(history[2:]) is None
@@ -148,8 +152,8 @@ def test_the_newest_move_is_the_last_that_was_completed() -> None:
 
 def test_the_manifest_of_a_generation_is_that_last_released_or_verified_again() -> None:
     history = [
-        replace(FIRST, done=True), replace(FIRST, action="verify", manifest_sha256="b"),
-        replace(FIRST, manifest_sha256="c"), replace(FIRST, generation=G2, manifest_sha256="d", done=True),
+        replace(FIRST, is_done=True), replace(FIRST, action="verify", manifest_sha256="b"),
+        replace(FIRST, manifest_sha256="c"), replace(FIRST, generation=G2, manifest_sha256="d", is_done=True),
     ]  # fmt: skip
 
     assert released_manifest(history, G1) == "b" and released_manifest(history[:1], G1) == "a"

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.mrc.shards import SPACE, Touch
+from cache.mrc.shards import SPACE, Access
 from cache.tiers.access_sample import TRACE_MAX
-from cache.tiers.batches import Wants
+from cache.tiers.batches import RecordKeys
 from cache.tiers.l1 import (
     LIVE_BYTES,
     OVERHEAD_BYTES,
     LocalTier,
     NegativeCache,
-    Ready,
+    ReadyAnswer,
     size_of,
 )
-from cache.tiers.tiered import Tiered, Want
+from cache.tiers.tiered import RecordKey, TieredCache
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()
 VIEW = NIGHT.view()
 BYTES = NIGHT.layout.size_bytes + OVERHEAD_BYTES
 STRANGER = "nobody-the-night-knew"
-READY = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1")
+READY = ReadyAnswer(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1")
 
 
 class Bench:
@@ -34,7 +34,7 @@ class Bench:
         self.clock = FakeClock()
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
-        self.cache = Tiered(
+        self.cache = TieredCache(
             LocalTier(1 << 20, self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
@@ -42,23 +42,23 @@ class Bench:
         )
         self.cache.trace.sample(SPACE - 1)
 
-    def taken(self) -> list[Touch]:
+    def taken(self) -> list[Access]:
         touches = list(self.cache.trace)
         self.cache.trace.clear()
         return touches
 
-    async def many(self, *ids: str) -> list[Touch]:
+    async def many(self, *ids: str) -> list[Access]:
         record_keys = [NIGHT.want(entity_id) for entity_id in ids]
         await self.cache.get_many(VIEW, record_keys, self.clock() + 60)
         return self.taken()
 
-    async def rows(self, *ids: str) -> list[Touch]:
+    async def rows(self, *ids: str) -> list[Access]:
         await self.cache.get_rows(VIEW, columns([NIGHT.want(entity_id) for entity_id in ids]), None)
         return self.taken()
 
 
-def columns(record_keys: Sequence[Want]) -> Wants:
-    return Wants(
+def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
+    return RecordKeys(
         record_keys[0].table,
         [int(record_key.key) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
@@ -138,19 +138,19 @@ async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(benc
     bench.cache.keep(VIEW, record_key, READY)
     ready_answer = bench.cache.local.ready(READY.request)
 
-    assert ready_answer is not None and ready_answer.touch is not None
-    assert ready_answer.touch[1] == size_of(READY)
-    assert bench.taken() == [(ready_answer.touch[0], -size_of(READY))]
+    assert ready_answer is not None and ready_answer.access is not None
+    assert ready_answer.access[1] == size_of(READY)
+    assert bench.taken() == [(ready_answer.access[0], -size_of(READY))]
 
 
 async def test_requests_and_generations_are_told_apart(bench: Bench) -> None:
-    sample_ready, other_ready = bench.cache.trace.kept, READY._replace(request=b"/a/1?k=2")
+    sample_ready, other_ready = bench.cache.trace.attach_access, READY._replace(request=b"/a/1?k=2")
     ready = [
         sample_ready(GENERATION, 7 << 40, READY),
         sample_ready(GENERATION, 7 << 40, other_ready),
         sample_ready(NEXT_GENERATION, 7 << 40, READY),
     ]
-    spots = {ready_answer.touch[0] for ready_answer in ready if ready_answer.touch}
+    spots = {ready_answer.access[0] for ready_answer in ready if ready_answer.access}
 
     assert len(spots) == 3 and {spot >> 32 for spot in spots} == {7 << 8}
 
@@ -160,10 +160,10 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     trace.begin(GENERATION)
     trace.sample((1 << 32) - 1)
 
-    unsampled_ready = trace.kept(GENERATION, 1 << 40, READY)
-    after = trace.kept(NEXT_GENERATION, 1 << 40, READY)
+    unsampled_ready = trace.attach_access(GENERATION, 1 << 40, READY)
+    after = trace.attach_access(NEXT_GENERATION, 1 << 40, READY)
 
-    assert unsampled_ready.touch is None and after.touch is not None
+    assert unsampled_ready.access is None and after.access is not None
     assert trace.last == SPACE - 1
 
 
@@ -172,7 +172,7 @@ async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:
     bench.cache.trace.begin(GENERATION)
 
     assert await bench.rows(*NIGHT.ids[:5]) == await bench.many(NIGHT.ids[1]) == []
-    assert bench.cache.trace.kept(NEXT_GENERATION, 0, READY) is READY
+    assert bench.cache.trace.attach_access(NEXT_GENERATION, 0, READY) is READY
 
 
 async def test_what_nobody_takes_stays_bounded(bench: Bench) -> None:

@@ -16,11 +16,11 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
 from cache.tiers.addressing import page_reads, reads_of
-from cache.tiers.batches import Rows, Wants
+from cache.tiers.batches import RecordKeys, Rows
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiers.results import Found, Missed, MissReason, Outcome, View, Want
+from cache.tiers.results import Hit, Miss, MissReason, ReadResult, RecordKey, View
 from cache.tiers.singleflight import SingleFlight
-from cache.tiers.tiered import Tiered
+from cache.tiers.tiered import TieredCache
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()
@@ -35,21 +35,23 @@ class Bench:
         self.clock = FakeClock()
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
-        self.cache = Tiered(
+        self.cache = TieredCache(
             LocalTier(entries_max * (OVERHEAD_BYTES + RECORD_BYTES), self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
             timer=self.clock,
         )
 
-    async def rows(self, record_keys: Sequence[Want], left_s: float = 60.0) -> list[Outcome]:
+    async def rows(
+        self, record_keys: Sequence[RecordKey], left_s: float = 60.0
+    ) -> list[ReadResult]:
         return outcomes(
             await self.cache.get_rows(VIEW, columns(record_keys), self.clock() + left_s)
         )
 
 
-def columns(record_keys: Sequence[Want]) -> Wants:
-    return Wants(
+def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
+    return RecordKeys(
         record_keys[0].table,
         [int(record_key.key) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
@@ -58,9 +60,10 @@ def columns(record_keys: Sequence[Want]) -> Wants:
     )
 
 
-def outcomes(rows: Rows) -> list[Outcome]:
+def outcomes(rows: Rows) -> list[ReadResult]:
     return [
-        rows.others.get(index) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
+        rows.result_by_index.get(index)
+        or Hit(record.tobytes(), "l2" if is_l2 else "l1", False, None)
         for index, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
     ]
 
@@ -74,7 +77,7 @@ async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_n
 
     answers = await bench.rows(record_keys)
 
-    assert [isinstance(answer, Found) for answer in answers] == [True, True, False]
+    assert [isinstance(answer, Hit) for answer in answers] == [True, True, False]
     assert bench.cache.local.too_large == 2
 
 
@@ -157,7 +160,7 @@ async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight(
         strict=True,
     ):
         for record_key, outcome in zip(expected, task.result(), strict=True):
-            assert isinstance(outcome, Found) and outcome.tier == "l2"
+            assert isinstance(outcome, Hit) and outcome.tier == "l2"
             assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
     assert len(bench.cache.flights) == 0 and bench.cache.flights.shared == 6
 
@@ -174,9 +177,9 @@ async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1
     late = await bench.rows(record_keys, left_s=0.001)
     bench.remote.gate.set()
 
-    assert late[1:] == [Missed(MissReason.L2_TIMEOUT)] * 2
-    assert isinstance(late[0], Found) and late[0].tier == "l1"
-    assert [type(read_result) for read_result in await patient] == [Found] * 3
+    assert late[1:] == [Miss(MissReason.L2_TIMEOUT)] * 2
+    assert isinstance(late[0], Hit) and late[0].tier == "l1"
+    assert [type(read_result) for read_result in await patient] == [Hit] * 3
 
 
 async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
@@ -187,8 +190,8 @@ async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
 
     missed, stands_in = await bench.rows(record_keys)
 
-    assert missed == Missed(MissReason.PAGE_MISSING)
-    assert isinstance(stands_in, Found) and stands_in.live
+    assert missed == Miss(MissReason.PAGE_MISSING)
+    assert isinstance(stands_in, Hit) and stands_in.live
     assert stands_in.reason == MissReason.PAGE_MISSING
 
 
@@ -199,7 +202,7 @@ def test_reads_of_many_are_those_of_each() -> None:
     first = replace(NIGHT.table.parts[0], count=9, first_page=3)
     table = replace(NIGHT.table, parts=(first, replace(first, count=31, first_page=70)))
     record_keys = [
-        Want(table, int(hashes[at]), at, directory.find(int(hashes[at])))
+        RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at])))
         for at in (39, 0, 8, 9, 20)
     ]
     view = View(GENERATION, {"user": directory})
@@ -253,9 +256,9 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
 
     rows = await bench.rows(record_keys)
 
-    missed = {read_result.reason for read_result in rows if isinstance(read_result, Missed)}
+    missed = {read_result.reason for read_result in rows if isinstance(read_result, Miss)}
     assert missed == {MissReason.NOT_IN_GENERATION}
     assert await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60) == [
-        read_result if isinstance(read_result, Missed) else read_result._replace(tier="l1")
+        read_result if isinstance(read_result, Miss) else read_result._replace(tier="l1")
         for read_result in rows
     ]

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from cache.tiers.eviction_history import FLIPPED_S, Absence, Absences
+from cache.tiers.eviction_history import FLIPPED_S, Absence, EvictionHistory
 from cache.tiers.l1 import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
 from tests.fakes import FakeClock
 
@@ -20,7 +20,7 @@ def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
 
 
 def why(local: LocalTier, number: int, generation: str = "g1") -> str:
-    return local.absences.why(generation, "t", number)
+    return local.eviction_history.find_reason(generation, "t", number)
 
 
 def test_what_was_never_here_is_cold_and_what_made_room_was_evicted() -> None:
@@ -50,7 +50,7 @@ def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
     local.put(key(2, "g2"), Entry(b"x", 1))
     assert why(local, 1, "g2") == "cold_start"
 
-    local.absences.flipped("g1")
+    local.eviction_history.flipped("g1")
 
     assert (why(local, 1, "g2"), why(local, 3, "g2")) == ("flipped", "cold_start")
     clock.tick(FLIPPED_S)
@@ -61,14 +61,14 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
     local = tier(20)
     for number in range(100):
         local.put(key(number), Entry(b"x" * 100, 1))
-    local.absences.flipped("g1")
+    local.eviction_history.flipped("g1")
 
     assert why(local, 0, "g2") == "flipped"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
-    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=64)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=64)
     evicted_numbers: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
@@ -85,7 +85,7 @@ def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
-    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=256)
+    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slots=256)
     for _ in range(300):
         letting = rng.choice([absences.evicted, absences.evicted, absences.expired][: 2 + seed % 2])
         letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
@@ -93,5 +93,5 @@ def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
         absences.flipped("g0")
 
     for keys in (range(500), range(5)):
-        one_by_one = Counter(absences.why("g1", "t", number) for number in keys)
+        one_by_one = Counter(absences.find_reason("g1", "t", number) for number in keys)
         assert Counter(absences.count("g1", "t", keys)) == one_by_one

@@ -7,8 +7,8 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import PageRead
-from cache.tiers.inspector import Looking
-from cache.tiers.results import Missed, MissReason
+from cache.tiers.inspector import TierInspector
+from cache.tiers.results import Miss, MissReason
 from tests.fakes import FakeRemote
 
 READ = PageRead("g", "t", 3, 0, 8 << 20)
@@ -33,9 +33,9 @@ class Paged(FakeRemote):
         return self._page
 
 
-def looking(remote: Paged) -> Looking:
+def looking(remote: Paged) -> TierInspector:
     tiers: Any = type("Tiers", (), {"local": None, "negative": ()})()
-    return Looking(tiers, remote)
+    return TierInspector(tiers, remote)
 
 
 async def test_a_whole_page_does_not_travel_with_records() -> None:
@@ -57,4 +57,4 @@ async def test_a_page_that_cannot_be_had_says_why_within_its_time(
 
     miss = await looking(remote).page(READ)
 
-    assert isinstance(miss, Missed) and miss.reason is reason
+    assert isinstance(miss, Miss) and miss.reason is reason

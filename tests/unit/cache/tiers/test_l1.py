@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.tiers.eviction_history import LetGo
-from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
+from cache.tiers.eviction_history import LossyKeySet
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, ReadyAnswer, size_of
 from tests.fakes import FakeClock, room_for
 
 
@@ -154,7 +154,7 @@ def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
     for number in range(count):
         local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
         path, raw = b"/v1/lookup/user_topk/u-%08d?k=20" % number, b"u-%08d" % number
-        local.keep(Ready(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path))
+        local.keep(ReadyAnswer(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path))
     spent, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -183,7 +183,7 @@ def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
             raw = b"u-%016x" % entity
             path = b"/v1/lookup/user_topk/%b?k=20" % raw
             head, tail = rng.randbytes(record_bytes // 2), rng.randbytes(90)
-            local.keep(Ready(7, head, tail, 1_700_000_000, ("t", raw), path))
+            local.keep(ReadyAnswer(7, head, tail, 1_700_000_000, ("t", raw), path))
         if rng.random() < 0.02:
             local.discard(name)
         if number > rounds // 2:
@@ -197,7 +197,7 @@ def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
 
 def test_a_ready_answer_is_found_under_its_request_only() -> None:
     local = LocalTier(100_000)
-    ready = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/v1/lookup/t/u?k=5")
+    ready = ReadyAnswer(7, b"head", b"tail", 0, ("t", b"u"), b"/v1/lookup/t/u?k=5")
 
     local.keep(ready)
 
@@ -256,7 +256,7 @@ def test_filling_is_putting_one_by_one(
         for number in earlier_numbers:
             tier.put(LocalKey("g", "t", number), Entry(b"old", number, b"d" * 16, 1e12))
     keys = [LocalKey("g", "t", number) for number in numbers]
-    if put_tier.takes(300):
+    if put_tier.can_fit(300):
         filled_tier.fill(keys, [bytes(300)] * len(keys), numbers)
         for key, number in zip(keys, numbers, strict=True):
             put_tier.put(key, Entry(bytes(300), number))
@@ -279,7 +279,7 @@ def test_filling_is_putting_one_by_one(
 
 @given(numbers=st.lists(st.integers(0, 10_000), max_size=60))
 def test_what_is_let_go_together_is_let_go_one_by_one(numbers: list[int]) -> None:
-    single_log, batch_log = LetGo(64), LetGo(64)
+    single_log, batch_log = LossyKeySet(64), LossyKeySet(64)
     batch_log.note_all(numbers)
     for number in numbers:
         single_log.note(number)

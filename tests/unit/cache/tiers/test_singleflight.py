@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tiers.singleflight import Abandoned, SingleFlight, board
+from cache.tiers.singleflight import FlightAbandoned, SingleFlight, board
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
 
     outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
 
-    assert all(isinstance(outcome, Abandoned) for outcome in outcomes)
+    assert all(isinstance(outcome, FlightAbandoned) for outcome in outcomes)
 
 
 async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:

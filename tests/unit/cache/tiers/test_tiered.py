@@ -10,7 +10,7 @@ from cache.errors import TierUnavailable
 from cache.format.records.codec import absent, pack_overlay
 from cache.format.redis_keys import hash_hex
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Found, Missed, MissReason, Tiered, Want
+from cache.tiers.tiered import Hit, Miss, MissReason, RecordKey, TieredCache
 from tests.fakes import (
     DIGEST_A,
     DIGEST_B,
@@ -35,7 +35,7 @@ class Bench:
         self.clock = FakeClock()
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
-        self.cache = Tiered(
+        self.cache = TieredCache(
             LocalTier(max_bytes, self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
@@ -43,7 +43,7 @@ class Bench:
             timer=self.clock,
         )
 
-    async def get(self, record_key: Want, generation: str = GENERATION) -> Found | Missed:
+    async def get(self, record_key: RecordKey, generation: str = GENERATION) -> Hit | Miss:
         return await self.cache.get(NIGHT.view(generation), record_key, self.clock() + 60)
 
     def store_overlay(self, id_: str, digest: bytes, ttl_s: float, value: float = 0.5) -> None:
@@ -66,7 +66,7 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
     first = await bench.get(NIGHT.want(KNOWN))
     second = await bench.get(NIGHT.want(KNOWN))
 
-    assert isinstance(first, Found) and isinstance(second, Found)
+    assert isinstance(first, Hit) and isinstance(second, Hit)
     assert (first.tier, second.tier) == ("l2", "l1")
     assert first.record is second.record and not first.live and first.expires_at is None
     assert len(bench.remote.reads) == 1
@@ -88,10 +88,10 @@ async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(ben
 
     results = [await caller for caller in callers[1:]]
 
-    assert all(isinstance(result, Found) and result.tier == "l2" for result in results)
+    assert all(isinstance(result, Hit) and result.tier == "l2" for result in results)
     assert len(bench.remote.reads) == 1 and len(bench.cache.flights) == 0
     assert bench.cache.counters.l2 == 2 and bench.cache.flights.shared == 2
-    assert isinstance(bench.cache.peek(view, record_key), Found)
+    assert isinstance(bench.cache.peek(view, record_key), Hit)
 
 
 async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
@@ -100,7 +100,7 @@ async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
     for record_key, outcome in zip(record_keys, outcomes, strict=True):
-        assert isinstance(outcome, Found)
+        assert isinstance(outcome, Hit)
         assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
     assert len(bench.remote.calls) == 1, "one call for the whole batch"
 
@@ -118,7 +118,7 @@ async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench: Bench) -> No
 async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) -> None:
     bench.remote.pages.clear()
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.PAGE_MISSING)
     assert bench.cache.local.size_bytes == 0
 
 
@@ -129,9 +129,9 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
     record_key = NIGHT.want(KNOWN)
     wrong = record_key._replace(position=NIGHT.want(NIGHT.ids[4]).position)
 
-    assert await bench.get(wrong) == Missed(MissReason.CORRUPT)
+    assert await bench.get(wrong) == Miss(MissReason.CORRUPT)
     assert bench.cache.counters.missed[MissReason.CORRUPT] == 1
-    assert await bench.get(record_key) != Missed(MissReason.CORRUPT)
+    assert await bench.get(record_key) != Miss(MissReason.CORRUPT)
 
 
 async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(
@@ -143,7 +143,7 @@ async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_fr
 
     impostor = known_key._replace(fingerprint=known_key.fingerprint ^ 1)
 
-    assert await bench.get(impostor) == Missed(MissReason.CORRUPT)
+    assert await bench.get(impostor) == Miss(MissReason.CORRUPT)
 
 
 async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
@@ -156,7 +156,7 @@ async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
             record[14] = 2 << 4
         pages[name] = b"".join(bytes(record) for record in records)
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.CORRUPT)
+    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.CORRUPT)
 
 
 def without_answers(bench: Bench) -> None:
@@ -172,14 +172,14 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
     """The night could answer for it in other tables of the same entities only."""
     without_answers(bench)
 
-    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.NOT_IN_GENERATION)
     misses = await bench.cache.get_many(
         VIEW, [NIGHT.want(entity_id) for entity_id in NIGHT.ids[:3]], bench.clock() + 60
     )
     assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
     assert bench.cache.local.size_bytes == 0
     misplaced_key = NIGHT.want(KNOWN)._replace(position=NIGHT.want(NIGHT.ids[4]).position)
-    assert await bench.get(misplaced_key) == Missed(MissReason.CORRUPT)
+    assert await bench.get(misplaced_key) == Miss(MissReason.CORRUPT)
 
 
 async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) -> None:
@@ -189,8 +189,8 @@ async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) ->
 
     hit = await bench.get(record_key)
 
-    assert isinstance(hit, Found) and hit.live and hit.reason is None
-    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
+    assert isinstance(hit, Hit) and hit.live and hit.reason is None
+    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None:
@@ -199,8 +199,8 @@ async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None
     bench.cache.put_live(VIEW, stranger, NIGHT.live_record(STRANGER), DIGEST_A, 60)
     await bench.cache.aclose()
 
-    assert isinstance(await bench.get(stranger), Found)
-    assert await bench.get(stranger, NEXT_GENERATION) == Missed(MissReason.NOT_IN_GENERATION)
+    assert isinstance(await bench.get(stranger), Hit)
+    assert await bench.get(stranger, NEXT_GENERATION) == Miss(MissReason.NOT_IN_GENERATION)
     assert {write.generation for write in bench.remote.writes} == {GENERATION}
 
 
@@ -219,18 +219,18 @@ async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
     bench.remote.fails_with = TierUnavailable("no", reason=reason)
 
     known_key, stranger = NIGHT.want(KNOWN), NIGHT.want(STRANGER)
-    assert await bench.get(known_key) == Missed(missed) == await bench.get(stranger)
+    assert await bench.get(known_key) == Miss(missed) == await bench.get(stranger)
 
     bench.remote.fails_with = None
-    assert isinstance(await bench.get(known_key), Found)
-    assert await bench.get(stranger) == Missed(MissReason.NOT_IN_GENERATION)
+    assert isinstance(await bench.get(known_key), Hit)
+    assert await bench.get(stranger) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_a_caller_whose_deadline_is_over_does_not_read(bench: Bench) -> None:
     """C10."""
     outcome = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() - 1)
 
-    assert outcome == Missed(MissReason.L2_TIMEOUT)
+    assert outcome == Miss(MissReason.L2_TIMEOUT)
     assert bench.remote.calls == []
 
 
@@ -243,8 +243,8 @@ async def test_a_callers_deadline_ends_only_its_own_waiting(bench: Bench) -> Non
     hasty = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() + 0.01)
     bench.remote.gate.set()
 
-    assert hasty == Missed(MissReason.L2_TIMEOUT)
-    assert isinstance(await patient, Found)
+    assert hasty == Miss(MissReason.L2_TIMEOUT)
+    assert isinstance(await patient, Hit)
     assert len(bench.remote.reads) == 1
 
 
@@ -257,7 +257,7 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
     bench.remote.gate.set()
     outcomes = await asyncio.gather(*callers)
 
-    assert all(isinstance(outcome, Found) and outcome.tier == "l2" for outcome in outcomes)
+    assert all(isinstance(outcome, Hit) and outcome.tier == "l2" for outcome in outcomes)
     counters = bench.cache.counters
     assert counters.l2 == counters.total == 10_000 and counters.l2_reads == 1
     assert bench.cache.flights.shared == 9_999
@@ -275,7 +275,7 @@ async def test_a_cancelled_caller_takes_nobody_along(bench: Bench) -> None:
     outcomes = await asyncio.gather(*callers, return_exceptions=True)
 
     assert isinstance(outcomes[0], asyncio.CancelledError)
-    assert all(isinstance(outcome, Found) for outcome in outcomes[1:])
+    assert all(isinstance(outcome, Hit) for outcome in outcomes[1:])
 
 
 async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
@@ -285,8 +285,8 @@ async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
 
     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
-    assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], Found)
-    assert outcomes[1] == Missed(MissReason.NOT_IN_GENERATION)
+    assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], Hit)
+    assert outcomes[1] == Miss(MissReason.NOT_IN_GENERATION)
     assert len(bench.remote.reads) == 2 and bench.cache.counters.total == 3
 
 
@@ -294,12 +294,12 @@ async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench:
     record_key = NIGHT.want(STRANGER)
 
     outcomes = [await bench.get(record_key) for _ in range(50)]
-    assert outcomes[0] == Missed(MissReason.NOT_IN_GENERATION)
-    assert set(outcomes[1:]) == {Missed(MissReason.NEGATIVE)}
+    assert outcomes[0] == Miss(MissReason.NOT_IN_GENERATION)
+    assert set(outcomes[1:]) == {Miss(MissReason.NEGATIVE)}
     assert len(bench.remote.reads) == 1
 
     bench.clock.tick(5.0)
-    assert await bench.get(record_key) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(record_key) == Miss(MissReason.NOT_IN_GENERATION)
     assert len(bench.remote.reads) == 2
 
 
@@ -309,7 +309,7 @@ async def test_unknown_ids_evict_nothing_from_l1(bench: Bench) -> None:
     for number in range(500):
         await bench.get(NIGHT.want(f"stranger-{number}"))
 
-    assert isinstance(bench.cache.peek(VIEW, NIGHT.want(KNOWN)), Found)
+    assert isinstance(bench.cache.peek(VIEW, NIGHT.want(KNOWN)), Hit)
     assert len(bench.cache.negative) == 100
 
 
@@ -319,11 +319,11 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
     bench.clock.tick(7)
 
     hit = await bench.get(NIGHT.want(STRANGER))
-    assert isinstance(hit, Found) and hit.live
+    assert isinstance(hit, Hit) and hit.live
     assert hit.expires_at == bench.clock() + 3
     bench.clock.tick(3)
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: Bench) -> None:
@@ -337,7 +337,7 @@ async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: 
     bench.remote.gate.set()
 
     hit = await reading
-    assert isinstance(hit, Found) and hit.expires_at == ends_at
+    assert isinstance(hit, Hit) and hit.expires_at == ends_at
 
 
 async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> None:
@@ -353,7 +353,7 @@ async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> 
     await bench.cache.aclose()
 
     assert len(bench.remote.writes) == 257 and bench.remote.writes[-1].ttl_s == 26
-    assert bench.cache.writes.dropped == 1
+    assert bench.cache.writes.dropped_count == 1
 
 
 async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench) -> None:
@@ -361,7 +361,7 @@ async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.remote.left_at_most_s = 0.0
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.EXPIRED)
+    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.EXPIRED)
     assert len(bench.cache.local) == 0
 
 
@@ -372,9 +372,9 @@ async def test_an_answer_computed_from_another_input_is_a_miss(bench: Bench, tie
     if tier == "l1":
         await bench.get(NIGHT.want(STRANGER))
 
-    assert await bench.get(NIGHT.want(STRANGER, DIGEST_B)) == Missed(MissReason.INPUT_CHANGED)
-    assert isinstance(await bench.get(NIGHT.want(STRANGER, DIGEST_A)), Found)
-    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Found)
+    assert await bench.get(NIGHT.want(STRANGER, DIGEST_B)) == Miss(MissReason.INPUT_CHANGED)
+    assert isinstance(await bench.get(NIGHT.want(STRANGER, DIGEST_A)), Hit)
+    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Hit)
 
 
 async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(bench: Bench) -> None:
@@ -385,7 +385,7 @@ async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(benc
         bench.get(NIGHT.want(STRANGER, DIGEST_A)), bench.get(NIGHT.want(STRANGER, DIGEST_B))
     )
 
-    assert isinstance(hit, Found) and miss == Missed(MissReason.INPUT_CHANGED)
+    assert isinstance(hit, Hit) and miss == Miss(MissReason.INPUT_CHANGED)
     assert len(bench.remote.reads) == 1
 
 
@@ -399,22 +399,22 @@ async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an
     hit = await bench.get(record_key)
     await bench.cache.aclose()
 
-    assert isinstance(hit, Found) and hit.tier == "l1" and hit.live
+    assert isinstance(hit, Hit) and hit.tier == "l1" and hit.live
     assert [write.ttl_s for write in bench.remote.writes] == [30]
-    assert bench.cache.writes.stored == 1
+    assert bench.cache.writes.stored_count == 1
 
 
 async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
     bench = Bench(max_bytes=0)
     record_key = NIGHT.want(STRANGER, DIGEST_A)
     await bench.get(record_key)
-    assert await bench.get(record_key) == Missed(MissReason.NEGATIVE)
+    assert await bench.get(record_key) == Miss(MissReason.NEGATIVE)
 
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
     hit = await bench.get(record_key)
-    assert isinstance(hit, Found) and hit.tier == "l2"
+    assert isinstance(hit, Hit) and hit.tier == "l2"
 
 
 async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> None:
@@ -426,7 +426,7 @@ async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> N
     hit = await bench.get(NIGHT.want(STRANGER, DIGEST_B))
     payload, _ = next(iter(bench.remote.overlays.values()))
 
-    assert isinstance(hit, Found) and hit.record == NIGHT.live_record(STRANGER, 2.0)
+    assert isinstance(hit, Hit) and hit.record == NIGHT.live_record(STRANGER, 2.0)
     assert payload.endswith(DIGEST_B)
 
 
@@ -452,7 +452,7 @@ async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Ben
     bench.remote.fails_with = None
     after = await bench.get(record_key)
 
-    assert isinstance(meanwhile, Found) and isinstance(after, Found)
+    assert isinstance(meanwhile, Hit) and isinstance(after, Hit)
     assert (meanwhile.live, meanwhile.reason) == (True, MissReason.L2_DOWN)
     assert (after.live, after.reason, after.tier) == (False, None, "l2")
 
@@ -477,10 +477,10 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN), DIGEST_A, 30)
 
     hit = await bench.get(record_key)
-    assert isinstance(hit, Found) and hit.live and hit.reason == MissReason.PAGE_MISSING
+    assert isinstance(hit, Hit) and hit.live and hit.reason == MissReason.PAGE_MISSING
     assert (await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60)) == [hit]
-    assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Missed(MissReason.PAGE_MISSING)
-    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Miss(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.want(KNOWN)) == Miss(MissReason.PAGE_MISSING)
 
 
 async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answer(
@@ -496,7 +496,7 @@ async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answe
     await reading
 
     hit = await bench.get(NIGHT.want(STRANGER))
-    assert isinstance(hit, Found) and hit.record == NIGHT.live_record(STRANGER, 2.0)
+    assert isinstance(hit, Hit) and hit.record == NIGHT.live_record(STRANGER, 2.0)
 
 
 async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
@@ -509,7 +509,7 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
 
     bench.remote.gate.set()
 
-    assert isinstance(await reading, Found)
+    assert isinstance(await reading, Hit)
     assert len(bench.cache.negative) == 0
 
 
@@ -518,7 +518,7 @@ async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Benc
     record_key = NIGHT.want(STRANGER)
     good = NIGHT.live_record(STRANGER)
     batch = await bench.get(NIGHT.want(KNOWN))
-    assert isinstance(batch, Found)
+    assert isinstance(batch, Hit)
 
     for invalid_record in (
         good[:-1],
@@ -530,7 +530,7 @@ async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Benc
         with pytest.raises(ValueError, match="record"):
             bench.cache.put_live(VIEW, record_key, invalid_record, DIGEST_A, 30)
 
-    assert await bench.get(record_key) == Missed(MissReason.NOT_IN_GENERATION)
+    assert await bench.get(record_key) == Miss(MissReason.NOT_IN_GENERATION)
 
 
 async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
@@ -538,7 +538,7 @@ async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
     name, (payload, expires_at) = next(iter(bench.remote.overlays.items()))
     bench.remote.overlays[name] = payload[4:], expires_at
 
-    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.CORRUPT)
+    assert await bench.get(NIGHT.want(STRANGER)) == Miss(MissReason.CORRUPT)
 
 
 async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> None:
@@ -547,9 +547,9 @@ async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> 
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
-    assert isinstance(await bench.get(record_key), Found)
+    assert isinstance(await bench.get(record_key), Hit)
     other_digest = bytes([*DIGEST_A[:15], 0])
-    assert await bench.get(record_key._replace(key=other_digest, digest=other_digest)) == Missed(
+    assert await bench.get(record_key._replace(key=other_digest, digest=other_digest)) == Miss(
         MissReason.NOT_IN_GENERATION
     )
     assert bench.remote.writes[0].hash_hex == DIGEST_A.hex()
@@ -564,10 +564,10 @@ async def test_overlay_writes_are_bounded_and_what_is_dropped_is_counted() -> No
         id_ = f"stranger-{number}"
         bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
 
-    assert bench.cache.writes.dropped == 2
+    assert bench.cache.writes.dropped_count == 2
     bench.remote.gate.set()
     await bench.cache.aclose()
-    assert bench.cache.writes.stored == 3 == len(bench.remote.writes)
+    assert bench.cache.writes.stored_count == 3 == len(bench.remote.writes)
 
 
 async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Bench) -> None:
@@ -580,7 +580,7 @@ async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench: Be
     await bench.cache.aclose(timeout_s=0.01)
 
     writes = bench.cache.writes
-    assert writes.failed == 256 and writes.dropped == 344 and writes.stored == 0
+    assert writes.failed_count == 256 and writes.dropped_count == 344 and writes.stored_count == 0
 
 
 async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> None:
@@ -589,8 +589,8 @@ async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> No
 
     await bench.cache.aclose()
 
-    assert bench.cache.writes.failed == 1 and bench.remote.writes == []
-    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Found), "L1 has it"
+    assert bench.cache.writes.failed_count == 1 and bench.remote.writes == []
+    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Hit), "L1 has it"
 
 
 async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
@@ -601,7 +601,7 @@ async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
         is_counted=False,
     )
 
-    assert all(isinstance(hit, Found) for hit in hits) and bench.cache.counters.total == 0
+    assert all(isinstance(hit, Hit) for hit in hits) and bench.cache.counters.total == 0
     assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is not None
 
 
@@ -610,7 +610,7 @@ async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
     bench = Bench(max_bytes=room_for(5, NIGHT.layout.size_bytes))
 
     for id_ in NIGHT.ids * 2:
-        assert isinstance(await bench.get(NIGHT.want(id_)), Found)
+        assert isinstance(await bench.get(NIGHT.want(id_)), Hit)
         assert bench.cache.local.size_bytes <= bench.cache.local.max_bytes
 
     assert 3 <= len(bench.cache.local) <= 5  # the table has grown with those that came and went
@@ -639,8 +639,8 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
         request_count = 0
         computed_from: dict[bytes, bytes] = {}
 
-        def check(record_key: Want, outcome: Found | Missed) -> None:
-            if isinstance(outcome, Found):
+        def check(record_key: RecordKey, outcome: Hit | Miss) -> None:
+            if isinstance(outcome, Hit):
                 assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
                 if outcome.live and record_key.digest is not None:
                     assert computed_from[outcome.record] == record_key.digest
@@ -660,7 +660,7 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                 case "peek":
                     hit = bench.cache.peek(VIEW, record_key)
                     request_count += hit is not None
-                    check(record_key, hit or Missed(MissReason.NEGATIVE))
+                    check(record_key, hit or Miss(MissReason.NEGATIVE))
                 case "put" if digest is not None:
                     record = NIGHT.live_record(ids[number], value + 1.0)
                     computed_from[record] = digest
@@ -688,6 +688,6 @@ def test_a_want_of_a_table_names_its_page_and_offset() -> None:
     """Pages of later shards begin where the manifest says."""
     table = replace(NIGHT.table, parts=(replace(NIGHT.table.parts[0], first_page=100),))
 
-    page, offset = table.locate(*NIGHT.directory.place(17))
+    page, offset = table.locate(*NIGHT.directory.locate(17))
 
     assert (page, offset) == (100 + 17 // 8, 17 % 8 * NIGHT.layout.size_bytes)

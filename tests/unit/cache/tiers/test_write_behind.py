@@ -35,4 +35,4 @@ async def test_writes_behind_one_that_raises_are_stored() -> None:
     # then
     assert await eventually(is_empty)
     await behind.aclose(5.0)
-    assert (behind.stored, behind.failed, behind.dropped) == (44, 256, 0)
+    assert (behind.stored_count, behind.failed_count, behind.dropped_count) == (44, 256, 0)

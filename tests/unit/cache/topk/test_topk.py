@@ -62,7 +62,7 @@ def test_batches_and_threads_change_no_bit():
 
     for size in (1, 3, 19, 20, 21):
         rows = np.arange(size)
-        part = Scorer.of(items).top(users[:size], 15, excluded.take(rows), threads=1)
+        part = Scorer.of(items).top(users[:size], 15, excluded.select_rows(rows), threads=1)
         assert np.array_equal(part[0], full_batch_lists[0][:size])
         assert np.array_equal(part[1].view(np.uint32), full_batch_lists[1][:size].view(np.uint32))
 

@@ -6,7 +6,7 @@ import pytest
 
 from cache.config.night import NightConfig
 from infra.cli.check import platform
-from infra.cli.check.command import LOOKS
+from infra.cli.check.command import CHECKS
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 PROVIDER = "apache-airflow-providers-openlineage"
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
 
-    finding = LOOKS["lineage"](NightConfig())
+    finding = CHECKS["lineage"](NightConfig())
 
     assert finding[0] == state and expected_message in finding[1]
 
@@ -53,6 +53,6 @@ def test_openlineages_own_client_is_no_provider(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(EXTRACTORS, OURS)
     installed(monkeypatch, "openlineage-python")
 
-    state, message = LOOKS["lineage"](NightConfig())
+    state, message = CHECKS["lineage"](NightConfig())
 
     assert state == "to do" and PROVIDER in message and "larder-predictions[lineage]" in message

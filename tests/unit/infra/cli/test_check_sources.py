@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
-from infra.cli.check.found import Found
+from infra.cli.check.found import CheckResult
 from infra.cli.check.night import look_at_sources
 from precompute.config.settings import NightConfig, Sources
 
 
-def check(folder: Path, rows: list[str], **sources: Any) -> Found:
+def check(folder: Path, rows: list[str], **sources: Any) -> CheckResult:
     (folder / "a.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
     config = NightConfig(base=str(folder), sources=Sources(interactions=("a.csv",), **sources))
     return look_at_sources(config)

@@ -9,7 +9,7 @@ import pytest
 
 from cache.config.night import NightConfig
 from infra.cli.__main__ import main
-from infra.cli.check.command import LOOKS
+from infra.cli.check.command import CHECKS
 from infra.cli.dags import PACKAGED
 
 NAMES = sorted(file.name for file in PACKAGED.glob("*.py") if file.stem != "__init__")
@@ -181,7 +181,7 @@ def test_check_says_which_airflow_is_there(
     monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(folder))
     has_airflow(monkeypatch, installed)
 
-    actual_state, message = LOOKS["airflow"](NightConfig())
+    actual_state, message = CHECKS["airflow"](NightConfig())
 
     assert actual_state == state and f"Airflow {installed}" in message
 
@@ -193,6 +193,6 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(
         monkeypatch.delenv(name, raising=False)
     has_airflow(monkeypatch, "2.10.5")
 
-    state, message = LOOKS["airflow"](NightConfig())
+    state, message = CHECKS["airflow"](NightConfig())
 
     assert state == "not used" and "Airflow 2.10.5" in message and "larder night" in message

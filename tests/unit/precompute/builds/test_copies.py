@@ -10,22 +10,22 @@ from cache.store.releases import Release, done_path, intent_path
 from precompute.builds.copies import demand_not_retired
 
 G1, G2 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))
-PUBLISHED = Release(1, "publish", G1, None, "run-1", 100.0, number=1, done=True)
-VERIFIED = Release(2, "verify", G1, None, "run-1", 101.0, number=2, done=True)
+PUBLISHED = Release(1, "publish", G1, None, "run-1", 100.0, number=1, is_done=True)
+VERIFIED = Release(2, "verify", G1, None, "run-1", 101.0, number=2, is_done=True)
 
 
 def store_of(folder: Path, *records: Release) -> ArtefactStore:
     """A store with this history."""
     store = ArtefactStore(str(folder))
     for record in records:
-        store.write(intent_path(record.place), record.to_bytes())
-        store.write(done_path(record.place), b"")
+        store.write(intent_path(record.stored_number), record.to_bytes())
+        store.write(done_path(record.stored_number), b"")
     return store
 
 
 def retired(generation: str, attempt: str) -> Release:
     """The record that a generation was retired."""
-    return Release(3, "retire", generation, None, attempt, 102.0, number=3, done=True)
+    return Release(3, "retire", generation, None, attempt, 102.0, number=3, is_done=True)
 
 
 def test_a_generation_that_a_newer_night_retired_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of, forget_items, made_of_tables
 from precompute.config.settings import NightConfig, Sources
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from tests.unit.precompute.adapters.written import item_vectors
 
 USERS, ITEMS, DIMS = 40, 60, 6
@@ -170,7 +170,7 @@ def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
 
 
 def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
-    erased = Erased(frozenset(), frozenset({b"i7"}), (1,))
+    erased = ErasedEntities(frozenset(), frozenset({b"i7"}), (1,))
 
     bundle = made(config, erased=erased)
 

@@ -14,7 +14,7 @@ from cache.config.sections import GovernorConfig
 from cache.errors import ConfigError
 from precompute.bulk.governor import REST_S, STEP_S, WORK_S, Governor
 from precompute.bulk.throttle import JUDGED_MIN, MIB, STEPS_MIN, Signals, Throttle, p99
-from precompute.bulk.watch import Look
+from precompute.bulk.watch import RedisObservation
 
 PIECE = 128 * 1024
 PROBE_S = 0.001
@@ -82,10 +82,12 @@ class Plant:
             if not self.silent:
                 self.trips.append(IDLE_S * slower * self.rng.uniform(0.9, 1.1))
 
-    def look(self) -> Look | None:
+    def get_latest_observation(self) -> RedisObservation | None:
         if self.blind:
             return None
-        return Look(self.now, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes)
+        return RedisObservation(
+            self.now, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes
+        )
 
     def round_trips(self) -> list[float]:
         recent_trips, self.trips = self.trips, []

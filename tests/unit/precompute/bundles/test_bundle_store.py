@@ -83,7 +83,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host)
 
 
 def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
-    monkeypatch.setattr(bundle_store, "KEPT", 2)
+    monkeypatch.setattr(bundle_store, "BUNDLES_KEPT", 2)
     digests = []
     for seed in (1, 2, 3):
         deliver(host("a"), seed)
@@ -145,7 +145,7 @@ def test_a_bundle_that_was_made_of_tables_follows_no_other(host):
 
 
 def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
-    monkeypatch.setattr(bundle_store, "KEPT", 2)
+    monkeypatch.setattr(bundle_store, "BUNDLES_KEPT", 2)
     store, times = host("a").store(), itertools.count(1_000)
     mine = deliver(host("a"), 1)
     assert chosen(host("a")) == mine

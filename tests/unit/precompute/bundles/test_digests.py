@@ -21,7 +21,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return sha256_of(path)
 
     monkeypatch.setattr(digests, "sha256_of", read)
-    digests._known.clear()
+    digests._digest_by_stamp.clear()
     monkeypatch.setattr(digests, "SETTLED_NS", -(10**12))
     return read_paths
 
@@ -77,6 +77,6 @@ def test_only_so_many_are_remembered(tmp_path: Path, reads: list[Path]) -> None:
     for path in paths:
         path.write_bytes(path.name.encode())
         sha256_unchanged(path)
-    assert len(digests._known) == digests.FILES_MAX
+    assert len(digests._digest_by_stamp) == digests.FILES_MAX
     sha256_unchanged(paths[0])
     assert reads == [*paths, paths[0]]

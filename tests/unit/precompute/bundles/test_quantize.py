@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from cache.errors import BundleError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.agreement import agreement, take
+from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.quantize import quantize_tower
 from tests.models import histories_of, train_small
 
@@ -77,7 +77,7 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
     path, spec = perceptron
     int8_path = tmp_path / "int8.onnx"
     inputs = make_inputs(1200)
-    quantize_tower(path, spec, take(inputs, np.arange(400)), int8_path)
+    quantize_tower(path, spec, select_rows(inputs, np.arange(400)), int8_path)
     exact, fast = Tower.open(path, spec), Tower.open(int8_path, spec)
     items = np.random.default_rng(2).standard_normal((500, DIMS)).astype(np.float32)
 
@@ -89,7 +89,7 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
     all_vectors = fast.run(inputs)
     for size in (1, 2, 31, 700):
         rows = np.random.default_rng(size).choice(1200, size, replace=False)
-        assert np.array_equal(fast.run(take(inputs, rows)), all_vectors[rows])
+        assert np.array_equal(fast.run(select_rows(inputs, rows)), all_vectors[rows])
 
 
 def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from precompute.bundles.bundle_swap import heal, put_in_place, sweep_training
 from precompute.sources.columns import Ids
-from precompute.sources.interactions import Counted, Numbered
+from precompute.sources.interactions import HashedIds, NumberedIds
 
 
 def bundle(folder: Path, version: str) -> Path:
@@ -95,7 +95,7 @@ def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
     monkeypatch.setattr("precompute.sources.interactions.MERGED_AT_ONCE", 3)
     rng = np.random.default_rng(5)
     batches = [[f"item-{number}" for number in rng.integers(0, 40, 30)] for _ in range(10)]
-    numbered, hashed_ids = Numbered(), Counted()
+    numbered, hashed_ids = NumberedIds(), HashedIds()
     for batch in batches:
         numbered.add(ids_of(batch))
         hashed_ids.add(ids_of(batch))
@@ -115,7 +115,7 @@ def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
 def test_no_step_of_the_training_holds_the_texts_of_all_rows():
     """Two billion bytes of user ids ended a training as an internal error; a row costs 12 bytes now."""
     allocated_before_bytes = pa.total_allocated_bytes()
-    users, items = Counted(), Numbered()
+    users, items = HashedIds(), NumberedIds()
     for number in range(100):
         texts = [f"{'user' * 50}-{number}-{row % 100}" for row in range(1_000)]
         users.add(ids_of(texts))

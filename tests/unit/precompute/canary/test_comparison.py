@@ -9,7 +9,7 @@ import pytest
 
 from cache.config.sections import CanaryConfig
 from precompute.canary.comparison import Comparison, Totals, decide, psi, shift
-from serving.replica.canary_stats import ArmCounts, Keys, bucket
+from serving.replica.canary_stats import ArmCounts, KeySample, bucket
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")
@@ -112,7 +112,7 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
-    keys, rng = Keys(limit=1_000), np.random.default_rng(SEED)
+    keys, rng = KeySample(limit=1_000), np.random.default_rng(SEED)
     for number in rng.zipf(
         1.3, 200_000
     ).tolist():  # busy keys have low numbers, and scores to match

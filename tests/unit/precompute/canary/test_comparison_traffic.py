@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.config.sections import CanaryConfig
-from cache.control.key_split import Split
+from cache.control.key_split import KeySplit
 from precompute.canary.comparison import Comparison, Totals, decide
 from serving.replica.canary_stats import ArmCounts
 
@@ -27,12 +27,12 @@ def traffic(rng: np.random.Generator, skew: float) -> NDArray[np.int64]:
 def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) -> str:
     """The verdict on a canary whose scores are `scale` times live's and of whose answers more fall to defaults."""
     rng = np.random.default_rng(seed)
-    met, split = traffic(rng, skew), Split.of(f"generation-{seed}", PERCENT)
+    met, split = traffic(rng, skew), KeySplit.of(f"generation-{seed}", PERCENT)
     tops = rng.lognormal(-0.7, 0.5, USERS)
     falls = rng.random(USERS)
     arms = {name: [ArmCounts() for _ in range(REPLICAS)] for name in ("live", "canary")}
     for user, key in enumerate(KEYS):
-        arm = "canary" if split.takes(key) else "live"
+        arm = "canary" if split.has_key(key) else "live"
         default_share, factor = (
             (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)
         )

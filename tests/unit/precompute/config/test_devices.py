@@ -102,8 +102,8 @@ def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
         "cuda:0",
         "cuda:1",
     ] * 2
-    scorers.done(1)
-    scorers.done(3)
+    scorers.mark_finished(1)
+    scorers.mark_finished(3)
 
     assert [scorers.at(shard_number).device for shard_number in (4, 5)] == ["cuda:1", "cuda:1"]
     assert scorers.at(0).device == "cuda:0"

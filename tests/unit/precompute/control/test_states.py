@@ -21,7 +21,7 @@ def release(epoch, action, generation, *, is_done=True, expires_at=None):
         None,
         f"a{epoch}",
         float(epoch),
-        done=is_done,
+        is_done=is_done,
         expires_at=expires_at,
     )
 
@@ -199,7 +199,7 @@ def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(st
     completed = [
         release_record
         for release_record in history
-        if release_record.action in ("publish", "roll_back") and release_record.done
+        if release_record.action in ("publish", "roll_back") and release_record.is_done
     ]
     for preceding_release, after in itertools.pairwise(completed):
         rejected_generations = {

@@ -64,7 +64,7 @@ def test_bounds_of_a_user_stay_in_registers(capacity, tmp_path):
 
 @pytest.mark.parametrize("numbers", [2, 4, 8])
 def test_users_are_encoded_in_registers(numbers, tmp_path):
-    constants = {"NUMBERS": numbers, "ROUND_UP": hopper.ROUND_UP, "LEAST": hopper.LEAST}
+    constants = {"NUMBERS": numbers, "ROUND_UP": hopper.ROUND_UP, "LEAST": hopper.ROUND_UP_SUMMAND}
 
     assert disassembled("encode", constants, tmp_path)[1] <= SPILLED_BYTES
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache.model.ranking import score, unit
 from cache.model.tower import Histories
-from cache.topk.flat import Compared
+from cache.topk.flat import ComparableItems
 from cache.topk.topk import Scorer
 from tests.devices import DEVICE, long_case, long_where_interpreted
 from tests.unit.precompute.exactness import make
@@ -212,9 +212,9 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
         rng.standard_normal((900, dims)) * np.exp(spread * rng.standard_normal((900, 1)))
     ).astype("f4")
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
-    device_items = DeviceItems.of(Compared.of(items, metric), WHERE, torch.float16, 4)
+    device_items = DeviceItems.of(ComparableItems.of(items, metric), WHERE, torch.float16, 4)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = device_items.queries(users, queried), device_items.whole
+    queries, columns = device_items.queries(users, queried), device_items.all_columns
 
     bounds = fused.bounds_of(
         device_items, columns, queries, tiles_of(16, queries.codes.shape[1], WHERE)
@@ -282,9 +282,9 @@ def check_kept_groups(data, item_counts):
         items = np.abs(items) * np.exp(rng.standard_normal((count, 1))).astype("f4")
         users = np.abs(users) * (1 if kind == "falling" else -1)
     device_items = DeviceItems.of(
-        Compared.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP
+        ComparableItems.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP
     )
-    queries, columns = device_items.queries(users, users), device_items.whole
+    queries, columns = device_items.queries(users, users), device_items.all_columns
     tiles = tiles_of(3, queries.codes.shape[1], WHERE)
     required_counts = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
@@ -361,7 +361,10 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
 def test_a_member_whose_product_was_rounded_down_is_scored():
     # Given a group whose second member is hardly above what was left out, until its product is written in half
     device_items = DeviceItems.of(
-        Compared.of(np.ones((4, 1), np.float32), "inner_product"), WHERE, torch.float16, fused.GROUP
+        ComparableItems.of(np.ones((4, 1), np.float32), "inner_product"),
+        WHERE,
+        torch.float16,
+        fused.GROUP,
     )
     users = np.ones((1, 1), np.float32)
     scores, margin = np.array([0.001, -0.50026, -0.9, -0.9], np.float32), np.float32(0.01)
@@ -375,7 +378,8 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
     hidden = fused.hidden_of((no_indices, no_indices), 1, 4)
 
     keys = fused.keys_of(
-        device_items, device_items.whole, device_items.queries(users, users), hidden, torch.from_numpy(entry).to(WHERE),
+        device_items, device_items.all_columns, device_items.queries(users, users), hidden,
+        torch.from_numpy(entry).to(WHERE),
         left_out, tiles_of(1, 8, WHERE),
     )  # fmt: skip
 
@@ -511,6 +515,6 @@ def test_long_lists_and_wide_vectors_are_left_to_the_operators():
     narrow_items = by_kernels(np.ones((2000, 8), np.float32))._items
     wide = by_kernels(np.ones((70, 600), np.float32))._items
 
-    assert fused.fits(narrow_items, narrow_items.whole, FETCH_MOST)
-    assert not fused.fits(narrow_items, narrow_items.whole, FETCH_MOST + 1)
-    assert not fused.fits(wide, wide.whole, 10)
+    assert fused.fits(narrow_items, narrow_items.all_columns, FETCH_MOST)
+    assert not fused.fits(narrow_items, narrow_items.all_columns, FETCH_MOST + 1)
+    assert not fused.fits(wide, wide.all_columns, 10)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.model.ranking import pack, score, unit, unpack
-from cache.topk.flat import Compared
+from cache.topk.flat import ComparableItems
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
@@ -87,10 +87,10 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
         rng.standard_normal((700, dims)) * np.exp(spread * rng.standard_normal((700, 1)))
     ).astype("f4")
     users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
-    compared = Compared.of(items, metric)
+    compared = ComparableItems.of(items, metric)
     device_items = DeviceItems.of(compared, WHERE, dtype)
     queried = unit(users) if metric == "cosine" else users
-    queries, columns = device_items.queries(users, queried), device_items.whole
+    queries, columns = device_items.queries(users, queried), device_items.all_columns
     real = (columns.ordinals < 700).cpu().numpy()
 
     product = (queries.codes @ columns.codes.T).double().cpu().numpy()
@@ -119,9 +119,9 @@ def groups_of(columns):
 def test_the_largest_of_a_group_is_that_of_its_columns(group):
     vectors = np.random.default_rng(0).standard_normal((1000, 8)).astype("f4")
     device_items = DeviceItems.of(
-        Compared.of(vectors, "inner_product"), WHERE, torch.float16, group
+        ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16, group
     )
-    columns = device_items.whole
+    columns = device_items.all_columns
     product = torch.randn(5, len(columns.ordinals), device=WHERE)
 
     group_maxima = columns.largest(product)
@@ -133,17 +133,17 @@ def test_the_largest_of_a_group_is_that_of_its_columns(group):
 def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
     rng = np.random.default_rng(3)
     items = (rng.standard_normal((5000, 8)) * np.exp(rng.standard_normal((5000, 1)))).astype("f4")
-    device_items = DeviceItems.of(Compared.of(items, "inner_product"), WHERE, torch.float16)
+    device_items = DeviceItems.of(ComparableItems.of(items, "inner_product"), WHERE, torch.float16)
 
     for columns, count in (
-        (device_items.whole, 5000),
+        (device_items.all_columns, 5000),
         (device_items.only(torch.arange(5000, device=WHERE) % 7 == 0), 715),
     ):
         ordinals = columns.ordinals.cpu().numpy()
         real = np.flatnonzero(ordinals < 5000)
         assert len(real) == len(set(ordinals[real].tolist())) == count
-        assert np.array_equal(columns.places.cpu().numpy()[ordinals[real]], real)
-        assert (columns.places.cpu().numpy() >= 0).sum() == count
+        assert np.array_equal(columns.column_by_ordinal.cpu().numpy()[ordinals[real]], real)
+        assert (columns.column_by_ordinal.cpu().numpy() >= 0).sum() == count
         assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
         group = groups_of(columns)[real]
         sizes = (
@@ -157,7 +157,9 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
 @pytest.fixture(scope="module")
 def many():
     vectors = np.random.default_rng(0).standard_normal((40_000, 2)).astype("f4")
-    return DeviceItems.of(Compared.of(vectors, "inner_product"), WHERE, torch.float16).whole
+    return DeviceItems.of(
+        ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16
+    ).all_columns
 
 
 @given(st.integers(1, 200_000))

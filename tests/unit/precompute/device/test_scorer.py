@@ -53,13 +53,13 @@ def searches(monkeypatch):
 def products(monkeypatch):
     """Rows times columns of each product from now on."""
     product_sizes = []
-    original_scan_tile = device_search._look
+    original_scan_tile = device_search._scan_tile
 
     def spy(items, columns, queries, candidates, rows, hidden_pairs, tile):
         product_sizes.append(len(rows) * (tile.stop - tile.start))
         return original_scan_tile(items, columns, queries, candidates, rows, hidden_pairs, tile)
 
-    monkeypatch.setattr(device_search, "_look", spy)
+    monkeypatch.setattr(device_search, "_scan_tile", spy)
     return product_sizes
 
 

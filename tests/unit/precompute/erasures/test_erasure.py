@@ -10,13 +10,13 @@ import pytest
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.copies import record_copies
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.erasing.erasing import forget
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import (
-    NOBODY,
-    Erased,
+    NO_ERASURES,
+    ErasedEntities,
     Erasure,
     all_erasures,
     mark_done,
@@ -82,7 +82,7 @@ def test_a_damaged_record_stops_the_night_instead_of_letting_somebody_slip_throu
 
 
 def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items(store):
-    erased = Erased(frozenset({b"u1"}), frozenset({b"i9"}))
+    erased = ErasedEntities(frozenset({b"u1"}), frozenset({b"i9"}))
 
     remaining_interactions = erased.leave_out(
         batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1"))
@@ -96,20 +96,20 @@ def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items
     assert remaining_interactions.times.tolist() == [2, 3]
     assert erased.keeps_users(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]
     everything = batch(("u1", "i9"))
-    assert NOBODY.leave_out(everything) is everything
+    assert NO_ERASURES.leave_out(everything) is everything
 
 
 def test_another_set_of_erasures_is_another_input_and_none_changes_no_name():
-    users = Erased(frozenset({b"a", b"b"}))
+    users = ErasedEntities(frozenset({b"a", b"b"}))
 
-    assert NOBODY.digest("d") == "d"
-    assert users.digest("d") == Erased(frozenset({b"b", b"a"}), numbers=(7,)).digest("d")
+    assert NO_ERASURES.digest("d") == "d"
+    assert users.digest("d") == ErasedEntities(frozenset({b"b", b"a"}), numbers=(7,)).digest("d")
     digests = {
         erased_entities.digest("d")
         for erased_entities in (
             users,
-            Erased(frozenset({b"ab"})),
-            Erased(items=frozenset({b"a", b"b"})),
+            ErasedEntities(frozenset({b"ab"})),
+            ErasedEntities(items=frozenset({b"a", b"b"})),
         )
     }
     assert len(digests) == 3
@@ -122,7 +122,9 @@ def test_forgotten_ones_are_not_left_out_and_done_ones_are():
         Erasure(3, "c", "item", 0.0),
     ]
 
-    assert Erased.of(erasures) == Erased(frozenset({b"a"}), frozenset({b"c"}), (1, 3))
+    assert ErasedEntities.of(erasures) == ErasedEntities(
+        frozenset({b"a"}), frozenset({b"c"}), (1, 3)
+    )
 
 
 def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
@@ -135,8 +137,8 @@ def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
     making, copied = f"20260104T000000Z-{'0' * 12}", f"20260105T000000Z-{'0' * 12}"
     store.local(f"generations/{copied}").mkdir(parents=True)
     rows = {
-        making: Row(State.BEGUN, 0.0),
-        f"20260106T000000Z-{'0' * 12}": Row(State.RETIRED, 0.0),
+        making: RegistryRow(State.BEGUN, 0.0),
+        f"20260106T000000Z-{'0' * 12}": RegistryRow(State.RETIRED, 0.0),
     }
 
     (entity_holders,) = holders(store, [erasure], rows).values()

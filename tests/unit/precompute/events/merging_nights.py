@@ -9,7 +9,7 @@ from cache.format.manifest import WITH_EVENTS, Manifest
 from cache.format.manifest_files import EventsRead
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.erasures.erasure import request
-from precompute.events.taking import take
+from precompute.events.taking import take_events
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
 
@@ -66,5 +66,5 @@ def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:
     for _ in range(count):
         for _ in range(events):
             stream.add()
-        ends.append(take(stream.store, stream.client, stream.keys).until)
+        ends.append(take_events(stream.store, stream.client, stream.keys).until_position)
     return ends

@@ -15,8 +15,8 @@ from cache.events.position import Position
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
-from precompute.events.files import taken, until_of
-from precompute.events.stores import Stores
+from precompute.events.files import list_taken_files, until_of
+from precompute.events.stores import EventStores
 
 
 class Crash(Exception):
@@ -57,9 +57,9 @@ class Stream:
         return cls(client, TroubledStore(str(folder / keys.namespace)), keys)
 
     @property
-    def stores(self) -> Stores:
+    def stores(self) -> EventStores:
         """The store, as that of a namespace without arms."""
-        return Stores(self.store, self.keys.namespace)
+        return EventStores(self.store, self.keys.namespace)
 
     def add(self, event: Event | None = None) -> Position:
         """One more event, of its own id; where none is given, by somebody on something."""
@@ -82,7 +82,7 @@ class Stream:
     def rows(self) -> list[tuple[int, str]]:
         """Position and id of every event in the files, in the order of files and rows."""
         event_rows: list[tuple[int, str]] = []
-        for file in taken(self.store):
+        for file in list_taken_files(self.store):
             table = pq.read_table(io.BytesIO(self.store.read(file.path) or b""))
             event_rows += zip(table["position"].to_pylist(), table["id"].to_pylist(), strict=True)
         return event_rows
@@ -95,5 +95,5 @@ class Stream:
         """Beginning and end of each file."""
         return [
             (file.after, until_of(self.store.read(file.path) or b"", file.path))
-            for file in taken(self.store)
+            for file in list_taken_files(self.store)
         ]

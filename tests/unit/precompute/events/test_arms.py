@@ -16,10 +16,11 @@ from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import request
 from precompute.events.files import event_files
 from precompute.events.forgetting import forget_events
-from precompute.events.stores import Stores
-from precompute.events.taking import take
+from precompute.events.stores import EventStores
+from precompute.events.taking import take_events
 from precompute.events.trimming import trim
-from precompute.steps import retire, take_events
+from precompute.steps import retire
+from precompute.steps import take_events as take_events_step
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Stream
 
@@ -32,7 +33,7 @@ def stream(redis_url: str, tmp_path: Path) -> Stream:
     event_stream = Stream.of(redis_url, tmp_path)
     for _ in range(2):
         event_stream.add()
-    take(event_stream.store, event_stream.client, event_stream.keys)
+    take_events(event_stream.store, event_stream.client, event_stream.keys)
     event_stream.add()
     return event_stream
 
@@ -55,12 +56,12 @@ def published(config: NightConfig, until_position: Position, of: str) -> None:
 def test_both_nights_write_and_read_the_same_files(stream: Stream, redis_url: str) -> None:
     control_config, arm = stream.config(redis_url), arm_of(stream, redis_url)
 
-    step_result = take_events.run(arm)
+    step_result = take_events_step.run(arm)
 
     assert step_result["events"] == 1 and stream.rows() == stream.all_rows()
     assert event_files(arm) == event_files(control_config)
-    assert event_files(arm).until == list(stream.added)[-1]
-    assert take_events.run(control_config)["events"] == 0
+    assert event_files(arm).until_position == list(stream.added)[-1]
+    assert take_events_step.run(control_config)["events"] == 0
     assert arm.store().names("events") == []
 
 
@@ -74,7 +75,7 @@ def test_events_stay_until_the_generations_of_arms_have_them(
 
     def trimmed() -> int:
         return trim(
-            Stores.of(control_config),
+            EventStores.of(control_config),
             stream.client,
             stream.keys,
             keep_s=-60.0,
@@ -116,7 +117,7 @@ def test_what_was_taken_in_before_another_namespaces_events_counted_is_erased_an
         stream.config(redis_url),
         events=EventsConfig(enabled=True, namespace=other_stream.keys.namespace, keep_s=1e-9),
     )
-    take(stream.store, stream.client, stream.keys)
+    take_events(stream.store, stream.client, stream.keys)
 
     forget_events(config, [request(stream.store, b"u1", "user", at=0.0)])
 

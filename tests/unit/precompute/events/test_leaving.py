@@ -13,12 +13,12 @@ from cache.errors import TierUnavailable
 from cache.events.event import Event
 from cache.events.position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import Erased, Erasure, request
+from precompute.erasures.erasure import ErasedEntities, Erasure, request
 from precompute.events.forgetting import forget_events, forget_in_files, forget_in_stream
 from precompute.events.stream import entries
-from precompute.events.taking import take
+from precompute.events.taking import take_events
 from precompute.events.trimming import trim
-from precompute.steps import take_events
+from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream
 
 GENERATION = "20260131T000000Z-0123456789ab"
@@ -31,7 +31,7 @@ def stream(redis_url: str, tmp_path: Path) -> Stream:
     for count in (2, 2):
         for _ in range(count):
             event_stream.add()
-        take(event_stream.store, event_stream.client, event_stream.keys)
+        take_events(event_stream.store, event_stream.client, event_stream.keys)
     event_stream.add()
     event_stream.add()
     return event_stream
@@ -100,7 +100,7 @@ def test_without_files_or_stream_nothing_is_trimmed(redis_url: str, tmp_path: Pa
 
 def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     rows, bounds = stream.rows(), stream.bounds()
-    erased = Erased(frozenset({b"u1"}), frozenset({b"i4"}))
+    erased = ErasedEntities(frozenset({b"u1"}), frozenset({b"i4"}))
     odd = Event("odd", 1, b"u1", b"i9").to_bytes()
     stream.client.xadd(stream.keys.rejected_events, {"e": odd, "reason": b"too_many"})
 
@@ -115,7 +115,7 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert forget_in_stream(stream.client, stream.keys, erased) == 0
     assert forget_in_files(stream.store, erased) == 0
     # and what comes is taken from where it stood
-    take(stream.store, stream.client, stream.keys)
+    take_events(stream.store, stream.client, stream.keys)
     assert [event_id for _, event_id in stream.rows()] == ["e0", "e2", "e3", "e5"]
 
 
@@ -147,10 +147,10 @@ def test_two_hosts_that_erase_at_once_bring_nobody_back(stream: Stream) -> None:
 
     def another() -> None:
         second = request(stream.store, b"u0", "user", at=0.0)
-        assert forget_in_files(stream.store, Erased.of([second])) > 0
+        assert forget_in_files(stream.store, ErasedEntities.of([second])) > 0
 
     interrupted_store.then = another
-    forget_in_files(interrupted_store, Erased.of([first]))
+    forget_in_files(interrupted_store, ErasedEntities.of([first]))
 
     assert [event_id for _, event_id in stream.rows()] == ["e2", "e3"]
 
@@ -159,18 +159,18 @@ def test_a_night_that_was_killed_before_its_second_look_holds_nobody(
     stream: Stream, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*args: Any, **options: Any) -> None:
-        take(*args, **options)
+        take_events(*args, **options)
         request(stream.store, b"u4", "user", at=0.0)
         raise Crash
 
     config = stream.config(redis_url)
     with monkeypatch.context() as patch:
-        patch.setattr(take_events, "take", killed)
+        patch.setattr(take_events_step, "take_events", killed)
         with pytest.raises(Crash):
-            take_events.run(config)
+            take_events_step.run(config)
     assert "e4" in [event_id for _, event_id in stream.rows()]
 
-    take_events.run(config)
+    take_events_step.run(config)
 
     assert "e4" not in [event_id for _, event_id in stream.rows()]
 
@@ -205,7 +205,7 @@ def test_who_is_erased_leaves_the_inbox_while_nobody_takes_it_in(stream: Stream)
     stream.client.xgroup_create(inbox, "larder", "0")
     stream.client.xreadgroup("larder", "gone", {inbox: ">"}, count=1)  # taken by who died
 
-    erased = Erased(frozenset({b"u1", b"17"}), frozenset({b"i4"}))
+    erased = ErasedEntities(frozenset({b"u1", b"17"}), frozenset({b"i4"}))
     forgotten_count = forget_in_stream(stream.client, stream.keys, erased)
 
     assert forgotten_count == 2 + 6  # of the stream and of the inbox

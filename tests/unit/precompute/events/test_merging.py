@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError, CorruptArtefact
 from cache.events.position import Position
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.events import merging
-from precompute.events.files import TakenFile, event_files, last_taken, path_of, superseded, taken
+from precompute.events.files import (
+    TakenFile,
+    event_files,
+    last_taken,
+    list_taken_files,
+    path_of,
+    superseded,
+)
 from precompute.events.forgetting import forget_in_files
 from precompute.events.merging import merge
-from precompute.events.stores import Stores
+from precompute.events.stores import EventStores
 from tests.unit.precompute.events.merging_nights import (
     MANY,
     Killed,
@@ -65,15 +72,15 @@ def killed_and_gone_on(
         killed.left, killed.is_behind = at, is_behind
 
         with suppress(Crash):
-            merge(Stores(killed, stream.keys.namespace))
+            merge(EventStores(killed, stream.keys.namespace))
 
         assert stream.rows() == stream.all_rows() and last_taken(stream.store) == ends[-1]
         nights(stream, later_nights)
         merge(stream.stores)
         assert stream.rows() == stream.all_rows() and superseded(stream.store) == []
-        assert any(file.until for file in taken(stream.store))
+        assert any(file.until_position for file in list_taken_files(stream.store))
         assert stream.store.names("events") == sorted(
-            [Path(file.path).name for file in taken(stream.store)] + ["taken.json"]
+            [Path(file.path).name for file in list_taken_files(stream.store)] + ["taken.json"]
         )
 
 
@@ -91,17 +98,21 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
 
     assert merge(stream.stores) == MANY
 
-    assert [file.until for file in taken(stream.store)] == [ends[-1], None]
+    assert [file.until_position for file in list_taken_files(stream.store)] == [ends[-1], None]
     config = stream.config(redis_url)
     for until_position in (ends[-1], later[-1]):
-        assert event_files(config, str(until_position)).until == until_position
+        assert event_files(config, str(until_position)).until_position == until_position
     with pytest.raises(ConfigError, match="no file of"):
         event_files(config, str(ends[0]))
     assert merge(stream.stores) == 0
     nights(stream, MANY)
     published(stream, last_taken(stream.store))
     assert merge(stream.stores) == MANY  # merged ones stay as they are
-    assert [file.until is None for file in taken(stream.store)] == [False, False, True]
+    assert [file.until_position is None for file in list_taken_files(stream.store)] == [
+        False,
+        False,
+        True,
+    ]
     assert stream.rows() == stream.all_rows()
 
 
@@ -120,10 +131,10 @@ def test_who_is_erased_is_in_no_merged_file(redis_url: str, tmp_path: Path) -> N
         == [row for row in all_event_rows if row[1] not in erased_event_ids]
         != all_event_rows
     )
-    assert forget_in_files(stream.store, Erased(frozenset({b"u2"}), frozenset())) > 0
+    assert forget_in_files(stream.store, ErasedEntities(frozenset({b"u2"}), frozenset())) > 0
     erased_event_ids |= {event.id for event in stream.added.values() if event.user == b"u2"}
     assert stream.rows() == [row for row in all_event_rows if row[1] not in erased_event_ids]
-    assert taken(stream.store)[0].until is not None
+    assert list_taken_files(stream.store)[0].until_position is not None
 
 
 def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_path: Path) -> None:
@@ -142,7 +153,7 @@ def test_an_erasure_beside_a_merge_reaches_the_merged_file(redis_url: str, tmp_p
                 assert merge(stream.stores) == MANY
             return super().read(path)
 
-    forget_in_files(Beside(stream.store.url), Erased(frozenset({b"u1"}), frozenset()))
+    forget_in_files(Beside(stream.store.url), ErasedEntities(frozenset({b"u1"}), frozenset()))
 
     assert not {event.id for event in stream.added.values() if event.user == b"u1"} & {
         name for _, name in stream.rows()
@@ -160,7 +171,7 @@ def test_an_erasure_while_a_killed_merge_was_writing_reaches_both_forms(
     killed.left, killed.is_behind = 1, True
     killed.beside = lambda: erase(stream, "u1")
     with suppress(Crash):
-        merge(Stores(killed, stream.keys.namespace))
+        merge(EventStores(killed, stream.keys.namespace))
     assert len(superseded(stream.store)) == MANY and erased_event_ids & {
         name for _, name in stream.rows()
     }
@@ -203,7 +214,7 @@ def test_two_that_merge_make_the_same_file_though_one_of_them_sees_more(
                 merged_counts.append(merge(stream.stores))
             return super().read(path)
 
-    merge(Stores(Beside(stream.store.url), stream.keys.namespace))
+    merge(EventStores(Beside(stream.store.url), stream.keys.namespace))
 
     assert merged_counts == [0, 2 * MANY] and superseded(stream.store) == []
     assert stream.rows() == stream.all_rows()
@@ -225,7 +236,7 @@ def test_large_files_stay_and_cost_no_night_more_than_two_looks(
             read.extend([path] if path.startswith("events/") else [])
             return super().read(path)
 
-    assert merge(Stores(Counting(stream.store.url), stream.keys.namespace)) == 0
+    assert merge(EventStores(Counting(stream.store.url), stream.keys.namespace)) == 0
 
     assert len(read) == 2
 

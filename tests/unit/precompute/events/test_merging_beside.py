@@ -12,12 +12,12 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.builds.night import Night
 from precompute.control.states import State
-from precompute.erasures.erasure import Erased, all_erasures, request
+from precompute.erasures.erasure import ErasedEntities, all_erasures, request
 from precompute.events import merging
-from precompute.events.files import last_taken, superseded, taken
+from precompute.events.files import last_taken, list_taken_files, superseded
 from precompute.events.forgetting import forget_in_files
 from precompute.events.merging import merge
-from precompute.events.stores import Stores
+from precompute.events.stores import EventStores
 from precompute.releases.registry import open_releases
 from precompute.reuse.base import settings_digest
 from precompute.steps.take_events import for_night
@@ -41,16 +41,16 @@ def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_eras
 
     def erased_whole() -> None:
         erase(stream, "u1")
-        forget_in_files(stream.store, Erased.of(all_erasures(stream.store)))
+        forget_in_files(stream.store, ErasedEntities.of(all_erasures(stream.store)))
 
     killed.beside = erased_whole
     with suppress(Crash):
-        merge(Stores(killed, stream.keys.namespace))
+        merge(EventStores(killed, stream.keys.namespace))
     erased_event_ids = {event.id for event in stream.added.values() if event.user == b"u1"}
     assert erased_event_ids & {name for _, name in stream.rows()}
     unrelated_erasure = request(stream.store, b"somebody", "user", at=0.0)  # in none of them
 
-    forget_in_files(stream.store, Erased.of([unrelated_erasure]))
+    forget_in_files(stream.store, ErasedEntities.of([unrelated_erasure]))
 
     assert superseded(stream.store) == [] and not erased_event_ids & {
         name for _, name in stream.rows()
@@ -63,7 +63,7 @@ def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
     stream = Stream.of(redis_url, tmp_path)
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
-    paths = [file.path for file in taken(stream.store)]
+    paths = [file.path for file in list_taken_files(stream.store)]
     begin_path = generation_path("20260201T000000Z-0123456789ab", "work/begin.json")
 
     class Beside(ArtefactStore):
@@ -73,7 +73,7 @@ def test_a_night_that_begins_beside_a_merge_keeps_the_files_that_it_reads(
             super().write(begin_path, b"{}")
             return super().write_once(path, data)
 
-    assert merge(Stores(Beside(stream.store.url), stream.keys.namespace)) == MANY
+    assert merge(EventStores(Beside(stream.store.url), stream.keys.namespace)) == MANY
 
     assert all(stream.store.read(path) for path in paths) and stream.rows() == stream.all_rows()
     stream.store.delete(generation_path("20260201T000000Z-0123456789ab"))
@@ -115,11 +115,11 @@ def test_a_damaged_file_is_named(redis_url: str, tmp_path: Path, damage: bytes |
     nights(stream, MANY + 1)
     published(stream, last_taken(stream.store))
     erase(stream, "u1")
-    path = taken(stream.store)[1].path
+    path = list_taken_files(stream.store)[1].path
     raw = stream.store.read(path) or b""
     stream.store.write(path, raw[:100] if damage is None else damage + raw[len(damage) :])
 
     with pytest.raises(CorruptArtefact, match=path):
         merge(stream.stores)
     with pytest.raises(CorruptArtefact, match=path):
-        forget_in_files(stream.store, Erased(frozenset({b"u1"})))
+        forget_in_files(stream.store, ErasedEntities(frozenset({b"u1"})))

@@ -14,8 +14,8 @@ from cache.events.event import Event
 from cache.events.position import Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import to_bytes
-from precompute.partitions.earlier import Earlier
-from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.earlier import EarlierPartition
+from precompute.partitions.partition import PartitionResult, partition
 from precompute.partitions.shard_input import read_shard
 from precompute.reuse.digests import of_users
 from tests.unit.precompute.reuse.test_earlier import item_table
@@ -68,7 +68,7 @@ class Sandbox:
             path.write_bytes(to_bytes(positioned_events, Position(0, first + len(rows))))
             self.events.append(rows)
 
-    def partition(self, name: str, earlier: Earlier | None = None) -> Partitioned:
+    def partition(self, name: str, earlier: EarlierPartition | None = None) -> PartitionResult:
         sources = Sources(interactions=("clicks",))
         config = NightConfig(
             base=str(self.root), shards=SHARDS, sources=sources, events=EventsConfig(enabled=True)
@@ -132,10 +132,11 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         assert {
             user: history for user, (history, _) in box.inputs("base").items()
         } == box.expected()
-        interaction_counts = base.counted
+        interaction_counts = base.interaction_counts
         assert interaction_counts.late == 0
-        earlier = Earlier(
-            folder=box.root / "base", seed=base.seed, files=1, places=None, gone=interaction_counts.unknown[:0],
+        earlier = EarlierPartition(
+            folder=box.root / "base", seed=base.seed, files=1, new_ordinals=None,
+            lost_item_hashes=interaction_counts.unknown[:0],
             popularity=interaction_counts.popularity, unknown=interaction_counts.unknown,
             interactions=interaction_counts.interactions,
             unknown_items=interaction_counts.unknown_items, unusable=base.unusable, event_files=len(events),
@@ -151,9 +152,12 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
             user: history for user, (history, _) in box.inputs("whole").items()
         } == box.expected()
         assert box.inputs("ours") == box.inputs("whole")
-        assert incremental_partition.counted.interactions == full_partition.counted.interactions
         assert (
-            incremental_partition.counted.popularity.tolist()
-            == full_partition.counted.popularity.tolist()
+            incremental_partition.interaction_counts.interactions
+            == full_partition.interaction_counts.interactions
+        )
+        assert (
+            incremental_partition.interaction_counts.popularity.tolist()
+            == full_partition.interaction_counts.popularity.tolist()
         )
         assert incremental_partition.unusable == full_partition.unusable

@@ -15,14 +15,14 @@ from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import Event
 from cache.events.position import BEGINNING, Position
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import Erased, request
+from precompute.erasures.erasure import ErasedEntities, request
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking
 from precompute.events.files import event_files, last_taken, path_of
 from precompute.events.reading import read_events
-from precompute.events.taking import take
-from precompute.sources.unusable import Unusable
-from precompute.steps import take_events
+from precompute.events.taking import take_events
+from precompute.sources.unusable import UnusableRows
+from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
 
 HAPPENINGS = (
@@ -65,7 +65,7 @@ def happen(stream: Stream, happening: str) -> None:
         case "another behind":
             stream.store.behind = partial(happen_all, other_stream, ("take",))
     with suppress(Crash):
-        take(stream.store, stream.client, stream.keys)
+        take_events(stream.store, stream.client, stream.keys)
     stream.store.before = stream.store.behind = None
 
 
@@ -83,14 +83,23 @@ def test_every_event_is_in_exactly_one_file(
             happen(stream, happening)
             # whatever is taken is whole from the beginning on
             assert stream.rows() == stream.all_rows()[: len(stream.rows())]
-        taken_events = take(stream.store, stream.client, stream.keys)
+        taken_events = take_events(stream.store, stream.client, stream.keys)
 
         assert stream.rows() == stream.all_rows()
-        assert taken_events.until == max([*stream.added, BEGINNING]) == last_taken(stream.store)
+        assert (
+            taken_events.until_position
+            == max([*stream.added, BEGINNING])
+            == last_taken(stream.store)
+        )
         bounds = stream.bounds()
         assert all(end == after for (_, end), (after, _) in pairwise(bounds))
         assert all(after < end for after, end in bounds)
-        assert take(stream.store, stream.client, stream.keys) == (taken_events.until, 0, 0, 0)
+        assert take_events(stream.store, stream.client, stream.keys) == (
+            taken_events.until_position,
+            0,
+            0,
+            0,
+        )
 
 
 def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
@@ -107,9 +116,9 @@ def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(
     ]
     last = [stream.client.xadd(stream.keys.events, {"e": payload}) for payload in odd][-1]
 
-    taken_events = take(
+    taken_events = take_events(
         stream.store, stream.client, stream.keys,
-        erased=Erased(frozenset({b"gone"}), frozenset({b"away"})),
+        erased=ErasedEntities(frozenset({b"gone"}), frozenset({b"away"})),
     )  # fmt: skip
 
     assert taken_events == (Position.parse(last), 1, 2, 3)
@@ -128,9 +137,9 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(
     stream.add(Event("c", 6, b"u1", attributes={"country": "DE"}))
     stream.add(Event("d", 7, item=b"i1", vector=(1.0, 0.5)))
     old = stream.add(Event("e", -8, b"u2", b"i2"))
-    take(stream.store, stream.client, stream.keys)
+    take_events(stream.store, stream.client, stream.keys)
 
-    (batch,) = read_events(event_files(config).files, unusable := Unusable())
+    (batch,) = read_events(event_files(config).files, unusable := UnusableRows())
 
     assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
     assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]
@@ -147,11 +156,11 @@ def test_a_position_says_which_files_are_read(redis_url: str, tmp_path: Path) ->
     ends = []
     for _ in range(3):
         ends.append(stream.add())
-        take(stream.store, stream.client, stream.keys)
+        take_events(stream.store, stream.client, stream.keys)
 
     file_sets = [event_files(config, str(position)) for position in [BEGINNING, *ends]]
 
-    assert [file_set.until for file_set in file_sets] == [BEGINNING, *ends]
+    assert [file_set.until_position for file_set in file_sets] == [BEGINNING, *ends]
     assert [len(file_set.files) for file_set in file_sets] == [0, 1, 2, 3]
     assert event_files(config) == file_sets[-1]
     for wrong in (stream.add(), Position(ends[0].ms - 1, 0)):
@@ -162,11 +171,11 @@ def test_a_position_says_which_files_are_read(redis_url: str, tmp_path: Path) ->
 def test_without_events_nothing_is_read_and_a_position_is_refused(tmp_path: Path) -> None:
     config = NightConfig(base=str(tmp_path))
 
-    assert event_files(config).files == () and event_files(config).until is None
+    assert event_files(config).files == () and event_files(config).until_position is None
     with pytest.raises(ConfigError, match="enabled is false"):
         event_files(config, "5-0")
     with pytest.raises(ConfigError, match="enabled is false"):
-        take_events.run(config)
+        take_events_step.run(config)
 
 
 def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
@@ -177,7 +186,7 @@ def test_a_damaged_file_is_named_and_no_event_is_lost_behind_it(
     stream.store.write(path_of(BEGINNING), b"PAR1 and no more")
 
     with pytest.raises(CorruptArtefact, match=path_of(BEGINNING)):
-        take(stream.store, stream.client, stream.keys)
+        take_events(stream.store, stream.client, stream.keys)
 
 
 def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redis_url: str) -> None:
@@ -185,13 +194,13 @@ def test_the_step_never_goes_on_without_the_redis_of_events(tmp_path: Path, redi
     config = stream.config("unix:///nowhere/redis.sock")
 
     with pytest.raises(TierUnavailable, match="REDIS_URL"):
-        take_events.run(config)
+        take_events_step.run(config)
 
 
 def test_a_night_before_the_first_event_says_so() -> None:
     step_result = {"events_until": "0-0", "events": 0, "left_out": 0, "unreadable": 0}
 
-    assert take_events.in_words(step_result) == "0 events taken over: none was accepted yet"
+    assert take_events_step.in_words(step_result) == "0 events taken over: none was accepted yet"
 
 
 def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
@@ -203,8 +212,8 @@ def test_the_step_leaves_out_who_is_erased_and_tells_where_it_stands(
     last = stream.add()
     request(config.store(), b"gone", "user", at=0.0)
 
-    step_result = take_events.run(config)
+    step_result = take_events_step.run(config)
 
     assert step_result == {"events_until": str(last), "events": 1, "left_out": 1, "unreadable": 0}
-    assert take_events.in_words(step_result).startswith("1 events taken over, up to 20")
-    assert take_events.in_words(step_result).endswith(f"({last}); left out: 1 erased")
+    assert take_events_step.in_words(step_result).startswith("1 events taken over, up to 20")
+    assert take_events_step.in_words(step_result).endswith(f"({last}); left out: 1 erased")

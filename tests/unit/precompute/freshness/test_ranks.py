@@ -9,10 +9,10 @@ from cache.errors import ConfigError
 from cache.model.tower import Histories, Tower
 from precompute.bundles.bundle import Bundle
 from precompute.freshness import ranks
-from precompute.freshness.ranks import ListModel, histories, newest, rank_targets
+from precompute.freshness.ranks import ListModel, histories, keep_newest_items, rank_targets
 from precompute.freshness.targets import Targets
 from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import EVENTS, LESS, NIGHT, WAYS
+from precompute.freshness.ways import EVENTS, NIGHT, NIGHT_LESS_SEEN, STRATEGIES
 from tests.models import ITEMS, train_small
 
 CUT_US = 20_000 * 86_400_000_000
@@ -36,7 +36,7 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
     monkeypatch.setattr(ranks, "CHUNK_ROWS", rows)
     monkeypatch.setattr(ranks, "CHUNK_LISTS", lists)
     log = a_log()
-    targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+    targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     popularity = np.random.default_rng(1).permutation(ITEMS)
     model = ListModel.of(bundle, popularity, limit=6)
     tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
@@ -44,11 +44,11 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
         {"item_index": np.arange(ITEMS)}
     )
 
-    for strategy in WAYS:
+    for strategy in STRATEGIES:
         ranked_targets = rank_targets(model, log, targets, strategy, K)
         for row in range(len(targets)):
             start, end = targets.starts[row], targets.ends[strategy][row]
-            exclusion_end = targets.ends[EVENTS][row] if strategy is LESS else end
+            exclusion_end = targets.ends[EVENTS][row] if strategy is NIGHT_LESS_SEEN else end
             history = list(dict.fromkeys(log.items[start:end][::-1].tolist()))[::-1][-6:]
             scores = popularity.astype(np.float64)
             if history:
@@ -68,18 +68,18 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
 
 def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     log = a_log()
-    targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+    targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     model = ListModel.of(bundle, np.arange(ITEMS), limit=100)
 
     list_count_by_strategy = {
-        strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in WAYS
+        strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in STRATEGIES
     }
 
     ends = set(zip(targets.starts, targets.ends[NIGHT], strict=True))
     assert list_count_by_strategy[NIGHT] == sum(end > start for start, end in ends) > 0
     assert (
         list_count_by_strategy[NIGHT]
-        < list_count_by_strategy[LESS]
+        < list_count_by_strategy[NIGHT_LESS_SEEN]
         < list_count_by_strategy[EVENTS]
         <= len(targets)
     )
@@ -96,7 +96,7 @@ def test_a_history_has_each_item_once_at_its_latest_place(rows, limit):
     log = TimedLog(owners, items, np.arange(len(items)))
 
     full_histories = histories(log, ends - [len(row) for row in rows], ends)
-    short = newest(full_histories, limit)
+    short = keep_newest_items(full_histories, limit)
 
     for number, row in enumerate(rows):
         expected = list(dict.fromkeys(row[::-1]))[::-1]

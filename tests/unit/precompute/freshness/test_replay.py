@@ -11,7 +11,7 @@ from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
 from precompute.freshness.options import ReplayOptions
 from precompute.freshness.replay import replay
-from precompute.freshness.ways import EVENTS, HOURLY, LESS, NIGHT
+from precompute.freshness.ways import EVENTS, HOURLY, NIGHT, NIGHT_LESS_SEEN
 from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, before, write
 
 DAY = ReplayOptions(days=1)
@@ -40,12 +40,14 @@ def test_where_interest_jumps_events_find_what_nights_do_not(tmp_path, seed):
     everything = report.groups[0]
     recall = {strategy: estimate.value for strategy, estimate in everything.recall.items()}
     assert (everything.targets, everything.with_newer) == (500, 400)
-    assert recall[NIGHT] == pytest.approx(recall[LESS], abs=0.02) and recall[NIGHT] < 0.15
+    assert (
+        recall[NIGHT] == pytest.approx(recall[NIGHT_LESS_SEEN], abs=0.02) and recall[NIGHT] < 0.15
+    )
     assert 0.8 <= recall[EVENTS] < 0.85
     assert recall[HOURLY] - recall[NIGHT] == pytest.approx(0.2, abs=0.03)
     gain = everything.gain[EVENTS]
     assert 0.6 < gain.low < gain.value < gain.high < 0.85
-    assert everything.gain.keys() == {LESS, HOURLY, EVENTS}
+    assert everything.gain.keys() == {NIGHT_LESS_SEEN, HOURLY, EVENTS}
 
 
 def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
@@ -111,7 +113,7 @@ def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
     recall = {strategy: estimate.value for strategy, estimate in report.groups[0].recall.items()}
     steps = np.mean([3 / 12, 3 / 9, 3 / 6, 3 / 3])
     assert recall[NIGHT] == pytest.approx(3 / 12, abs=0.05)
-    assert recall[LESS] == pytest.approx(steps, abs=0.05)
+    assert recall[NIGHT_LESS_SEEN] == pytest.approx(steps, abs=0.05)
     assert recall[EVENTS] == pytest.approx(steps, abs=0.05)
     ndcg = report.groups[0].ndcg
     assert all(ndcg[strategy].value < recall[strategy] for strategy in recall)
@@ -137,7 +139,7 @@ def test_costs_are_lists_a_day_and_the_time_of_one(tmp_path):
     # From the cut to the last row are 12.5 hours, in which 100 users have 5 events in 2 hours.
     days = 12.5 / 24
     night, hourly, events = report.costs
-    assert [cost.way for cost in report.costs] == [NIGHT, HOURLY, EVENTS]
+    assert [cost.strategy for cost in report.costs] == [NIGHT, HOURLY, EVENTS]
     changed_counts = [cost.changed_per_day * days for cost in report.costs]
     assert changed_counts == pytest.approx([100, 200, 500])
     assert night.all_per_day == pytest.approx(300 / days)

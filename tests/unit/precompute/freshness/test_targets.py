@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cache.errors import SourceError
 from precompute.freshness.targets import Targets, cut_before_days, lists_per_day
 from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import EVENTS, HOURLY, NIGHT, WAYS
+from precompute.freshness.ways import EVENTS, HOURLY, NIGHT, STRATEGIES
 
 HOUR_US = 3_600_000_000
 DAY_US = 24 * HOUR_US
@@ -47,17 +47,17 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
         for item, at in firsts.items():
             if at >= 0:
                 ends = {}
-                for strategy in WAYS:
+                for strategy in STRATEGIES:
                     period = strategy.period_s * 1_000_000
                     computed_at = at // period * period if period else at
                     ends[strategy] = sum(row_at < computed_at for _, _, row_at in user_rows)
                 expected.append((item, at % DAY_US, ends))
     if not expected:
         with pytest.raises(SourceError):
-            Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+            Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
         return
 
-    targets = Targets.of(log, CUT_US, WAYS, 100, np.random.default_rng(0))
+    targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
 
     computed_targets = [
         (
@@ -98,8 +98,8 @@ def test_lists_a_day_are_those_of_periods_in_which_users_did_something(found):
 def test_of_many_users_some_are_drawn_with_all_that_they_did():
     log = log_of([(user, item, item * HOUR_US) for user in range(50) for item in range(4)])
 
-    sampled_targets = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(0))
-    resampled_targets = Targets.of(log, CUT_US, WAYS, 10, np.random.default_rng(1))
+    sampled_targets = Targets.of(log, CUT_US, STRATEGIES, 10, np.random.default_rng(0))
+    resampled_targets = Targets.of(log, CUT_US, STRATEGIES, 10, np.random.default_rng(1))
 
     assert len(sampled_targets) == 40 and np.bincount(sampled_targets.users).tolist() == [4] * 10
     assert set(sampled_targets.starts.tolist()) != set(resampled_targets.starts.tolist())

@@ -189,7 +189,7 @@ def test_every_fault_of_a_record_is_counted(
     tmp_path: Path, edit: Any, kind: str, count: int
 ) -> None:
     scan = scanned(tmp_path, edit)
-    assert scan.faults[kind] == count and "p.pages" in scan.seen[kind]
+    assert scan.faults[kind] == count and "p.pages" in scan.first_location_by_fault[kind]
 
 
 def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None:
@@ -201,7 +201,10 @@ def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None
     scan.note("sums", 0, "p.pages")
 
     assert dict(scan.faults) == {"order": 3, "pages": 3}
-    assert scan.seen == {"order": "p.pages, record 1 of the chunk", "pages": "p.pages"}
+    assert scan.first_location_by_fault == {
+        "order": "p.pages, record 1 of the chunk",
+        "pages": "p.pages",
+    }
 
 
 def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from precompute.gates.evidence.evidence import Evidence
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.limits import TimeLimits
 from precompute.gates.evidence.verdict import (
-    Measured,
+    Measurement,
     Verdict,
     at_least,
     at_most,
@@ -64,13 +64,13 @@ def candidate(redis_url: str, keyspace: Keyspace) -> Candidate:
         None,
         GateThresholds(),
         10,
-        given=cast(Evidence, object()),
+        prepared_evidence=cast(Evidence, object()),
     )
 
 
 @integrity("passes")
-def passes(_candidate: Candidate) -> Measured:
-    return Measured(True, 1, 1)
+def passes(_candidate: Candidate) -> Measurement:
+    return Measurement(True, 1, 1)
 
 
 def test_a_gate_that_hangs_can_no_longer_use_redis(
@@ -80,7 +80,7 @@ def test_a_gate_that_hangs_can_no_longer_use_redis(
     errors: list[Exception] = []
 
     @integrity("hangs")
-    def hangs(gate_candidate: Candidate) -> Measured:
+    def hangs(gate_candidate: Candidate) -> Measurement:
         gate_candidate.control.client.set(keyspace.live, "before")
         over.wait(30)
         try:
@@ -105,7 +105,7 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(
     errors: list[Exception] = []
 
     @integrity("blocks")
-    def blocks(gate_candidate: Candidate) -> Measured:
+    def blocks(gate_candidate: Candidate) -> Measurement:
         try:
             gate_candidate.control.client.blpop([keyspace.next], timeout=20)
             gate_candidate.control.client.set(keyspace.live, "after")
@@ -124,8 +124,8 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(
 
 def test_one_gate_does_not_end_the_connection_of_the_next(candidate: Candidate) -> None:
     @integrity("asks")
-    def asks(gate_candidate: Candidate) -> Measured:
-        return Measured(bool(gate_candidate.control.client.ping()), 1, 1)
+    def asks(gate_candidate: Candidate) -> Measurement:
+        return Measurement(bool(gate_candidate.control.client.ping()), 1, 1)
 
     assert [verdict.passed for verdict in run_gates(candidate, [asks, passes, asks])] == [True] * 3
 
@@ -168,7 +168,7 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
 
 
 def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
-    def raises() -> Measured:
+    def raises() -> Measurement:
         raise KeyError("users_scored")
 
     with pytest.raises(
@@ -186,12 +186,12 @@ def test_where_a_gate_raised_is_the_innermost_line_of_our_own() -> None:
 
 def test_gates_behind_one_that_raises_are_asked_all_the_same(candidate: Candidate) -> None:
     @integrity("broken")
-    def broken(_candidate: Candidate) -> Measured:
+    def broken(_candidate: Candidate) -> Measurement:
         raise IndexError("index 0 is out of bounds")
 
     @integrity("fails")
-    def fails(_candidate: Candidate) -> Measured:
-        return Measured(False, 1, 0)
+    def fails(_candidate: Candidate) -> Measurement:
+        return Measurement(False, 1, 0)
 
     verdicts: list[Verdict] = []
     with pytest.raises(judge.GateRaised, match="broken could not be judged"):
@@ -220,7 +220,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=lambda error: type(error).__name__,
 )
 def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
-    def asks() -> Measured:
+    def asks() -> Measurement:
         raise error
 
     with pytest.raises(NotJudged, match="coverage could not be judged") as caught:
@@ -240,7 +240,7 @@ def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> None:
-    def finds() -> Measured:
+    def finds() -> Measurement:
         raise error
 
     verdict = run_within("coverage", finds, 5.0)

@@ -12,7 +12,7 @@ import pytest
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from precompute.config.settings import GateThresholds
-from precompute.erasures.erasure import Erased
+from precompute.erasures.erasure import ErasedEntities
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.verdict import FIRST, UNREADABLE
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
@@ -46,7 +46,7 @@ def judged(
     live = None if live_kinds is None else manifest(live_kinds)
     candidate = Candidate(
         manifest(candidate_kinds), placeholder, placeholder, placeholder, live, placeholder, 10,
-        given=cast(Any, object()), unreadable=unreadable,
+        prepared_evidence=cast(Any, object()), unreadable=unreadable,
     )  # fmt: skip
     return tables_of_live(candidate)
 
@@ -92,7 +92,7 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(
     placeholder: Any = None
     candidate = Candidate(
         manifest(items), placeholder, placeholder, placeholder, manifest(100), GateThresholds(), 10,
-        given=cast(Any, SimpleNamespace(live_items=None)),
+        prepared_evidence=cast(Any, SimpleNamespace(live_items=None)),
     )  # fmt: skip
 
     measurement = items_of_live(candidate)
@@ -226,7 +226,7 @@ def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
     # Given a live generation of ten users, six of whom were erased since, beside one whom it never had
     names = [f"user-{number}".encode() for number in range(10)]
     live_users = Directory(7, [0], [np.sort(hash_ids(names, 7))])
-    erased = Erased(users=frozenset({*names[:6], b"stranger"}))
+    erased = ErasedEntities(users=frozenset({*names[:6], b"stranger"}))
 
     def manifest(count: int) -> Any:
         return SimpleNamespace(
@@ -236,7 +236,7 @@ def test_nobody_misses_users_who_were_erased(users: int, passed: bool) -> None:
     placeholder: Any = None
     candidate = Candidate(
         manifest(users), placeholder, placeholder, placeholder, manifest(10), GateThresholds(coverage_of_live=1.0), 10,
-        erased=erased, given=cast(Any, SimpleNamespace(live_users=live_users)),
+        erased=erased, prepared_evidence=cast(Any, SimpleNamespace(live_users=live_users)),
     )  # fmt: skip
 
     # When users are counted against it

@@ -14,7 +14,7 @@ from cache.format.item_table import Ordinals
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.catalogue import item_texts, open_items, write_catalogue
 from precompute.sources.columns import text_hashes
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
 ITEMS = 100_000
@@ -66,7 +66,7 @@ def test_an_item_listed_again_is_left_out_and_named(tmp_path):
     listed_items = ["a", "b", "a", "c", "b", "a"]
     pq.write_table(pa.table({"item": listed_items}), tmp_path / "items.parquet")
     config = NightConfig(base=str(tmp_path), sources=Sources(item_features="items.parquet"))
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     laid = write_catalogue(config, bundle_of(["a"]), tmp_path, unusable=unusable)
 
@@ -94,5 +94,5 @@ def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
     monkeypatch.setattr("precompute.sources.vocabulary.text_hashes", colliding)
     vocabulary = Vocabulary.of(pa.chunked_array([["a", "b"], ["c"]]))
     assert vocabulary is not None
-    assert vocabulary.places(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]
+    assert vocabulary.find_positions(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]
     assert Vocabulary.of(pa.chunked_array([["a", "b"], ["a"]])) is None

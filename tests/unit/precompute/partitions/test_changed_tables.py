@@ -16,7 +16,7 @@ from precompute.partitions.item_features import write_item_features
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
 from precompute.sources.event_values import NO_VALUES, EntityValues
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 from tests.unit.precompute.partitions.test_partition import item_table
 
@@ -57,7 +57,7 @@ def changed(values: EntityValues) -> dict[str, Any]:
 
 
 def written(
-    folder: Path, table: dict[str, Any], values: EntityValues, unusable: Unusable | None = None
+    folder: Path, table: dict[str, Any], values: EntityValues, unusable: UnusableRows | None = None
 ) -> dict[str, Any]:
     """Kind and bytes of every file of attributes."""
     folder.mkdir()
@@ -76,7 +76,7 @@ def written(
 
 
 def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     attribute_files = written(tmp_path / "events", TABLE, SET, unusable)
 
@@ -86,7 +86,7 @@ def test_attributes_are_those_of_the_changed_table(tmp_path: Path) -> None:
 
 
 def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     attribute_files = written(
         tmp_path / "events", TABLE, {b"i4": {"price": "seven", "brand": 7}}, unusable

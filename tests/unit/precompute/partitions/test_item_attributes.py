@@ -13,20 +13,20 @@ from cache.errors import ConfigError, SourceError
 from cache.filters.attributes import ItemAttributes
 from cache.filters.changed_columns import BEYOND, TOO_LONG
 from cache.filters.expression import read_filter
-from cache.filters.masks import Passing, mask_of
+from cache.filters.masks import FilterMask, mask_of
 from cache.format.manifest import Manifest
 from cache.format.manifest_files import Artefact, Attribute
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.partitions.catalogue import open_items, write_catalogue
 from precompute.partitions.item_attributes import write_item_attributes
-from precompute.sources.unusable import NOT_FINITE, Unusable
+from precompute.sources.unusable import NOT_FINITE, UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
 IDS = [f"i{number}" for number in range(6)]
 
 
 def opened(
-    folder: Path, column: Any, unusable: Unusable | None = None
+    folder: Path, column: Any, unusable: UnusableRows | None = None
 ) -> tuple[ItemAttributes, dict[str, int]]:
     """The attribute `a` of six items, written and mapped; ordinals by id."""
     pq.write_table(pa.table({"item": IDS, "a": column}), folder / "items.parquet")
@@ -55,7 +55,7 @@ def passing(
     attributes_and_ordinals: tuple[ItemAttributes, dict[str, int]], filter_: Any
 ) -> set[str]:
     attributes, ordinals = attributes_and_ordinals
-    mask = Passing.of(mask_of(read_filter(filter_).root, attributes))
+    mask = FilterMask.of(mask_of(read_filter(filter_).root, attributes))
     is_passing = mask.among(np.arange(len(ordinals)))
     return {id_ for id_, at in ordinals.items() if is_passing[at]}
 
@@ -96,7 +96,7 @@ def test_a_column_is_kept_in_its_kind(
 def test_a_value_that_cannot_be_kept_is_noted_and_lacks(
     tmp_path: Path, column: Any, reason: str, exists_filter: Any
 ) -> None:
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     attributes_and_ordinals = opened(tmp_path, column, unusable)
 

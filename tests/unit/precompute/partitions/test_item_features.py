@@ -17,7 +17,7 @@ from precompute.partitions import item_features
 from precompute.partitions.catalogue import ITEM_FEATURES, open_items, write_catalogue
 from precompute.partitions.item_features import ItemFeatures, write_item_features
 from precompute.scoring.shard import embed_catalogue
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
 ITEMS = 100_000
@@ -80,7 +80,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
     prices = pa.array([*range(5), None, float("nan"), float("inf"), 8, 9], pa.float64())
     titles = pa.array([None, *(name.upper() for name in names[1:])])
     config = write_features(tmp_path, {"item": names, "title": titles, "price": prices})
-    bundle, unusable = bundle_of(names), Unusable()
+    bundle, unusable = bundle_of(names), UnusableRows()
     items = open_items(tmp_path, write_catalogue(config, bundle, tmp_path))
     monkeypatch.setattr(item_features, "ROWS_AT_ONCE", at_once)
 

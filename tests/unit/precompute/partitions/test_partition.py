@@ -112,9 +112,13 @@ def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config
     for user, history in history_by_user.items():
         times = [times_by_user[user][item] for item in history]
         assert set(history) == set(times_by_user[user]) and times == sorted(times)
-    assert partition_result.users == len(USERS) and partition_result.counted.interactions == 300
     assert (
-        partition_result.counted.unknown_items + int(partition_result.counted.popularity.sum())
+        partition_result.users == len(USERS)
+        and partition_result.interaction_counts.interactions == 300
+    )
+    assert (
+        partition_result.interaction_counts.unknown_items
+        + int(partition_result.interaction_counts.popularity.sum())
         == 300
     )
 

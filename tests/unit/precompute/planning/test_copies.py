@@ -17,13 +17,14 @@ from precompute.planning.copies import (
     touched,
     users_changed,
 )
-from precompute.planning.spent import Spent
+from precompute.planning.spent import TimeSpent
 from precompute.planning.trial import Timings
 
-NOTHING = Spent(0.0, 0.0)
+NOTHING = TimeSpent(0.0, 0.0)
 TIMINGS = Timings(
-    embed=Spent(10, 10), prepare=Spent(1, 1), shards=Spent(1, 1), users=Spent(100, 100), items=Spent(20, 20),
-    stages={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, kept=1.0, note="", seal=NOTHING,
+    embed=TimeSpent(10, 10), prepare=TimeSpent(1, 1), shards=TimeSpent(1, 1), users=TimeSpent(100, 100),
+    items=TimeSpent(20, 20),
+    stages={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0, note="", seal=NOTHING,
 )  # fmt: skip
 DAY_US = 86_400_000_000
 

@@ -10,7 +10,7 @@ from precompute.cli.plan import _pays
 from precompute.planning.filter_costs import FilterCost, _cut
 
 COST = FilterCost(
-    "user_topk.cheap", is_made=False, passing=10, pages=3, redis_bytes=1_000, night_s=60.0,
+    "user_topk.cheap", is_made=False, passing_item_count=10, pages=3, redis_bytes=1_000, night_s=60.0,
     cut=0.5, cut_few=0.1, search_s=0.0019, read_s=0.0001,
 )  # fmt: skip
 

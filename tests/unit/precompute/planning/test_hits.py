@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
 from precompute.planning.hits import hits, popularity_of, zipf
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def served(users, max_bytes, answer_bytes):
             tier.put(key, Entry(bytes(RECORD), user))
         elif answer_bytes:
             body = bytes(answer_bytes - 2 * len(request))
-            tier.keep(Ready(0, body, b"", 0, ("t", request), request))
+            tier.keep(ReadyAnswer(0, body, b"", 0, ("t", request), request))
     return np.mean(hit_flags), np.mean(hit_flags[REQUESTS // 2 :]), len(tier)
 
 
@@ -82,8 +82,8 @@ def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
 
     weights = np.arange(1, users + 1.0) ** -exponent
     assert popularity.keys.sum() == pytest.approx(users)
-    assert popularity.shares @ popularity.keys == pytest.approx(1)
-    assert popularity.shares[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
+    assert popularity.probabilities @ popularity.keys == pytest.approx(1)
+    assert popularity.probabilities[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
 
 
 @settings(deadline=None, max_examples=30)
@@ -95,8 +95,8 @@ def test_a_log_gives_every_user_a_share(counts, unseen):
 
     # Where nobody was seen just once, nothing is left for those who were not.
     assert popularity.keys.sum() == (users if 1 in counts else len(counts))
-    assert popularity.shares @ popularity.keys == pytest.approx(1)
-    assert (popularity.shares > 0).all()
+    assert popularity.probabilities @ popularity.keys == pytest.approx(1)
+    assert (popularity.probabilities > 0).all()
 
 
 @settings(deadline=None, max_examples=30)

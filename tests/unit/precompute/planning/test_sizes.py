@@ -12,10 +12,10 @@ from cache.errors import Refused
 from cache.format.records.layout import Layout
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
-from precompute.planning.capacity import CapacityLimits, Node, demand_room, verdicts
+from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
-from precompute.planning.sizes import REPORTS_BYTES, Pages, Shape
-from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages
+from precompute.planning.spent import TimedRun, TimeSpent, grown, timed
 from precompute.planning.trial import Timings
 from precompute.scoring.tables import PageFile, sums_path
 
@@ -54,7 +54,7 @@ def shape(**changes):
         "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
         "metrics": 1,
     }  # fmt: skip
-    return Shape(**{**settings, **changes})
+    return NightShape(**{**settings, **changes})
 
 
 def test_a_generation_is_the_sum_of_its_files():
@@ -82,17 +82,19 @@ def test_an_inverted_file_keeps_ids_and_centroids():
 
 
 def test_time_grows_along_the_line_of_two_runs():
-    small, large = Run(100, Spent(2.0, 3.0)), Run(300, Spent(3.0, 5.0))
+    small, large = TimedRun(100, TimeSpent(2.0, 3.0)), TimedRun(300, TimeSpent(3.0, 5.0))
 
     assert grown(small, large, 300) == large.spent
-    assert grown(small, large, 1300) == Spent(8.0, 15.0)
-    assert grown(large, large, 600) == Spent(6.0, 10.0)
+    assert grown(small, large, 1300) == TimeSpent(8.0, 15.0)
+    assert grown(large, large, 600) == TimeSpent(6.0, 10.0)
 
 
 @settings(deadline=None)
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(200, 1e9))
 def test_noise_never_makes_more_work_cost_less(first, second, amount):
-    time_spent = grown(Run(100, Spent(first, first)), Run(200, Spent(second, second)), amount)
+    time_spent = grown(
+        TimedRun(100, TimeSpent(first, first)), TimedRun(200, TimeSpent(second, second)), amount
+    )
 
     assert time_spent.wall_s >= second
 
@@ -108,8 +110,8 @@ def test_the_processor_time_of_another_process_counts():
 def room(**changes):
     """Verdicts on four generations of 1 GB in Redis, 1 GB mapped and 2 GB on disk."""
     nodes = (
-        Node("primary a", 0.5, int(2.5 * GB), "maxmemory"),
-        Node("primary b", 0.5, int(2.5 * GB), "maxmemory", 10**8),
+        RedisNode("primary a", 0.5, int(2.5 * GB), "maxmemory"),
+        RedisNode("primary b", 0.5, int(2.5 * GB), "maxmemory", 10**8),
     )
     limits = CapacityLimits(
         **{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes}
@@ -132,9 +134,9 @@ def test_as_many_generations_as_coexist_that_just_fit_pass():
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"nodes": (Node("primary", 1.0, int(4.1 * GB), "maxmemory"),)}, "redis_headroom"),
-        ({"nodes": (Node("primary", 1.0, 5 * GB, "maxmemory", GB),)}, "redis_headroom"),
-        ({"nodes": (Node("primary", 1.0, 0, ""),)}, "redis_headroom"),
+        ({"nodes": (RedisNode("primary", 1.0, int(4.1 * GB), "maxmemory"),)}, "redis_headroom"),
+        ({"nodes": (RedisNode("primary", 1.0, 5 * GB, "maxmemory", GB),)}, "redis_headroom"),
+        ({"nodes": (RedisNode("primary", 1.0, 0, ""),)}, "redis_headroom"),
         ({"memory_bytes": 4 * GB - 1}, "memory_headroom"),
         ({"disk_bytes": 8 * GB - 1}, "disk_headroom"),
     ],
@@ -149,8 +151,8 @@ def test_what_cannot_hold_the_generations_of_a_peak_is_refused_by_name(changes, 
 
 def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
     nodes = (
-        Node("primary a", 0.7, 2 * GB, "maxmemory"),
-        Node("primary b", 0.3, 2 * GB, "maxmemory"),
+        RedisNode("primary a", 0.7, 2 * GB, "maxmemory"),
+        RedisNode("primary b", 0.3, 2 * GB, "maxmemory"),
     )
 
     failed = [verdict for verdict in room(nodes=nodes) if not verdict.passed]
@@ -160,8 +162,8 @@ def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
 
 
 def timings(**stages):
-    no_time_spent = Spent()
-    embed = Spent(1.0, 1.0)
+    no_time_spent = TimeSpent()
+    embed = TimeSpent(1.0, 1.0)
     return Timings(
         embed,
         no_time_spent,

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from cache.errors import Conflict
-from precompute.control.rows import Row
+from precompute.control.rows import RegistryRow
 from precompute.control.states import State
 from precompute.releases.release_log import standing
 from precompute.releases.replication import confirm
@@ -37,7 +37,7 @@ def test_a_row_says_more_than_releases_only_on_the_way_to_the_next_one(
 ) -> None:
     ledger: Any = SimpleNamespace(state={GENERATION: proven}.get)
 
-    assert standing(GENERATION, ledger, None if row is None else Row(row, 0.0)) is state
+    assert standing(GENERATION, ledger, None if row is None else RegistryRow(row, 0.0)) is state
 
 
 def test_nothing_is_confirmed_for_what_is_no_generation() -> None:

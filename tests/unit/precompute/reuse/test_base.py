@@ -19,7 +19,7 @@ from precompute.reuse.base import (
     OFF,
     SETTINGS,
     VERIFIED,
-    Base,
+    BaseGeneration,
     choose_base,
     settings_digest,
 )
@@ -132,7 +132,7 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
     base_models = {
         name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()
     }
-    earlier = Base(
+    earlier = BaseGeneration(
         cast(Any, None), {}, cast(Any, SimpleNamespace(models=base_models)), has_lists=True
     )
 

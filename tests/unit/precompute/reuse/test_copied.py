@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.model.tower import Histories
-from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, LOST
+from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.copied import Copied, Decisions
-from precompute.reuse.kept_shard import PAIR, KeptShard
+from precompute.reuse.copied import CopiedUsers, CopyDecisions
+from precompute.reuse.kept_shard import PAIR, BaseShard
 from precompute.reuse.shard_reuse import ShardReuse
 
 
@@ -36,20 +36,20 @@ users = st.lists(
 ).map(lambda unsorted_users: sorted(unsorted_users, key=lambda user: user.hash_))  # fmt: skip
 
 
-def copied_of(all_users: list[User]) -> Copied:
+def copied_of(all_users: list[User]) -> CopiedUsers:
     """Copied of users, those that are read being all that is looked at."""
     read = [user for user in all_users if user.is_read]
     kept_users = [user for user in all_users if not user.is_read]
-    decisions = Decisions(
+    decisions = CopyDecisions(
         rows=np.arange(len(read)),
-        same=np.array([user.place for user in read], np.int64),
+        unchanged_positions=np.array([user.place for user in read], np.int64),
         could_stay=np.array([user.could_stay and user.place >= 0 for user in read], np.bool_),
-        kept=np.array([max(0, user.place) for user in kept_users], np.int64),
-        kept_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
+        copied_positions=np.array([max(0, user.place) for user in kept_users], np.int64),
+        copied_hashes=np.array([user.hash_ for user in kept_users], np.uint64),
         pairs=np.empty(0, PAIR),
     )
     own_rows = np.array([row for row, user in enumerate(read) if user.has_input], np.int64)
-    return Copied.of(decisions, np.array([user.hash_ for user in read], np.uint64), own_rows)
+    return CopiedUsers.of(decisions, np.array([user.hash_ for user in read], np.uint64), own_rows)
 
 
 def is_own(user: User) -> bool:
@@ -66,10 +66,12 @@ def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
         assert own_slice.start == owners and own_slice.stop - own_slice.start == len(part.rows)
         owners = own_slice.stop
         hashes += part.hashes.tolist()
-        copied_records += part.places.tolist()
-        unchanged_records += part.same.tolist()
-        assert (part.places[part.rows] == -1).all()
-        assert sorted([*part.rows.tolist(), *part.others.tolist()]) == list(range(len(part.hashes)))
+        copied_records += part.copied_positions.tolist()
+        unchanged_records += part.unchanged_positions.tolist()
+        assert (part.copied_positions[part.rows] == -1).all()
+        assert sorted([*part.rows.tolist(), *part.copied_rows.tolist()]) == list(
+            range(len(part.hashes))
+        )
 
     assert hashes == [user.hash_ for user in present_users]
     assert copied_records == [-1 if is_own(user) else max(0, user.place) for user in present_users]
@@ -90,11 +92,14 @@ def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> No
     for user, stay in zip(own_users, stays, strict=True):
         could = user.could_stay and user.place >= 0
         reasons[user.hash_] = (
-            COPIED if stay else INPUTS if user.place < 0 else ENTERED if could else LOST
+            COPIED if stay else INPUTS if user.place < 0 else ENTERED if could else ITEM_LOST
         )
         record_by_hash[user.hash_] = user.place if stay else -1
     assert dict(zip(copied.hashes.tolist(), copied.reasons().tolist(), strict=True)) == reasons
-    assert dict(zip(copied.hashes.tolist(), copied.places.tolist(), strict=True)) == record_by_hash
+    assert (
+        dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True))
+        == record_by_hash
+    )
 
 
 @given(users, st.integers(0, 2**32 - 1))
@@ -107,10 +112,10 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
         [of_user[hash_value] for hash_value in copied.hashes[copied.rows].tolist()]
     )
     copied_histories = Histories.of(
-        [of_user[hash_value] for hash_value in copied.hashes[copied.others].tolist()]
+        [of_user[hash_value] for hash_value in copied.hashes[copied.copied_rows].tolist()]
     )
 
-    merged_histories = copied.together(own_histories, copied_histories)
+    merged_histories = copied.merge_histories(own_histories, copied_histories)
 
     expected_histories = Histories.of(list(of_user.values()))
     assert merged_histories.indptr.tolist() == expected_histories.indptr.tolist()
@@ -119,7 +124,7 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
 
 def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
-    kept_shard = KeptShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
+    kept_shard = BaseShard(np.empty(0, PAIR), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
     reuse = ShardReuse(
         kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None
     )
@@ -127,17 +132,17 @@ def test_a_user_of_a_shard_that_had_nobody_is_computed() -> None:
         pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {}
     )
 
-    decisions = reuse.ask(entities, np.array([9], np.uint64), range(1 << 64))
+    decisions = reuse.decide(entities, np.array([9], np.uint64), range(1 << 64))
 
-    assert decisions.rows.tolist() == [0] and decisions.same.tolist() == [-1]
-    assert not decisions.could_stay.any() and not len(decisions.kept)
+    assert decisions.rows.tolist() == [0] and decisions.unchanged_positions.tolist() == [-1]
+    assert not decisions.could_stay.any() and not len(decisions.copied_positions)
     assert decisions.pairs.tolist() == [(7, 9)]
 
 
 def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included() -> None:
     # Given a base of two users with records, and no item that could enter a list
     pairs = np.array([(3, 30), (7, 70)], PAIR)
-    kept_shard = KeptShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
+    kept_shard = BaseShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
     reuse = ShardReuse(
         kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None
     )
@@ -147,8 +152,11 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
         pa.array(["ann", "bob", "eve"]), np.array([3, 7, 9], np.uint64), np.array([0, 1, 2, 3]),
         np.array([3, 4, 5]), {},
     )  # fmt: skip
-    decisions = reuse.ask(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
+    decisions = reuse.decide(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
 
     # Then only the third is computed
-    assert decisions.kept_hashes.tolist() == [3, 7] and decisions.kept.tolist() == [0, 1]
-    assert decisions.rows.tolist() == [2] and decisions.same.tolist() == [-1]
+    assert decisions.copied_hashes.tolist() == [3, 7] and decisions.copied_positions.tolist() == [
+        0,
+        1,
+    ]
+    assert decisions.rows.tolist() == [2] and decisions.unchanged_positions.tolist() == [-1]

@@ -15,8 +15,8 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.partitions.earlier import UNKNOWN_SEED, Earlier
-from precompute.partitions.partition import Partitioned, partition
+from precompute.partitions.earlier import UNKNOWN_SEED, EarlierPartition
+from precompute.partitions.partition import PartitionResult, partition
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
 from precompute.partitions.user_tables import USER_ROWS
@@ -57,7 +57,7 @@ class Night:
 
     items: ItemTable
     folder: Path
-    found: Partitioned
+    found: PartitionResult
 
     def inputs(self) -> dict[str, Any]:
         """All that is known of each user, by name, and the digests of the inputs."""
@@ -78,7 +78,9 @@ class Night:
         return {hash_ for path in paths for hash_ in read_stream(path).column(HASH).to_pylist()}
 
 
-def partitioned(root: Path, name: str, ids: list[str], earlier: Earlier | None = None) -> Night:
+def partitioned(
+    root: Path, name: str, ids: list[str], earlier: EarlierPartition | None = None
+) -> Night:
     sources = Sources(interactions=("clicks",), user_features="users.parquet")
     config = NightConfig(base=str(root), shards=SHARDS, sources=sources)
     items = item_table(ids)
@@ -93,7 +95,7 @@ def partitioned(root: Path, name: str, ids: list[str], earlier: Earlier | None =
     return Night(items, root / name, partition_result)
 
 
-def taken_over(night: Night, files: int, items: ItemTable) -> Earlier:
+def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
     """What a night takes over of another one, as `earlier_partition` finds it."""
     base_item_ids = night.items.ids_of(np.arange(night.items.count, dtype=np.uint32))
     new_ordinals = np.asarray(
@@ -104,13 +106,14 @@ def taken_over(night: Night, files: int, items: ItemTable) -> Earlier:
         for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True)
         if ordinal < 0
     ]
-    interaction_counts, unusable = night.found.counted, night.found.unusable
+    interaction_counts, unusable = night.found.interaction_counts, night.found.unusable
     stayed = len(new_ordinals) == items.count and bool(
         (new_ordinals == np.arange(len(new_ordinals))).all()
     )
-    return Earlier(
-        folder=night.folder, seed=night.found.seed, files=files, places=None if stayed else new_ordinals,
-        gone=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_SEED), popularity=interaction_counts.popularity,
+    return EarlierPartition(
+        folder=night.folder, seed=night.found.seed, files=files, new_ordinals=None if stayed else new_ordinals,
+        lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_SEED),
+        popularity=interaction_counts.popularity,
         unknown=interaction_counts.unknown, interactions=interaction_counts.interactions,
         unknown_items=interaction_counts.unknown_items,
         unusable={
@@ -176,9 +179,13 @@ def test_taking_over_gives_what_reading_all_gives(
 
         full_inputs = full_night.inputs()
         assert incremental_night.inputs() == full_inputs
-        assert shown(incremental_night.found.counted) == shown(full_night.found.counted)
+        assert shown(incremental_night.found.interaction_counts) == shown(
+            full_night.found.interaction_counts
+        )
         # What left counts as named, whether it was or not: should it come back, all is read.
-        assert set(full_night.found.counted.unknown) <= set(incremental_night.found.counted.unknown)
+        assert set(full_night.found.interaction_counts.unknown) <= set(
+            incremental_night.found.interaction_counts.unknown
+        )
         assert (incremental_night.found.users, incremental_night.found.seed) == (
             full_night.found.users,
             full_night.found.seed,
@@ -198,4 +205,6 @@ def test_taking_over_gives_what_reading_all_gives(
             taken_over(incremental_night, 1 + len(more) + len(fresh), incremental_night.items),
         )
         assert repeated_night.inputs() == full_inputs and repeated_night.touched() == set()
-        assert shown(repeated_night.found.counted) == shown(full_night.found.counted) | {"late": 0}
+        assert shown(repeated_night.found.interaction_counts) == shown(
+            full_night.found.interaction_counts
+        ) | {"late": 0}

@@ -22,7 +22,7 @@ def alone(tower_inputs: Inputs) -> NDArray[np.float32]:
     """Rows that depend on nothing else."""
     histories, ages = tower_inputs["history"], tower_inputs["age"]
     assert isinstance(histories, Histories) and not isinstance(ages, Histories)
-    sums = [float(histories.take(np.array([row])).indices.sum()) for row in range(len(ages))]
+    sums = [float(histories.select_rows(np.array([row])).indices.sum()) for row in range(len(ages))]
     return np.stack([np.array(sums, np.float32), ages], axis=1)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.filters.attributes import NO_CODE, AttributeColumn
-from cache.filters.best import BestOf
+from cache.filters.best import SubsetSearch
 from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -36,11 +36,11 @@ def test_a_list_under_a_filter_is_the_one_that_a_search_by_vector_finds(
 
     ordinals, scores = Scorer.of(vectors, metric).top(users, k, exclusions, allowed=mask, threads=1)
 
-    subset_search = BestOf(vectors)
+    subset_search = SubsetSearch(vectors)
     for row, user in enumerate(users):
         excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
         allowed_ordinals = np.setdiff1d(np.flatnonzero(mask), excluded_ordinals)
-        expected_ordinals, theirs = subset_search.of(user, allowed_ordinals, k, metric)
+        expected_ordinals, theirs = subset_search.search(user, allowed_ordinals, k, metric)
         used = ordinals[row] != NO_ITEM
         np.testing.assert_array_equal(ordinals[row][used], expected_ordinals)
         np.testing.assert_array_equal(scores[row][used], theirs)

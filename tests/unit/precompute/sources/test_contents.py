@@ -14,7 +14,7 @@ from cache.errors import SourceError
 from precompute.config.settings import Sources, parse_time
 from precompute.sources.columns import read_ids
 from precompute.sources.readers import feature_schema, read_features, read_interactions
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 
 DAY_US = 86_400 * 10**6
 DAY = dt.date(2023, 11, 14)
@@ -24,7 +24,7 @@ SECONDS = 1_700_000_000
 
 def read(folder, *names, **settings):
     """Pairs and times of all rows, and what was left out."""
-    unusable = Unusable()
+    unusable = UnusableRows()
     batches = list(read_interactions(Sources(names, **settings), folder, unusable=unusable))
     pairs = [
         pair

@@ -11,7 +11,7 @@ import pytest
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
 from precompute.sources.readers import read_interactions
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 
 HEADER = "user,item,title,timestamp\n"
 UNQUOTED = "u{0},i{0},Heat,1700000000\n"
@@ -19,7 +19,7 @@ UNQUOTED = "u{0},i{0},Heat,1700000000\n"
 
 def read(folder, *names, **settings):
     """Pairs of all rows, and what was left out."""
-    unusable = Unusable()
+    unusable = UnusableRows()
     batches = read_interactions(Sources(names, **settings), folder, unusable=unusable)
     pairs = [
         pair

@@ -24,7 +24,7 @@ from precompute.sources.event_values import (
     digest_of,
     with_event_values,
 )
-from precompute.sources.unusable import Unusable
+from precompute.sources.unusable import UnusableRows
 
 TYPES = {
     "age": pa.int64(), "score": pa.float32(), "home": pa.string(),
@@ -74,7 +74,7 @@ def test_the_table_is_the_one_with_these_values(
     told: Any, values: EntityValues, size: int, adds: bool
 ) -> None:
     ids, rows = [id_and_row[0] for id_and_row in told], [id_and_row[1] for id_and_row in told]
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     feature_batches = with_event_values(
         batches(ids, rows, size),
@@ -104,7 +104,7 @@ def test_the_columns_keep_their_types() -> None:
     values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
 
     feature_batches = with_event_values(
-        batches(["a", "b"], [row, row], 2), values, kind="user", unusable=Unusable()
+        batches(["a", "b"], [row, row], 2), values, kind="user", unusable=UnusableRows()
     )
 
     ((_, columns),) = feature_batches
@@ -120,7 +120,7 @@ def test_the_columns_keep_their_types() -> None:
 )  # fmt: skip
 def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> None:
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
-    unusable = Unusable()
+    unusable = UnusableRows()
 
     feature_batches = with_event_values(
         batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable
@@ -175,7 +175,7 @@ def test_items_that_events_bring_have_their_features_and_newest_vectors(tmp_path
 
     event_values = EventValues.read([path], {"user": [], "item": [b"gone"]}, WANTED)
 
-    assert event_values.brought == {b"new", b"row"}
+    assert event_values.event_item_ids == {b"new", b"row"}
     assert event_values.items == {b"new": {"price": 7, "stock": True}, b"known": {"price": 1}}
     assert brought_vectors([path]) == {b"row": (3.0, 4.0)}
     assert brought_vectors([]) == {}

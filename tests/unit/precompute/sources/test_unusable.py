@@ -15,7 +15,7 @@ from precompute.config.settings import Sources, parse_time
 from precompute.sources.features import demand_type, read_values
 from precompute.sources.moments import times_of_texts
 from precompute.sources.readers import read_features, read_interactions
-from precompute.sources.unusable import CASES, Unusable, ids_in, merged
+from precompute.sources.unusable import CASES, UnusableRows, ids_in, merged
 
 GOOD = [("u1", "i1", 1_700_000_000), ("u2", "i2", 1_700_000_100)]
 
@@ -53,7 +53,7 @@ def test_a_parquet_row_that_says_nothing_costs_only_itself(tmp_path):
         }),
         tmp_path / "a.parquet",
     )  # fmt: skip
-    unusable = Unusable()
+    unusable = UnusableRows()
     assert read(tmp_path, "a.parquet", unusable) == GOOD
     assert reasons(unusable) == {
         "user: no id": 1,
@@ -72,7 +72,7 @@ def test_a_csv_row_that_says_nothing_costs_only_itself(tmp_path):
     rows += [b"short,row", b",i3,1,1,", b"caf\xe9,i4,1,1,", b"u5,i5,noon,1,", b"u6,i6,,1,"]
     rows += [b"u7,i7,2026-02-30,1,", b"u8,i8,1,heavy,", b"u9,i9,1,-inf,caf\xe9", b"ua,ia,1,,"]
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"\n".join(rows) + b"\n"))
-    unusable = Unusable()
+    unusable = UnusableRows()
     assert read(tmp_path, "a.csv.gz", unusable) == GOOD
     assert reasons(unusable) == {
         "more or fewer columns than the header": 1,
@@ -87,7 +87,7 @@ def test_a_csv_row_that_says_nothing_costs_only_itself(tmp_path):
 
 def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"u1 i1 caf\xe9\n" + b"x" * 300 + b" i1 i2\nu2 i2\n")
-    unusable = Unusable()
+    unusable = UnusableRows()
     assert [row[:2] for row in read(tmp_path, "a.txt", unusable)] == [("u1", "i1"), ("u2", "i2")]
     assert reasons(unusable) == {
         "item: an id that is not UTF-8": 1,
@@ -97,7 +97,7 @@ def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
 
 def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
     pq.write_table(pa.table({"user": ["a", None, "b"], "age": [1, 2, 3]}), tmp_path / "u.parquet")
-    unusable = Unusable()
+    unusable = UnusableRows()
     ((ids, values),) = read_features(tmp_path / "u.parquet", "user", ["age"], unusable=unusable)
     assert (ids.texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
     assert reasons(unusable, "features") == {"user: no id": 1}
@@ -112,11 +112,11 @@ def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_pat
     with pytest.raises(
         SourceError, match=r"none of the 2 rows of a\.parquet .*divide milliseconds"
     ):
-        read(tmp_path, "a.parquet", Unusable())
+        read(tmp_path, "a.parquet", UnusableRows())
 
 
 def test_cases_are_few_and_name_nobody_who_is_erased():
-    unusable = Unusable(hidden=[b"gone"])
+    unusable = UnusableRows(hidden=[b"gone"])
     unusable.looked_at("interactions", 100)
     unusable.note("interactions", "no id", 50, ({"user": f"u{row}"} for row in range(50)))
     unusable.note("interactions", "no time", 2, [{"user": "gone"}, {"user": "here"}])
@@ -157,15 +157,15 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
     feature_values = read_values(pa.array([1, 2**40, None]), narrow)
     assert feature_values.usable.tolist() == [True, False, False]
-    assert feature_values.missing.tolist() == [False, False, True] and list(feature_values.bad) == [
-        "age: too large for int32"
-    ]
+    assert feature_values.missing.tolist() == [False, False, True] and list(
+        feature_values.unusable_mask_by_reason
+    ) == ["age: too large for int32"]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
     feature_values = read_values(pa.array(rows), wide)
     assert feature_values.usable.tolist() == [True, False, False, False, False, True]
     assert feature_values.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert set(feature_values.bad) == {
+    assert set(feature_values.unusable_mask_by_reason) == {
         "taste: not of width 2", "taste: a null in a list", "taste: not finite as float32",
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.control.night_steps import BEFORE, NIGHT, SEALED_BY, STAGES, TIMED_APART
+from cache.control.night_steps import NIGHT, PRELIMINARY_STEPS, SEALED_BY, STAGES, TIMED_APART
 from precompute.builds.seal import REPORTED
 from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
 
@@ -16,7 +16,7 @@ STEPS = ROOT / "precompute/steps"
 
 
 def test_each_step_is_a_module_named_after_it() -> None:
-    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *BEFORE, *NIGHT}
+    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *PRELIMINARY_STEPS, *NIGHT}
     for name in NIGHT:
         step = import_module(f"precompute.steps.{name}")
         assert callable(step.run) and callable(step.in_night), name
@@ -47,7 +47,7 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
     assert [*REPORTED] == [name for name in steps_before_seal if name != "score"]
 
 
-@pytest.mark.parametrize("name", [*NIGHT, *(step.replace("_", "-") for step in BEFORE)])
+@pytest.mark.parametrize("name", [*NIGHT, *(step.replace("_", "-") for step in PRELIMINARY_STEPS)])
 def test_each_step_has_a_command(name: str) -> None:
     about = [] if name in ("begin", "retire", "take-events") else ["20260131T000000Z-0123456789ab"]
 

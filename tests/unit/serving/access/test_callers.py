@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Asked, Caller, Callers
+from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Caller, CallerCounts, Callers
 from serving.access.quota_table import QuotaTable
 from serving.access.scopes import SCOPES
 from serving.access.token_file import TokenEntry
@@ -146,11 +146,11 @@ def test_an_expired_token_is_refused_with_its_own_code() -> None:
     with pytest.raises(Problem) as refused:
         caller.demand("read")
     assert (refused.value.status, refused.value.reason) == (401, "token_expired")
-    assert caller.asked.refused["expired"] == 1
+    assert caller.counts.refused["expired"] == 1
 
 
 def test_a_missing_scope_is_named() -> None:
-    caller = Caller("ana", ("read", "score"), Asked())
+    caller = Caller("ana", ("read", "score"), CallerCounts())
     caller.demand("score")
 
     with pytest.raises(Problem) as refused:

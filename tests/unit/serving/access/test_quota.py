@@ -14,8 +14,8 @@ from serving.access.quota import (
     BURST_S,
     Quota,
     QuotaLimits,
+    QuotaState,
     Shortage,
-    Taken,
     after_taking,
     burst_s,
     exceeded,
@@ -31,12 +31,12 @@ LIMITED = QuotaLimits(requests_per_s=10.0)
 def test_never_more_than_the_rate_and_one_burst_in_any_time(
     rate: float, asked: list[tuple[float, int]]
 ) -> None:
-    limits, standing, now_s = QuotaLimits(entities_per_s=rate), Taken(), 1_000.0
+    limits, standing, now_s = QuotaLimits(entities_per_s=rate), QuotaState(), 1_000.0
     let_through: list[tuple[float, int]] = []
     for pause, amount in asked:
         now_s += pause
         charge_result = after_taking(standing, limits, now_s, 0, amount)
-        if isinstance(charge_result, Taken):
+        if isinstance(charge_result, QuotaState):
             standing = charge_result
             let_through.append((now_s, amount))
     room = rate * burst_s(rate)
@@ -53,11 +53,11 @@ def test_never_more_than_the_rate_and_one_burst_in_any_time(
 
 @given(RATES, st.integers(0, 30))
 def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds: int) -> None:
-    limits, standing, now_s, count = QuotaLimits(requests_per_s=rate), Taken(), 1_000.0, 0
+    limits, standing, now_s, count = QuotaLimits(requests_per_s=rate), QuotaState(), 1_000.0, 0
     end = now_s + seconds
     while now_s <= end:
         charge_result = after_taking(standing, limits, now_s, 1, 0)
-        if isinstance(charge_result, Taken):
+        if isinstance(charge_result, QuotaState):
             standing = charge_result._replace(in_flight=0)
             count += 1
             if count > 2_000:
@@ -71,20 +71,20 @@ def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds:
 @given(RATES, st.integers(1, 10_000))
 def test_who_waits_as_told_is_let_through(rate: float, amount: int) -> None:
     limits = QuotaLimits(entities_per_s=rate)
-    first = after_taking(Taken(), limits, 5.0, 0, amount)
-    assert isinstance(first, Taken)  # however much: a whole burst is there
+    first = after_taking(QuotaState(), limits, 5.0, 0, amount)
+    assert isinstance(first, QuotaState)  # however much: a whole burst is there
 
     refused = after_taking(first, limits, 5.0, 0, amount)
 
     if isinstance(refused, Shortage):
         later = 5.0 + refused.wait_s
-        assert isinstance(after_taking(first, limits, later, 0, amount), Taken)
+        assert isinstance(after_taking(first, limits, later, 0, amount), QuotaState)
         assert refused.kind == "entities_per_s" and refused.limit == rate
 
 
 def test_all_is_taken_or_nothing() -> None:
     limits = QuotaLimits(requests_per_s=100.0, entities_per_s=1.0, in_flight=5)
-    initial_state = Taken(entities_until=10.0)
+    initial_state = QuotaState(entities_until=10.0)
 
     charge_result = after_taking(initial_state, limits, 8.5, 1, 1)
 
@@ -94,10 +94,12 @@ def test_all_is_taken_or_nothing() -> None:
 def test_in_flight_has_its_own_bound() -> None:
     limits = QuotaLimits(in_flight=2)
 
-    assert isinstance(after_taking(Taken(in_flight=1), limits, 0.0, 1, 5), Taken)
-    charge_result = after_taking(Taken(in_flight=2), limits, 0.0, 1, 0)
+    assert isinstance(after_taking(QuotaState(in_flight=1), limits, 0.0, 1, 5), QuotaState)
+    charge_result = after_taking(QuotaState(in_flight=2), limits, 0.0, 1, 0)
     assert isinstance(charge_result, Shortage) and charge_result.kind == "in_flight"
-    assert isinstance(after_taking(Taken(in_flight=2), limits, 0.0, 0, 7), Taken)  # its entities
+    assert isinstance(
+        after_taking(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState
+    )  # its entities
 
 
 def test_what_is_given_back_can_be_taken_again() -> None:
@@ -117,11 +119,11 @@ def test_tokens_have_rows_of_their_own_and_workers_share_them(tmp_path: Path) ->
     QuotaTable.create(tmp_path / "quotas", 4)
     first_table, second_table = (QuotaTable.open(tmp_path / "quotas", column) for column in (0, 3))
 
-    assert [first_table.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert [second_table.take(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
-    assert isinstance(first_table.take(key_of("a"), LIMITED, 7.0, 1, 0), Shortage)
-    assert second_table.take(key_of("b"), LIMITED, 7.0, 1, 0) is None
-    assert first_table.standing(key_of("a"), 7.0).in_flight == 10
+    assert [first_table.charge(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert [second_table.charge(key_of("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
+    assert isinstance(first_table.charge(key_of("a"), LIMITED, 7.0, 1, 0), Shortage)
+    assert second_table.charge(key_of("b"), LIMITED, 7.0, 1, 0) is None
+    assert first_table.read_state(key_of("a"), 7.0).in_flight == 10
 
 
 def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
@@ -129,39 +131,39 @@ def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     QuotaTable.create(path, 4)
     killed, surviving_table = QuotaTable.open(path, 0), QuotaTable.open(path, 1)
     for table in (killed, killed, surviving_table):
-        assert table.take(key_of("a"), limits, 1.0, 1, 0) is None
-    assert isinstance(surviving_table.take(key_of("a"), limits, 1.0, 1, 0), Shortage)
+        assert table.charge(key_of("a"), limits, 1.0, 1, 0) is None
+    assert isinstance(surviving_table.charge(key_of("a"), limits, 1.0, 1, 0), Shortage)
 
     QuotaTable.clear_in(path, 0)
 
-    assert surviving_table.standing(key_of("a"), 1.0).in_flight == 1
-    assert surviving_table.take(key_of("a"), limits, 1.0, 1, 0) is None
+    assert surviving_table.read_state(key_of("a"), 1.0).in_flight == 1
+    assert surviving_table.charge(key_of("a"), limits, 1.0, 1, 0) is None
     QuotaTable.open(path, 1)  # its successor begins with none
-    assert killed.standing(key_of("a"), 1.0).in_flight == 0
+    assert killed.read_state(key_of("a"), 1.0).in_flight == 0
 
 
 def test_rows_of_tokens_that_rest_are_used_again() -> None:
     table, limits = QuotaTable.private(), QuotaLimits(requests_per_s=1.0)
     held_key = key_of("held")
-    assert table.take(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
+    assert table.charge(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
 
     for number in range(3 * ROWS):
         key = key_of(str(number))
         now_s = 10.0 * number
-        assert table.take(key, limits, now_s, 1, 0) is None
+        assert table.charge(key, limits, now_s, 1, 0) is None
         table.leave(key)
 
-    assert table.standing(held_key, 1e9).in_flight == 1
-    assert table.standing(key_of(str(3 * ROWS - 1)), 0.0).requests_until > 0
+    assert table.read_state(held_key, 1e9).in_flight == 1
+    assert table.read_state(key_of(str(3 * ROWS - 1)), 0.0).requests_until > 0
 
 
 def test_a_table_that_is_full_says_so() -> None:
     table, limits = QuotaTable.private(), QuotaLimits(in_flight=1)
     for number in range(ROWS):
-        assert table.take(key_of(str(number)), limits, 0.0, 1, 0) is None
+        assert table.charge(key_of(str(number)), limits, 0.0, 1, 0) is None
 
     with pytest.raises(ConfigError, match="512"):
-        table.take(key_of("one more"), limits, 0.0, 1, 0)
+        table.charge(key_of("one more"), limits, 0.0, 1, 0)
 
 
 def test_a_column_beyond_the_table_is_refused(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def _takes(path: str, column: int, begin: Any, count_queue: "multiprocessing.Que
     begin.wait(60)
     deadline = time.monotonic() + 2.0
     while (now_s := time.monotonic()) < deadline:
-        if table.take(key_of("a"), limits, now_s, 1, 0) is None:
+        if table.charge(key_of("a"), limits, now_s, 1, 0) is None:
             table.leave(key_of("a"))
             count += 1
     count_queue.put(count)
@@ -202,7 +204,7 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
     # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
     # processes, however they came into each other's way.
     paid_from = (
-        QuotaTable.open(path, 4).standing(key_of("a"), ended_at).requests_until
+        QuotaTable.open(path, 4).read_state(key_of("a"), ended_at).requests_until
         - total_count / 5_000
     )
     assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2

@@ -39,17 +39,17 @@ def test_a_change_is_in_force_at_the_next_look(tmp_path: Path) -> None:
     write_tokens(path, {"ana": entry("a")})
     token_watch = watch(path, token="sesame")
     initial_callers = token_watch.callers
-    assert not token_watch.look() and token_watch.callers is initial_callers
+    assert not token_watch.reload_if_changed() and token_watch.callers is initial_callers
 
     write_tokens(path, {"ben": entry("b")})
 
-    assert token_watch.look() and token_watch.callers is not initial_callers
+    assert token_watch.reload_if_changed() and token_watch.callers is not initial_callers
     assert [name_of(token_watch.callers, token) for token in ("a", "b", "sesame")] == [
         "",
         "ben",
         "default",
     ]
-    assert not token_watch.look()
+    assert not token_watch.reload_if_changed()
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"version":1,"tokens":{"x":{}}}', None])
@@ -63,7 +63,7 @@ def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
 
     path.unlink() if body is None else path.write_bytes(body)
     with caplog.at_level(logging.ERROR):
-        reload_flags = [token_watch.look() for _ in range(3)]
+        reload_flags = [token_watch.reload_if_changed() for _ in range(3)]
 
     assert (
         reload_flags == [False] * 3
@@ -73,17 +73,17 @@ def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
     assert len(caplog.records) == 1 and str(path) in caplog.text
     assert samples(token_watch)["larder_tokens_stale",] == 1
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
-    assert token_watch.look() and samples(token_watch)["larder_tokens_stale",] == 0
+    assert token_watch.reload_if_changed() and samples(token_watch)["larder_tokens_stale",] == 0
 
 
 def test_counts_outlive_a_change_and_end_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
     token_watch = watch(path)
-    token_watch.callers.identify([(b"authorization", b"Bearer a")]).asked.requests += 3
+    token_watch.callers.identify([(b"authorization", b"Bearer a")]).counts.requests += 3
 
     write_tokens(path, {"ana": entry("a", "score")})
-    token_watch.look()
+    token_watch.reload_if_changed()
 
     value_by_sample = samples(token_watch)
     assert value_by_sample["larder_token_requests_total", "ana"] == 3
@@ -98,5 +98,7 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
 def test_without_a_file_nothing_is_looked_at() -> None:
     token_watch = TokenWatch("sesame", "", QuotaTable.private())
 
-    assert not token_watch.look() and name_of(token_watch.callers, "sesame") == "default"
+    assert (
+        not token_watch.reload_if_changed() and name_of(token_watch.callers, "sesame") == "default"
+    )
     assert samples(token_watch)["larder_token_requests_total", "default"] == 0

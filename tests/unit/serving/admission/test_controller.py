@@ -17,13 +17,13 @@ from starlette.types import Message, Scope
 from cache.model.predictor import LiveInput
 from serving.admission.codel import Valve
 from serving.admission.controller import Admission
-from serving.admission.loop_lag import Pulse
-from serving.generations.served_set import Holding
-from serving.http.asgi_app import ADMITTED, Front
+from serving.admission.loop_lag import LoopLagSampler
+from serving.generations.served_set import ServedGenerations
+from serving.http.asgi_app import ADMITTED, AsgiApp
 from serving.lookup.batch_inference import compute
-from serving.lookup.inference import Inferences
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import Computed, Job, MicroBatcher
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, gate_of, ids
 
@@ -81,7 +81,7 @@ def test_a_burst_that_drains_within_the_interval_is_no_overload() -> None:
     for _ in range(50):
         looks(valve, clock, wait=0.09, seconds=0.04)
         looks(valve, clock, wait=0.001, seconds=0.01)
-        assert valve.share == 1.0
+        assert valve.admitted_share == 1.0
 
 
 def test_one_long_pause_is_no_overload_however_long() -> None:
@@ -90,20 +90,20 @@ def test_one_long_pause_is_no_overload_however_long() -> None:
     clock.tick(1.5)
     valve.observe(1.5, clock())
     looks(valve, clock, wait=0.001, seconds=0.1)
-    paused = valve.share
+    paused = valve.admitted_share
     looks(valve, clock, wait=1.5, seconds=0.3)
 
-    assert paused == 1.0 and valve.share < 1.0
+    assert paused == 1.0 and valve.admitted_share < 1.0
 
 
 def test_what_opened_the_valve_too_far_closes_it_and_the_next_steps_are_small_again() -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
-    valve.share = 0.0
+    valve.admitted_share = 0.0
 
     def sample(wait: float) -> float:
         clock.tick(INTERVAL_S)
         valve.observe(wait, clock())
-        return valve.share
+        return valve.admitted_share
 
     opened = [sample(wait) for wait in (0.001, 0.001, 0.001, 0.001, 0.04)]
     closed, reopened_share = sample(0.04), sample(0.001)
@@ -117,7 +117,7 @@ def test_where_samples_are_rare_each_of_them_is_judged() -> None:
     for _ in range(4):
         clock.tick(0.12)
         valve.observe(0.04, clock())
-        admitted_shares.append(valve.share)
+        admitted_shares.append(valve.admitted_share)
 
     assert admitted_shares == pytest.approx([1.0, 0.5, 0.25, 0.125])
 
@@ -211,7 +211,7 @@ def test_a_process_that_is_nearly_full_leaves_nothing_out() -> None:
 @given(st.floats(0.011, 1.0), st.integers(1, 500))
 def test_the_share_is_kept_exactly_and_spread_evenly(share: float, of: int) -> None:
     valve = Valve(1.0, 1.0)
-    valve.share = share
+    valve.admitted_share = share
 
     is_admitted = [valve.admit() for _ in range(of)]
 
@@ -230,7 +230,7 @@ def test_the_share_stays_between_none_and_all_whatever_is_seen(
     for wait, passed in seen:
         clock.tick(passed)
         valve.observe(wait, clock())
-        assert 0.0 <= valve.share <= 1.0
+        assert 0.0 <= valve.admitted_share <= 1.0
 
 
 def test_either_queue_keeps_live_from_new_work() -> None:
@@ -256,16 +256,16 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
     world, is_open, goes_on = World(), True, asyncio.Event()
     compute_at_once = world.infer
 
-    async def infer(job: Job) -> Computed:
+    async def infer(job: InferenceJob) -> ComputedRecord:
         await goes_on.wait()
         return await compute_at_once(job)
 
     world.infer = infer  # type: ignore[method-assign]
-    inferences = Inferences(
+    inferences = LiveInferences(
         world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     now_s = asyncio.get_running_loop().time()
 
     async def look_up(id_: str) -> dict[str, Any]:
@@ -304,8 +304,8 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
             compute=compute, timer=clock,
         )  # fmt: skip
 
-        def job(time_s: float) -> Job:
-            return Job(snapshot, "user_topk", LiveInput(ids("i1")), 1, 1, clock() + time_s)
+        def job(time_s: float) -> InferenceJob:
+            return InferenceJob(snapshot, "user_topk", LiveInput(ids("i1")), 1, 1, clock() + time_s)
 
         running = batches.infer(job(1.0))
         await asyncio.to_thread(world.predictor.started.wait, 5)
@@ -337,7 +337,7 @@ async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
         if not enough.is_set():
             loop.call_soon(work)
 
-    pulse = Pulse(observe, lambda: 0.5, every_s=0.001, timer=clock)
+    pulse = LoopLagSampler(observe, lambda: 0.5, every_s=0.001, timer=clock)
     pulse.start()
     work()
     async with asyncio.timeout(10):
@@ -359,7 +359,7 @@ async def test_a_pulse_goes_on_after_an_observer_that_raises() -> None:
             raise RuntimeError("planted")
         enough.set()
 
-    pulse = Pulse(observe, lambda: 0.0, every_s=0.001)
+    pulse = LoopLagSampler(observe, lambda: 0.0, every_s=0.001)
     pulse.start()
     async with asyncio.timeout(10):
         await enough.wait()
@@ -389,9 +389,9 @@ class Request:
         ]
 
 
-def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
+def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> AsgiApp:
     """An application whose lookups wait for `open_` and say how many are under way."""
-    app = Front()
+    app = AsgiApp()
 
     async def slow() -> PlainTextResponse:
         crowd.append(gate.under_way)
@@ -440,11 +440,11 @@ def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
 
 def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
     gate, reported_statuses = admission(), list[int]()
-    app = Front()
+    app = AsgiApp()
     assert app.refusal() is None  # nothing to answer from: the routes say so
     app.gate = gate_of(gate, requested=lambda _route, status: reported_statuses.append(status))
     assert app.refusal() is None and gate.shed["queue"] == 0
-    gate.costly.share = 0.0
+    gate.costly.admitted_share = 0.0
 
     refused = app.refusal()
 
@@ -456,7 +456,7 @@ async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
     gate, open_ = admission(), asyncio.Event()
     app = front(gate, open_, [])
     open_.set()
-    gate.costly.share = 0.0
+    gate.costly.admitted_share = 0.0
     admitted_, new = Request("/v1/lookup/slow"), Request("/v1/lookup/slow")
     admitted_.scope[ADMITTED] = True
 

@@ -7,10 +7,10 @@ import pytest
 
 from serving.access.callers import ANYBODY, STRANGER, Caller
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import Lateness
+from serving.admission.deadline_check import DeadlineCheck
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
-from serving.requests.fast_parse import Headers
+from serving.requests.fast_parse import HeaderJudge
 from serving.requests.models import Limits
 from serving.tracing.request_context import CALLER
 
@@ -33,7 +33,7 @@ def judged(
         "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
         CALLER: caller,
     }  # fmt: skip
-    is_late = Lateness(gate, Headers(LIMITS), LIMITS).is_late(scope, body or b"")
+    is_late = DeadlineCheck(gate, HeaderJudge(LIMITS), LIMITS).is_late(scope, body or b"")
     assert gate.shed["late"] == is_late
     return is_late
 

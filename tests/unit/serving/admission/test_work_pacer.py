@@ -8,7 +8,7 @@ import pytest
 
 from serving.admission.controller import Admission
 from serving.admission.work_pacer import CallerGone, WorkPacer, go_on, note_wait, waited_in
-from serving.http.asgi_app import Front
+from serving.http.asgi_app import AsgiApp
 from tests.fakes import FakeClock
 from tests.unit.serving.world import gate_of
 
@@ -221,10 +221,10 @@ def test_a_wait_is_kept_with_the_request() -> None:
     assert waited_in(scope) == 0.5
 
 
-def front(clock: FakeClock, work_s: float = 0.1) -> tuple[Front, list[str], Admission]:
+def front(clock: FakeClock, work_s: float = 0.1) -> tuple[AsgiApp, list[str], Admission]:
     """An application whose lookups take so long, the ids that it worked on, and its admission."""
     worked: list[str] = []
-    app = Front()
+    app = AsgiApp()
 
     @app.post("/v1/lookup/{name}")
     async def lookup(name: str) -> str:
@@ -238,7 +238,7 @@ def front(clock: FakeClock, work_s: float = 0.1) -> tuple[Front, list[str], Admi
     return app, worked, admission
 
 
-async def ask(app: Front, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
+async def ask(app: AsgiApp, name: str, is_gone: Callable[[], bool] = stays) -> list[Any]:
     """Messages that the application sends for a lookup of this name."""
     messages: list[Any] = []
 
@@ -290,7 +290,7 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
         admission.observe(0.001, 0.0, clock())
         clock.tick(0.1)
 
-    assert admission.is_behind and admission.loop.share < 1.0
+    assert admission.is_behind and admission.loop.admitted_share < 1.0
     await asyncio.gather(*tasks)
 
 

@@ -19,7 +19,7 @@ from serving.answers.fields import (
     Ranking,
     fields_of,
 )
-from serving.answers.sources import FALLBACKS, STORED, Source
+from serving.answers.sources import FALLBACKS, STORED_SOURCES, Source
 from serving.client.answers import read_answers
 from serving.http import answer_schema
 from tests.unit.test_rooms import FILES, ROOT
@@ -36,12 +36,13 @@ OWN = {ROOT / "cache/tiers/results.py"}
 
 def row(field: AnswerField) -> str:
     """The field's line in the reference page."""
-    null = " or null" * field.said.null
+    null = " or null" * field.declaration.null
     type_ = "word" if "enum" in field.schema else "text"
     for name in (field.schema.get("type"), *list(field.schema.get("type") or ())):
         type_ = KINDS.get(str(name), type_)
     column = "metadata" if field.name == "table" else f"`{field.column}`"
-    return f"| `{field.name}` | {type_}{null} | {column} | {WHEN[field.said.when]} | {field.said.meaning} |"
+    declaration = field.declaration
+    return f"| `{field.name}` | {type_}{null} | {column} | {WHEN[declaration.when]} | {declaration.meaning} |"
 
 
 def test_the_reference_page_has_every_field_and_no_other() -> None:
@@ -61,16 +62,16 @@ def test_the_schema_has_every_field_and_demands_what_is_always_there(
     declared: type[Origin], schema: dict[str, Any]
 ) -> None:
     assert list(schema["properties"]) == [field.name for field in dataclasses.fields(declared)]
-    assert {field.name for field in fields_of(declared) if field.said.when == "always"} == set(
-        schema["required"]
-    )
+    assert {
+        field.name for field in fields_of(declared) if field.declaration.when == "always"
+    } == set(schema["required"])
 
 
 def test_every_field_of_an_answer_is_of_all_or_of_one_kind_of_tables() -> None:
     predicted = [field for kind in PREDICTION.values() for field in kind]
 
     assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN, *predicted)
-    assert {field.said.when for field in (*fields_of(Origin), *fields_of(Ranking))} == {
+    assert {field.declaration.when for field in (*fields_of(Origin), *fields_of(Ranking))} == {
         "always", "told",
     }  # fmt: skip
 
@@ -91,7 +92,9 @@ def test_a_source_or_a_field_that_only_a_newer_service_has_breaks_no_client() ->
 
 
 def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
-    assert [*STORED, *FALLBACKS] == [source for source in Source if source is not Source.LIVE]
+    assert [*STORED_SOURCES, *FALLBACKS] == [
+        source for source in Source if source is not Source.LIVE
+    ]
 
 
 def test_the_dashboard_draws_the_sources_in_the_order_of_the_ladder() -> None:

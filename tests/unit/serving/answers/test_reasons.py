@@ -4,19 +4,19 @@ from collections.abc import Iterable
 
 import pytest
 
-from cache.tiers.results import NOWHERE, TOLD_AS, MissReason, Word
-from serving.answers.reasons import TOLD, LiveReason, Stale
+from cache.tiers.results import NOWHERE, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
+from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from serving.metrics.miss_reasons import REASONS
 from tests.unit.test_rooms import ROOT
 
 
 @pytest.mark.parametrize(
     ("field", "enum_members"),
-    [("reason", TOLD), ("live", LiveReason), ("stale", Stale)],
+    [("reason", PUBLIC_REASONS), ("live", LiveReason), ("stale", StaleReason)],
     ids=["reason", "live", "stale"],
 )
 def test_the_reference_page_lists_every_word_with_its_meaning(
-    field: str, enum_members: Iterable[Word]
+    field: str, enum_members: Iterable[DescribedEnum]
 ) -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
 
@@ -27,8 +27,8 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
-    assert set(REASONS) < set(TOLD)
-    assert {*TOLD_AS} == NOWHERE - {MissReason.NOT_IN_GENERATION}
-    assert {*TOLD} == {*MissReason} - {*TOLD_AS}
+    assert set(REASONS) < set(PUBLIC_REASONS)
+    assert {*PUBLIC_BY_INTERNAL_REASON} == NOWHERE - {MissReason.NOT_IN_GENERATION}
+    assert {*PUBLIC_REASONS} == {*MissReason} - {*PUBLIC_BY_INTERNAL_REASON}
     assert {"l2_timeout", "breaker_open"} <= set(map(str, REASONS))
     assert "deadline" not in set(MissReason)

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from serving.client import Entity, Options
-from serving.client.calls import as_id, many, one, score, split
+from serving.client.calls import as_id, build_get, build_post, score, split
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5, None, b"u-1"])
@@ -19,8 +19,8 @@ def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
     "build_calls",
     [
         lambda: list(split("u-1", Options(), 10, 10)),
-        lambda: many("t", [Entity("u-1", history="i-1")], Options()),
-        lambda: many("t", ["u-1"], Options(exclude="i-1")),
+        lambda: build_post("t", [Entity("u-1", history="i-1")], Options()),
+        lambda: build_post("t", ["u-1"], Options(exclude="i-1")),
         lambda: score("u-1", "i-1", Options()),
     ],
 )
@@ -30,20 +30,20 @@ def test_a_text_is_not_taken_for_a_list_of_its_letters(build_calls: Callable[[],
 
 
 def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:
-    body = orjson.loads(many("t", [2**80], Options()).content or b"")
+    body = orjson.loads(build_post("t", [2**80], Options()).content or b"")
 
     assert body["entities"] == [{"id": str(2**80)}]
 
 
 def test_options_that_are_not_set_are_left_to_the_service() -> None:
-    call = one("t", "u-1", Options(k=3, fresh=True, canary_key=9))
+    call = build_get("t", "u-1", Options(k=3, fresh=True, canary_key=9))
 
     assert call.params == {"k": "3", "fresh": "true", "canary_key": "9"}
 
 
 def test_a_url_has_no_room_for_exclude() -> None:
     with pytest.raises(ValueError, match="lookup_many"):
-        one("t", "u-1", Options(exclude=["i-1"]))
+        build_get("t", "u-1", Options(exclude=["i-1"]))
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(0, []), (1, [1]), (3, [3]), (4, [3, 1]), (7, [3, 3, 1])])  # fmt: skip

@@ -26,7 +26,7 @@ from serving.client import (
     Unavailable,
     Unreachable,
 )
-from serving.client.sender import Allowance
+from serving.client.sender import ExtraRequestBudget
 
 URL = "http://larder"
 ANSWER = {
@@ -352,11 +352,11 @@ async def test_feedback_is_never_hedged() -> None:
 
 
 def test_an_allowance_saves_up_to_its_bound() -> None:
-    allowance = Allowance(0.5, saved_max=2.0)
+    allowance = ExtraRequestBudget(0.5, saved_max=2.0)
     for _ in range(100):
         allowance.earn()
 
-    assert [allowance.take() for _ in range(3)] == [True, True, False]
+    assert [allowance.try_spend() for _ in range(3)] == [True, True, False]
 
 
 def test_threads_share_a_client_without_a_loop() -> None:

@@ -87,13 +87,13 @@ def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(
     put(pairs[0].certificate, pairs[0].key)
     watch = TlsWatch(files(watched_pair))
     first = watch.context
-    assert not watch.look() and watch.context is first
+    assert not watch.reload_if_changed() and watch.context is first
 
     put(pairs[1].certificate, pairs[0].key)  # half of the change: the key follows
     with caplog.at_level(logging.ERROR):
-        assert not watch.look() and not watch.look()
+        assert not watch.reload_if_changed() and not watch.reload_if_changed()
     assert watch.context is first and watch.is_stale and len(caplog.records) == 1
     assert [metric.samples[0].value for metric in watch.collect()] == [1.0]
 
     put(pairs[1].certificate, pairs[1].key)
-    assert watch.look() and watch.context is not first and not watch.is_stale
+    assert watch.reload_if_changed() and watch.context is not first and not watch.is_stale

@@ -19,7 +19,7 @@ class FakeRedis(FakeControl):
     asked: int = 0
     keyspace = Keyspace("test")
 
-    async def ask_all(self, commands: Any) -> list[Any]:
+    async def execute_all(self, commands: Any) -> list[Any]:
         self.asked += 1
         if self.down:
             raise TierUnavailable("gone", reason="connection")

@@ -4,9 +4,15 @@ import orjson
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from serving.dashboard.aggregator import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Reading, Whole
+from serving.dashboard.aggregator import (
+    _ALL_AGAIN_S,
+    LATELY_BINS,
+    SILENT_S,
+    FleetReading,
+    FleetView,
+)
 from serving.dashboard.counters import Counts, merged
-from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, Teller
+from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, MetricsPublisher
 from serving.dashboard.time_bins import BIN_S, BINS_MAX
 from serving.metrics.log_buckets import finer
 from tests.fakes import FakeClock
@@ -22,8 +28,8 @@ class Worker:
     def __init__(self, redis: FakeRedis, clock: FakeClock, name: str) -> None:
         self.counts: Counts = {}
         about = {"replica": name, "breaker": "closed"}
-        self.teller = Teller(redis, name, clock, lambda: dict(self.counts), lambda: about)
-        self.whole = Whole(redis, self.teller, BOUNDS, clock, clock)
+        self.teller = MetricsPublisher(redis, name, clock, lambda: dict(self.counts), lambda: about)
+        self.whole = FleetView(redis, self.teller, BOUNDS, clock, clock)
 
     def count(self, n: int) -> None:
         self.counts = merged((self.counts, {"r": n, "h:l1:50": n}))
@@ -40,7 +46,7 @@ class World:
 
     async def tell(self) -> None:
         for worker in (self.one, self.other):
-            await worker.teller.tell()
+            await worker.teller.publish()
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def world() -> World:
     return World()
 
 
-def requests(reading: Reading) -> int:
+def requests(reading: FleetReading) -> int:
     return sum(row.requests for row in reading.rows.values())
 
 
@@ -57,7 +63,7 @@ async def test_what_two_workers_told_is_one_whole(world: World) -> None:
     world.other.count(4)
     await world.tell()
     world.one.count(10)  # not told yet: the worker that is asked knows it all the same
-    own_reading, theirs = await world.one.whole.look(), await world.other.whole.look()
+    own_reading, theirs = await world.one.whole.read(), await world.other.whole.read()
 
     assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
     assert sum(counts["r"] for counts in own_reading.lately.values()) == 17
@@ -70,19 +76,19 @@ async def test_a_bin_that_was_drawn_is_drawn_again_when_more_is_told(world: Worl
     for expected in (1, 2, 3):
         world.other.count(1)
         await world.tell()
-        assert requests(await world.one.whole.look()) == expected
+        assert requests(await world.one.whole.read()) == expected
 
 
 async def test_a_reply_that_was_lost_counts_nothing_twice(world: World) -> None:
     world.one.count(3)
     world.redis.loses = True
-    await world.one.teller.tell()
+    await world.one.teller.publish()
     assert world.one.teller.trouble is not None
     world.redis.loses = False
     world.one.count(1)
-    await world.one.teller.tell()
+    await world.one.teller.publish()
 
-    assert requests(await world.other.whole.look()) == 4
+    assert requests(await world.other.whole.read()) == 4
 
 
 async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(world: World) -> None:
@@ -90,14 +96,14 @@ async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(worl
     await world.tell()
     world.redis.down = True
     world.one.count(3)
-    await world.one.teller.tell()
-    alone = await world.one.whole.look()
+    await world.one.teller.publish()
+    alone = await world.one.whole.read()
     assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.workers) == {"one"}
     world.clock.tick(5 * BIN_S)
     world.redis.down = False
     await world.tell()
 
-    assert requests(await world.one.whole.look()) == requests(await world.other.whole.look()) == 7
+    assert requests(await world.one.whole.read()) == requests(await world.other.whole.read()) == 7
 
 
 async def test_a_redis_that_came_back_empty_is_told_the_whole_hour_again(world: World) -> None:
@@ -105,21 +111,21 @@ async def test_a_redis_that_came_back_empty_is_told_the_whole_hour_again(world: 
     for _ in range(bins):
         world.one.count(1)
         world.clock.tick(BIN_S)
-        await world.one.teller.tell()
+        await world.one.teller.publish()
     world.redis.hashes.clear()
     for _ in range(3):
-        await world.one.teller.tell()
+        await world.one.teller.publish()
 
-    assert requests(await world.other.whole.look()) == bins
-    assert not world.one.teller.bins.untold
+    assert requests(await world.other.whole.read()) == bins
+    assert not world.one.teller.bins.unpublished_starts
 
 
 async def test_an_hour_is_kept_and_no_more(world: World) -> None:
     for _ in range(BINS_MAX + 50):
         world.one.count(1)
         world.clock.tick(BIN_S)
-        await world.one.teller.tell()
-        reading = await world.one.whole.look()
+        await world.one.teller.publish()
+        reading = await world.one.whole.read()
 
     drawn = world.one.whole._drawn
     assert BINS_MAX - 1 <= len(drawn.rows) <= BINS_MAX
@@ -130,24 +136,24 @@ async def test_an_hour_is_kept_and_no_more(world: World) -> None:
 async def test_what_was_told_late_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
     world.redis.down = True
     world.other.count(5)
-    await world.other.teller.tell()
+    await world.other.teller.publish()
     world.redis.down = False
     world.clock.tick(30 * BIN_S)
-    assert requests(await world.one.whole.look()) == 0
-    await world.other.teller.tell()
+    assert requests(await world.one.whole.read()) == 0
+    await world.other.teller.publish()
     world.clock.tick(_ALL_AGAIN_S)
 
-    assert requests(await world.one.whole.look()) == 5
+    assert requests(await world.one.whole.read()) == 5
 
 
 async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) -> None:
     world.other.count(5)
     await world.tell()
     world.clock.tick(SILENT_S)
-    assert set((await world.one.whole.look()).workers) == {"one"}
+    assert set((await world.one.whole.read()).workers) == {"one"}
     world.clock.tick(GONE_S)
     for _ in range(_SWEEP):
-        await world.one.teller.tell()
+        await world.one.teller.publish()
 
     assert set(world.redis.hashes[KEYS.workers]) == {b"one"}
     await world.one.teller.sign_off()
@@ -163,7 +169,7 @@ async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
     }
     world.redis.hashes[KEYS.bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
     world.one.count(2)
-    reading = await world.one.whole.look()
+    reading = await world.one.whole.read()
 
     assert set(reading.workers) == {"one", "older"} and requests(reading) == 2
     assert reading.workers["older"]["counts"] is None

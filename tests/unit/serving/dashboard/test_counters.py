@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cache.format.redis_keys import Keyspace
 from serving.answers.sources import Source
-from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
-from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
+from serving.dashboard.counters import collect_counts, difference, merged, pack, totals, unpack
+from serving.dashboard.time_bins import BIN_S, BINS_MAX, TimeBins, start_of
 from serving.events.counts import ACCEPTED, REFUSALS, REJECTIONS, REPEATED, EventCounts
 from serving.metrics.registry import Metrics
 
@@ -43,37 +43,39 @@ def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict
 
 def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     metrics = Metrics()
-    metrics.asked(["a", "b"])
+    metrics.count_entities(["a", "b"])
     metrics.answered("a", Source.L2, 0.002)
     metrics.answered("b", Source.DEFAULT, 0.5)
     metrics.missed("b", "evicted")
-    metrics.hot("a", Source.L1, 0.00002, times=3)
+    metrics.count_fast_answers("a", Source.L1, 0.00002, times=3)
     metrics.tally.requests["GET /v1/lookup/{table}"] += 3
     metrics.requested("POST /v1/lookup", 422)
     metrics.stage("parse", 0.25)
-    counts = counted(metrics, shed=2)
+    counts = collect_counts(metrics, shed=2)
 
     assert totals(counts) == {
         "r": 4, "e": 5, "x": 2, "a:l1": 3, "a:l2": 1, "a:default": 1, "m:evicted": 1,
     }  # fmt: skip
     assert counts["s:parse"] == 250_000
     assert sum(n for field, n in counts.items() if field.startswith("h:")) == 5
-    assert difference(counted(metrics, shed=2), counts) == {}
+    assert difference(collect_counts(metrics, shed=2), counts) == {}
 
 
 def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> None:
     metrics, taken_in = Metrics(), EventCounts(cast(Any, None), Keyspace("t"), 0)
     taken_in.results.update({"accepted": 3, "in_future": 1})
     taken_in.refusals["events_full"] += 2
-    metrics.changed.answers["user_topk"] += 4
-    metrics.changed.compare("user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4"))
-    counts = counted(metrics, events=taken_in)
+    metrics.changed_answers.answers["user_topk"] += 4
+    metrics.changed_answers.compare(
+        "user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4")
+    )
+    counts = collect_counts(metrics, events=taken_in)
 
-    assert counts == counted(metrics) | {
+    assert counts == collect_counts(metrics) | {
         "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,
     }  # fmt: skip
     assert unpack(pack(counts)) == counts
-    assert totals(counts) == totals(counted(metrics))
+    assert totals(counts) == totals(collect_counts(metrics))
 
 
 def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase() -> None:
@@ -89,7 +91,7 @@ def test_reasons_of_events_begin_at_0_so_that_their_first_burst_is_an_increase()
 
 
 def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:
-    bins, rng = Bins(), random.Random(1)
+    bins, rng = TimeBins(), random.Random(1)
     bins.add(5.0, {"r": 1})
     bins.add(9.9, {"r": 2, "e": 1})
     assert unpack(bins.packed[0]) == {"r": 3, "e": 1}
@@ -98,6 +100,6 @@ def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() 
         bins.add(at, {f"h:l1:{rng.randrange(180)}": 1 for _ in range(400)})
         bins.add(at, {})
 
-    assert len(bins.packed) == BINS_MAX == len(bins.untold)
+    assert len(bins.packed) == BINS_MAX == len(bins.unpublished_starts)
     assert min(bins.packed) == start_of(1e6 + 2 * BINS_MAX * BIN_S)
     assert max(map(len, bins.packed.values())) < 1_000

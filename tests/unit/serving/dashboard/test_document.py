@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serving.dashboard.aggregator import Reading
+from serving.dashboard.aggregator import FleetReading
 from serving.dashboard.document import SETTLED_S, document, redis, replicas
 from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.series import row
@@ -24,7 +24,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     return fine | changes
 
 
-def made(reading: Reading, **changes: Any) -> dict[str, Any]:
+def made(reading: FleetReading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
         "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
@@ -40,7 +40,7 @@ def test_workers_add_up() -> None:
         999_000: row({"a:l2": 7}, BOUNDS)
     }
     dashboard_document = made(
-        Reading(NOW, None, workers, rows, bins),
+        FleetReading(NOW, None, workers, rows, bins),
         archive=([KNOWN], []),
         roles={"live": "g2"},
     )
@@ -117,7 +117,9 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         KNOWN | {"events_until": "20-1"},
         KNOWN | {"events_until": None},
     ]
-    dashboard_document = made(Reading(NOW, None, workers, rows, bins), archive=(generations, []))
+    dashboard_document = made(
+        FleetReading(NOW, None, workers, rows, bins), archive=(generations, [])
+    )
 
     assert dashboard_document["events"] == dashboard_document["events"] | {
         "up": True, "durability": "always", "lag_s": 3.0, "counted_until": "30-0", "taken_until": "20-1",
@@ -135,13 +137,13 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
 
 
 def test_without_events_nothing_is_told_of_them() -> None:
-    dashboard_document = made(Reading(NOW, None, {"w1": worker()}, {}, {}))
+    dashboard_document = made(FleetReading(NOW, None, {"w1": worker()}, {}, {}))
 
     assert dashboard_document["events"] is None and dashboard_document["series"]["events"] == {}
 
 
 def test_nothing_is_known_yet() -> None:
-    dashboard_document = made(Reading(NOW, "gone", {}, {}, {}))
+    dashboard_document = made(FleetReading(NOW, "gone", {}, {}, {}))
 
     assert dashboard_document["whole"] is False and dashboard_document["verdict"]["level"] == "bad"
     assert dashboard_document["series"]["at"] == [] and dashboard_document["replicas"] == []

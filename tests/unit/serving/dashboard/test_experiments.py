@@ -3,7 +3,7 @@
 import pytest
 
 from cache.control.rate_ratio import rate_ratio
-from serving.dashboard.counters import counted, pack, totals, unpack
+from serving.dashboard.counters import collect_counts, pack, totals, unpack
 from serving.dashboard.experiments import experiments
 from serving.metrics.registry import Metrics
 
@@ -23,7 +23,7 @@ def test_counts_of_arms_are_told_by_workers_and_compared_with_the_control() -> N
     metrics.experiment_feedback.labels("e", "b", "click").inc(300)
     metrics.experiment_feedback.labels("e", "b", "buy").inc(2)
 
-    total_counts = totals(unpack(pack(counted(metrics))))
+    total_counts = totals(unpack(pack(collect_counts(metrics))))
     (experiment,) = experiments(TOLD, total_counts)
 
     assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)

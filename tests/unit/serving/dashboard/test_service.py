@@ -104,14 +104,14 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
 ) -> None:
     board, gate, readings = Board(tmp_path), asyncio.Event(), []
     await board.data()
-    ask_all = board.redis.ask_all
+    ask_all = board.redis.execute_all
 
     async def hangs(commands: Any) -> list[Any]:
         readings.append(commands)
         await gate.wait()
         return await ask_all(commands)
 
-    monkeypatch.setattr(board.redis, "ask_all", hangs)
+    monkeypatch.setattr(board.redis, "execute_all", hangs)
     monkeypatch.setattr("serving.dashboard.service.DATA_S", 0.01)
     board.clock.tick(READ_S)
     for _ in range(3):

@@ -8,7 +8,7 @@ import pytest
 from cache.errors import InvalidInput
 from cache.events.position import Position
 from serving.events.counts import TEXTS as GAUGES
-from serving.events.overview import NUMBERS, TEXTS, EventOverview, together
+from serving.events.overview import NUMBERS, TEXTS, EventOverview, merge_rows
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def overview(
 
 
 def test_a_worker_tells_all_that_is_shown_of_several() -> None:
-    worker_row = overview("everysec", "10-0").told()
+    worker_row = overview("everysec", "10-0").to_json()
 
     assert set(worker_row) == {*NUMBERS, *TEXTS}
     assert (worker_row["lag_s"], worker_row["users"]) == (0.123, 3)
@@ -55,19 +55,19 @@ def test_a_worker_tells_all_that_is_shown_of_several() -> None:
 def test_a_worker_without_a_generation_that_has_events_tells_no_position_of_it(
     published_until: str | None, is_held: bool
 ) -> None:
-    worker_row = overview(None, published_until, is_held=is_held).told()
+    worker_row = overview(None, published_until, is_held=is_held).to_json()
 
     assert worker_row["published_until"] is None and worker_row["durability"] is None
 
 
 def test_nobody_tells_of_events_where_none_are_taken_in() -> None:
-    assert together([]) is None
-    assert together([None, {}]) is None
+    assert merge_rows([]) is None
+    assert merge_rows([None, {}]) is None
 
 
 def test_each_figure_is_that_of_the_last_worker() -> None:
     late = row(lag_s=7.5, held_bytes=900.0, counted_until="9-9", published_until="3-0")
-    merged_row = together([row(), None, late, row(stream_bytes=50.0)])
+    merged_row = merge_rows([row(), None, late, row(stream_bytes=50.0)])
 
     assert merged_row is not None and set(merged_row) == {*NUMBERS, *TEXTS}
     assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (
@@ -80,7 +80,7 @@ def test_each_figure_is_that_of_the_last_worker() -> None:
 
 
 def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
-    merged_row = together([row(), row(up=0.0, durability="none"), row()])
+    merged_row = merge_rows([row(), row(up=0.0, durability="none"), row()])
 
     assert merged_row is not None
     assert (merged_row["up"], merged_row["durability"], merged_row["demanded"]) == (
@@ -92,7 +92,7 @@ def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
 
 def test_what_no_worker_has_looked_at_is_not_known() -> None:
     unknown = row(**dict.fromkeys(("up", "stream_bytes", "durability", "published_until")))
-    merged_row = together([{"counted_until": "0-0"}, unknown])
+    merged_row = merge_rows([{"counted_until": "0-0"}, unknown])
 
     assert merged_row is not None
     assert [
@@ -104,4 +104,4 @@ def test_what_no_worker_has_looked_at_is_not_known() -> None:
 
 def test_what_is_no_position_is_refused() -> None:
     with pytest.raises(InvalidInput):
-        together([row(counted_until="<script>")])
+        merge_rows([row(counted_until="<script>")])

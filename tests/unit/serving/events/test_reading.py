@@ -161,7 +161,7 @@ def test_microseconds_of_iso_times_are_kept(at_us: int) -> None:
 )
 def test_a_body_without_a_list_of_events_is_refused(content: Any, code: str) -> None:
     with pytest.raises(Problem) as caught:
-        READER.listed(content)
+        READER.extract_events(content)
 
     assert caught.value.reason == code
 
@@ -186,10 +186,10 @@ def test_each_event_is_read_or_rejected_and_what_is_read_comes_back(events: list
     read_events = READER.of_body(decoded_events, NOW_S, NOBODY)
 
     assert sorted(
-        [*read_events.places, *(rejection.place for rejection in read_events.rejected)]
+        [*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]
     ) == [*range(len(decoded_events))]
     assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTIONS}
-    for event_index, packed in zip(read_events.places, read_events.packed, strict=True):
+    for event_index, packed in zip(read_events.event_indices, read_events.packed, strict=True):
         event = Event.from_bytes(packed.body)
         assert event.to_bytes() == packed.body and len(packed.body) <= 256
         assert str(decoded_events[event_index]["id"]) == event.id

@@ -38,7 +38,7 @@ async def test_a_refused_request_does_not_name_the_redis_of_events(
         raise RedisConnectionError(WHERE)
 
     with pytest.raises(Problem) as refused, caplog.at_level(logging.WARNING):
-        await intake(raised.value).take([{}])
+        await intake(raised.value).accept_events([{}])
 
     problem = refused.value
     assert (problem.status, problem.reason) == (503, "events_unavailable")
@@ -52,4 +52,4 @@ async def test_what_is_said_of_durability_is_told() -> None:
     with pytest.raises(Problem, match="its disk in time: send them again"):
         await intake(
             EventsUnavailable("the Redis of events did not write to its disk in time")
-        ).take([{}])
+        ).accept_events([{}])

@@ -41,7 +41,7 @@ class FakeShelf:
     has_threads: bool = True
     """False while nothing can be put in force."""
 
-    async def block_beside(self, other_blocklist: Blocklist) -> bool:
+    async def set_other_blocklist(self, other_blocklist: Blocklist) -> bool:
         self.beside = other_blocklist
         await asyncio.sleep(0)
         self.enforcement_error = None if self.has_threads else "can't start new thread"
@@ -57,7 +57,7 @@ class FakeFollower:
     concerns: dict[str, str] = field(default_factory=dict)
 
     @property
-    def holding(self) -> Any:
+    def served(self) -> Any:
         return self.shelf.holding
 
     def note(self, about: str, reason: str | None, _remedy: str = "") -> None:
@@ -137,7 +137,7 @@ class Scene:
 
     async def look(self) -> None:
         """Looks, and waits until what that begins is done."""
-        await self.arms.look()
+        await self.arms.refresh()
         await self.arms.settled()
 
     async def begun(self) -> None:

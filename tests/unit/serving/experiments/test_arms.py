@@ -86,7 +86,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers
 ) -> None:
     scene.starts.clear()
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.arms.refresh()
     await scene.begun()
     assert scene.arms.service("second") is None
 
@@ -139,11 +139,11 @@ async def test_a_look_waits_for_no_arm_that_loads(scene: Scene) -> None:
 
     scene.write(experiment(), OTHER)
     async with asyncio.timeout(10):
-        await scene.arms.look()
+        await scene.arms.refresh()
         assert scene.states() == {"second": "held", "third": "starting"}
         assert scene.arms.routing.experiments.keys() == {"e", "f"}
         scene.write(replace(experiment(), stopped_at=3.0), OTHER)
-        await scene.arms.look()
+        await scene.arms.refresh()
 
     assert {scene.arms.routing.of(key) for key in KEYS[:50]} <= {None, ("f", "a"), ("f", "b")}
     assert scene.states() == {"second": "draining", "third": "starting"}
@@ -154,7 +154,7 @@ async def test_looks_at_the_same_time_open_each_namespace_once(scene: Scene) -> 
     scene.starts.clear()
     scene.write(experiment())
 
-    await asyncio.gather(*(scene.arms.look() for _ in range(3)))
+    await asyncio.gather(*(scene.arms.refresh() for _ in range(3)))
     scene.starts.set()
     await scene.arms.settled()
     await scene.look()
@@ -179,10 +179,10 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
         in_thread=cast(InThread, in_thread), grace_s=GRACE_S, timer=scene.clock,
     )  # fmt: skip
     scene.write(experiment())
-    first = asyncio.create_task(arms.look())
+    first = asyncio.create_task(arms.refresh())
     await has_read.wait()
     scene.write(experiment(), OTHER)
-    second = asyncio.create_task(arms.look())
+    second = asyncio.create_task(arms.refresh())
     await asyncio.wait({second}, timeout=0.5)  # as far as it goes beside the first
     is_slow.set()
     await asyncio.gather(first, second)
@@ -198,7 +198,7 @@ async def test_nothing_is_opened_again_once_the_arms_are_let_go(scene: Scene) ->
     closing = asyncio.create_task(scene.arms.aclose())
     await asyncio.sleep(0)
 
-    await scene.arms.look()
+    await scene.arms.refresh()
     scene.ends.set()
     await closing
     await scene.look()
@@ -213,11 +213,11 @@ async def test_a_namespace_is_opened_again_only_once_it_is_closed(scene: Scene) 
     await scene.look()
     scene.clock.tick(GRACE_S)
     scene.ends.clear()
-    await scene.arms.look()
+    await scene.arms.refresh()
 
     scene.write(replace(experiment(), stopped_at=3.0), experiment("f"))
-    await scene.arms.look()
-    await scene.arms.look()
+    await scene.arms.refresh()
+    await scene.arms.refresh()
     assert scene.states() == {"second": "closing"}
     scene.ends.set()
     await scene.arms.settled()
@@ -230,7 +230,7 @@ async def test_a_namespace_is_opened_again_only_once_it_is_closed(scene: Scene) 
 async def test_a_start_that_nobody_wants_any_more_is_broken_off(scene: Scene) -> None:
     scene.starts.clear()
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.arms.refresh()
     await scene.begun()
 
     scene.write(replace(experiment(), stopped_at=3.0))
@@ -243,7 +243,7 @@ async def test_a_start_that_nobody_wants_any_more_is_broken_off(scene: Scene) ->
 
 async def test_what_drains_signs_on_nowhere_and_opens_nothing(scene: Scene) -> None:
     scene.write(experiment())
-    await scene.arms.look()
+    await scene.arms.refresh()
     await scene.arms.drain()
     scene.write(experiment(), OTHER)
     await scene.look()

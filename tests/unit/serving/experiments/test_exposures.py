@@ -81,7 +81,9 @@ async def test_a_key_is_written_once_an_hour_for_each_arm_and_every_request_is_c
         (f"{HOUR}.r1-2.json", "x", 1, {"click": 3}, []),
         (f"{HOUR + 1}.r1-3.json", "x", 1, {}, ["a"]),
     ]  # fmt: skip
-    assert log.events() == {"exposures_written": 4, "exposures_dropped": 0, "exposure_writes_failed": 0}  # fmt: skip
+    assert log.internal_counters() == {
+        "exposures_written": 4, "exposures_dropped": 0, "exposure_writes_failed": 0,
+    }  # fmt: skip
 
 
 async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> 
         "a",
         "b",
     ]
-    assert log.events()["exposure_writes_failed"] == 2
+    assert log.internal_counters()["exposure_writes_failed"] == 2
 
 
 async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
@@ -122,8 +124,8 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
         f"k{number}" for number in range(5)
     ]
     parts = Counter(name for name, arm_line in named_lines for _ in arm_line["exposures"])
-    assert max(parts.values()) == 2 and log.events()["exposures_dropped"] == 3
+    assert max(parts.values()) == 2 and log.internal_counters()["exposures_dropped"] == 3
     # And there is room again.
     log.request("e", "x", b"later")
     await log.flush()
-    assert log.events()["exposures_written"] == 6
+    assert log.internal_counters()["exposures_written"] == 6

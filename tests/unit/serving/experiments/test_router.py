@@ -76,7 +76,7 @@ def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
 
     scene.run(*remaining_experiments)
     answers = [
-        scene.router.mark(assignment, [{"source": "l1"}, {"source": "l2"}])
+        scene.router.attach_arm(assignment, [{"source": "l1"}, {"source": "l2"}])
         for _, assignment in under_way
     ]
 
@@ -97,6 +97,6 @@ def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_do
     assert assigned is not None
 
     scene.arms.own.follower.shelf.blocklist = Blocklist(1, users=frozenset({key}))
-    scene.router.mark(assigned, [{"source": "l1"}])
+    scene.router.attach_arm(assigned, [{"source": "l1"}])
 
     assert scene.exposures.noted == [("e", assigned.arm, None)]

@@ -32,7 +32,7 @@ def test_an_id_cannot_steer_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: service_reply)
+    monkeypatch.setattr(asking, "send_question", lambda *_, **__: service_reply)
 
     assert command.main(["user_topk", "u", *cli_options]) == 0
 
@@ -45,9 +45,9 @@ def test_what_a_service_refuses_an_id_with_cannot_either(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise asking.Failed(f"refused: {HOSTILE}")
+        raise asking.QuestionFailed(f"refused: {HOSTILE}")
 
-    monkeypatch.setattr(asking, "ask", refuse)
+    monkeypatch.setattr(asking, "send_question", refuse)
 
     assert lookup_cli.main(["user_topk", "u"]) == 1
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.tiers.results import Missed, MissReason
+from cache.tiers.results import Miss, MissReason
 from serving.explain import page_check
 from serving.explain.page_check import PageChecks
-from serving.lookup.entity import want_in
+from serving.lookup.entity import find_record_key
 from tests.unit.serving.world import World
 
 NOWHERE: Any = None
@@ -29,15 +29,16 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
         await reply_gate.wait()
         return "0123"
 
-    async def page(_: object) -> Missed:
-        return Missed(MissReason.PAGE_MISSING)
+    async def page(_: object) -> Miss:
+        return Miss(MissReason.PAGE_MISSING)
 
     looking: Any = SimpleNamespace(page=page)
     aside: Any = hangs
     checks = PageChecks(looking, Keyspace("test"), NOWHERE, aside)
 
     page_reports = [
-        await checks.told(snapshot, table, want_in(snapshot, table, b"u3")) for _ in range(9)
+        await checks.check_page(snapshot, table, find_record_key(snapshot, table, b"u3"))
+        for _ in range(9)
     ]
 
     assert all(
@@ -49,6 +50,6 @@ async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     reply_gate.set()
     for _ in range(3):
         await asyncio.sleep(0)
-    await checks.told(snapshot, table, want_in(snapshot, table, b"u3"))
+    await checks.check_page(snapshot, table, find_record_key(snapshot, table, b"u3"))
     assert len(calls) == 3
     await asyncio.sleep(0)

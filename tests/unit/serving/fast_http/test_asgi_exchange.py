@@ -2,13 +2,13 @@
 
 import asyncio
 
-from serving.fast_http.asgi_exchange import Cycle
+from serving.fast_http.asgi_exchange import AsgiCycle
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
 
 
 async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
-    cycle = Cycle(b"")
+    cycle = AsgiCycle(b"")
     await cycle.send(START)
     await cycle.send({"type": "http.response.body", "body": b"one", "more_body": True})
     unfinished = cycle.answer()
@@ -22,7 +22,7 @@ async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
 
 
 async def test_a_length_that_was_told_is_not_told_twice() -> None:
-    cycle = Cycle(b"")
+    cycle = AsgiCycle(b"")
     length = (b"content-length", b"0")
     await cycle.send({**START, "headers": [length]})
     await cycle.send({"type": "http.response.body"})
@@ -32,12 +32,12 @@ async def test_a_length_that_was_told_is_not_told_twice() -> None:
 
 
 def test_what_was_never_begun_is_no_answer() -> None:
-    assert Cycle(b"").answer() is None
+    assert AsgiCycle(b"").answer() is None
 
 
 async def test_the_body_comes_once_and_then_the_end_of_the_caller_whenever_it_comes() -> None:
     for is_early in (True, False):
-        cycle = Cycle(b"sent")
+        cycle = AsgiCycle(b"sent")
         first = await cycle.receive()
         if is_early:
             cycle.lose()

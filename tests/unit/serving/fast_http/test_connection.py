@@ -14,8 +14,8 @@ from uvicorn.server import ServerState
 
 from cache.config.peers import Bounds
 from serving.access.callers import Callers
-from serving.fast_http.connection import LookupConnection, Shared
-from serving.fast_http.header_cache import plain, without_length
+from serving.fast_http.connection import LookupConnection, SharedState
+from serving.fast_http.header_cache import parse_plain_headers, without_length
 from serving.http import http1_protocol
 from serving.http.asgi_app import ADMITTED
 from serving.http.http1_protocol import Http1Protocol
@@ -34,16 +34,16 @@ KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
 
 
 class Ready:
-    """As `Hot`, for a fixed list of answers; not where a header `x-not` stands."""
+    """As `FastLookups`, for a fixed list of answers; not where a header `x-not` stands."""
 
     def __init__(self) -> None:
         self.answered: list[bytes] = []
 
-    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether these headers allow it."""
         return all(name != b"x-not" for name, _ in headers)
 
-    def asked(self, scope: Any) -> bytes:
+    def parse_get(self, scope: Any) -> bytes:
         """Path and query."""
         return target_of(scope)
 
@@ -58,7 +58,7 @@ class Front:
     """As the application, as far as a connection looks at it."""
 
     def __init__(self) -> None:
-        self.wire: Any = Ready()
+        self.untraced_fast: Any = Ready()
         self.watch: Any = None
         self.gate: Any = None
         self.has_room: Any = None
@@ -79,7 +79,7 @@ class Front:
         """As where the queue stands."""
         return messages(503, [(b"retry-after", b"1")], b"later") if self.is_overloaded else None
 
-    def joins(self, target: bytes) -> Any:
+    def try_join(self, target: bytes) -> Any:
         """As if Redis was asked for several at once."""
         if target not in WITH_OTHERS:
             return None
@@ -90,15 +90,15 @@ class Front:
         loop.call_soon(loop.call_soon, group_future.set_result, answer)
         return group_future
 
-    def joined(self, group_future: Any) -> Any:
+    def finish_joined(self, group_future: Any) -> Any:
         """What came with those of others."""
         return group_future.result()
 
-    async def after(self, _target: bytes, _group_future: Any) -> Any:
+    async def answer_after_join(self, _target: bytes, _group_future: Any) -> Any:
         """Nothing."""
         return None
 
-    async def stored(self, target: bytes, _scope: Any) -> Any:
+    async def answer_get(self, target: bytes, _scope: Any) -> Any:
         """As if Redis was asked, for what is stored."""
         self.asked.append(target)
         await turns()
@@ -199,7 +199,7 @@ class Connection:
         self.protocol = (
             Http1Protocol(*protocol_arguments)
             if front is None
-            else LookupConnection(Shared(front, bounds), *protocol_arguments)  # type: ignore[arg-type]
+            else LookupConnection(SharedState(front, bounds), *protocol_arguments)  # type: ignore[arg-type]
         )
         self.protocol.connection_made(self.transport)
 
@@ -325,7 +325,7 @@ def test_the_second_request_with_the_same_headers_is_answered_from_here() -> Non
     b"\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
 ])  # fmt: skip
 def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
-    assert plain(block) is not None
+    assert parse_plain_headers(block) is not None
 
 
 @pytest.mark.parametrize("block", [
@@ -338,7 +338,7 @@ def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
     KEPT + b"GET / HTTP/1.1\r\n\r\n",
 ])  # fmt: skip
 def test_headers_of_anything_else(block: bytes) -> None:
-    assert plain(block) is None
+    assert parse_plain_headers(block) is None
 
 
 def test_an_answer_waits_for_the_one_before_it() -> None:
@@ -624,7 +624,7 @@ def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("a defect")
 
     front, chunks = Front(), known(b"/v1/lookup/t/a", WITH_OTHERS[0])
-    monkeypatch.setattr(front, "joins", broken)
+    monkeypatch.setattr(front, "try_join", broken)
     assert sent(chunks, front) == sent(chunks, None)
     assert front.asked == [b"/v1/lookup/t/a", WITH_OTHERS[0]]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serving.access.callers import Callers
-from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Blocks
+from serving.fast_http.header_cache import BLOCK_BYTES_MAX, HeaderCache
 
 PLAIN = b"\r\nHost: a\r\n\r\n"
 
@@ -16,14 +16,14 @@ class Hot:
     def __init__(self) -> None:
         self.asked = 0
 
-    def takes(self, _headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def can_use_fast_path(self, _headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether it does."""
         self.asked += 1
         return True
 
 
 def blocks(watch: Any = None) -> Any:
-    return Blocks(SimpleNamespace(watch=watch, callers=Callers(is_open=True)))  # type: ignore[arg-type]
+    return HeaderCache(SimpleNamespace(watch=watch, callers=Callers(is_open=True)))  # type: ignore[arg-type]
 
 
 def test_headers_are_judged_once() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from serving.access.callers import Asked, Callers
+from serving.access.callers import CallerCounts, Callers
 from serving.access.quota_table import QuotaTable
 from serving.access.token_file import TokenEntry
 from serving.fast_http.connection import LookupConnection
-from serving.fast_http.header_cache import Blocks
+from serving.fast_http.header_cache import HeaderCache
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.fast_http.test_connection import READY, Connection, Front, get, messages
@@ -33,7 +33,7 @@ class Metered(Front):
         super().__init__()
         digest = hashlib.sha256(b"right").hexdigest()
         self.tokens = {"ana": TokenEntry(**{"sha256": digest, "scopes": ("read",), **entry})}
-        self.clock, self.counts, self.reached = clock, dict[str, Asked](), list[bytes]()
+        self.clock, self.counts, self.reached = clock, dict[str, CallerCounts](), list[bytes]()
         self.rows = QuotaTable.private()
         self.callers = self.made()
 
@@ -90,8 +90,8 @@ def test_ready_answers_are_metered_one_by_one() -> None:
     assert front.counts["ana"].refused["requests_per_s"] == 2
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
-    (quota,) = [caller.quota for _, caller in front.callers._known]
-    assert quota is not None and front.rows.standing(quota._key, clock.now).in_flight == 0
+    (quota,) = [caller.quota for _, caller in front.callers._digest_caller_pairs]
+    assert quota is not None and front.rows.read_state(quota._key, clock.now).in_flight == 0
 
 
 def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
@@ -119,7 +119,7 @@ def test_an_expired_token_is_the_applications_to_refuse() -> None:
 def test_a_head_that_was_judged_is_judged_anew_once_tokens_change() -> None:
     front = Metered(FakeClock())
     fast: Any = SimpleNamespace(takes=lambda _headers: True)
-    blocks = Blocks(front)  # type: ignore[arg-type]
+    blocks = HeaderCache(front)  # type: ignore[arg-type]
     allowed = blocks.judged(fast, HEAD)
     assert allowed is not None and allowed.caller.name == "ana"
     assert blocks.of(fast, HEAD) is allowed

@@ -30,12 +30,12 @@ def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: UnreadAnswers) 
     for peer in peers:
         unread.add(peer, 0.0)
         unread.add(peer, 0.0)
-    assert unread.held == 50 * KIB and not unread.is_full(0.0)
+    assert unread.held_bytes == 50 * KIB and not unread.is_full(0.0)
 
     for peer in peers:
         unread.remove(peer)
         unread.remove(peer)
-    assert unread.held == 0
+    assert unread.held_bytes == 0
 
 
 def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
@@ -48,7 +48,7 @@ def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
 
     unread.add(Peer(25 * KIB), 6 * SLOW_S)
     assert [peer.is_cut for peer in peers] == [True] * 4 + [False] * 2 and unread.cut == 4
-    assert unread.held == 45 * KIB
+    assert unread.held_bytes == 45 * KIB
 
 
 def test_peers_that_came_just_now_are_left_and_no_more_is_begun(unread: UnreadAnswers) -> None:
@@ -69,4 +69,4 @@ def test_what_was_taken_since_is_seen_before_anybody_is_cut_off(unread: UnreadAn
         peer.left = 5 * KIB
 
     assert not unread.is_full(10 * SLOW_S) and not any(peer.is_cut for peer in peers)
-    assert unread.held == 35 * KIB
+    assert unread.held_bytes == 35 * KIB

@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import pytest
 
-from serving.fast_lookup.coalescer import LEAST, TURNS_MAX, Together
+from serving.fast_lookup.coalescer import GROUP_SIZE_MIN, ITERATIONS_MAX, GetCoalescer
 
 
 @pytest.fixture
-def together() -> Together:
+def together() -> GetCoalescer:
     """A coalescer whose service has the time 0, and may take 0.1 s for a read of L2."""
     service: Any = SimpleNamespace(timer=lambda: 0.0, l2_bound_s=lambda: 0.1)
-    return Together(service, cast(Any, None), lambda: 0.0)
+    return GetCoalescer(service, cast(Any, None), lambda: 0.0)
 
 
 async def turns(count: int) -> None:
@@ -23,53 +23,53 @@ async def turns(count: int) -> None:
 
 
 async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(
-    together: Together,
+    together: GetCoalescer,
 ) -> None:
-    assert not any(together.pays() for _ in range(LEAST))
+    assert not any(together.note_arrival() for _ in range(GROUP_SIZE_MIN))
     await turns(3)
 
-    assert together.is_busy and together.pays()
+    assert together.is_busy and together.note_arrival()
 
 
-async def test_fewer_than_make_a_group_go_on_alone(together: Together) -> None:
-    for _ in range(LEAST - 1):
-        together.pays()
+async def test_fewer_than_make_a_group_go_on_alone(together: GetCoalescer) -> None:
+    for _ in range(GROUP_SIZE_MIN - 1):
+        together.note_arrival()
     await turns(3)
 
-    assert not together.is_busy and not together.pays()
+    assert not together.is_busy and not together.note_arrival()
 
 
-async def test_who_comes_in_the_next_turn_comes_along(together: Together) -> None:
+async def test_who_comes_in_the_next_turn_comes_along(together: GetCoalescer) -> None:
     # Given one request fewer than make a group
-    for _ in range(LEAST - 1):
-        together.pays()
+    for _ in range(GROUP_SIZE_MIN - 1):
+        together.note_arrival()
     await turns(1)
 
     # When the last one comes a turn later
-    together.pays()
+    together.note_arrival()
     await turns(3)
 
     # Then they count as one wave
     assert together.is_busy
 
 
-async def test_a_wave_ends_though_each_turn_brings_one_more(together: Together) -> None:
-    assert TURNS_MAX < LEAST
-    for _ in range(LEAST):
-        together.pays()
+async def test_a_wave_ends_though_each_turn_brings_one_more(together: GetCoalescer) -> None:
+    assert ITERATIONS_MAX < GROUP_SIZE_MIN
+    for _ in range(GROUP_SIZE_MIN):
+        together.note_arrival()
         await turns(1)
 
     assert not together.is_busy
 
 
-async def test_what_came_of_late_is_forgotten_by_halves(together: Together) -> None:
-    for _ in range(2 * LEAST):
-        together.pays()
+async def test_what_came_of_late_is_forgotten_by_halves(together: GetCoalescer) -> None:
+    for _ in range(2 * GROUP_SIZE_MIN):
+        together.note_arrival()
     await turns(3)
 
     busy = []
     for _ in range(2):
-        together.pays()
+        together.note_arrival()
         await turns(3)
         busy.append(together.is_busy)
 
@@ -80,8 +80,8 @@ async def test_what_came_of_late_is_forgotten_by_halves(together: Together) -> N
     ("started", "deadline_s", "has_time"), [(0.0, 0.1, True), (-0.01, 0.1, False)]
 )
 async def test_a_read_needs_no_clock_for_who_has_as_long_as_it_may_take(
-    together: Together, started: float, deadline_s: float, has_time: bool
+    together: GetCoalescer, started: float, deadline_s: float, has_time: bool
 ) -> None:
     get: Any = SimpleNamespace(started=started, options=SimpleNamespace(deadline_s=deadline_s))
 
-    assert together.have_time(get) is has_time
+    assert together.has_time(get) is has_time

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.store.blocklist import Blocklist, change_blocklist
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.http.generations_view import overview
 from tests.unit.serving.scene import A, Scene, pointer
 
@@ -34,11 +34,11 @@ async def test_what_another_namespace_blocks_is_in_force_beside_the_own(scene: S
     await holder.block(blocklist(3, "i1"))
     assert blocked(scene) == {"i1"}
 
-    await holder.block_beside(blocklist(9, "i2"))
+    await holder.set_other_blocklist(blocklist(9, "i2"))
     assert blocked(scene) == {"i1", "i2"} and holder.blocklist.version == 3
     await holder.block(blocklist(4))
     assert blocked(scene) == {"i2"} and holder.blocklist.version == 4
-    await holder.block_beside(Blocklist())
+    await holder.set_other_blocklist(Blocklist())
     assert blocked(scene) == set() and holder.blocklist == blocklist(4)
 
 
@@ -50,7 +50,7 @@ async def test_both_may_change_at_once_and_what_changed_last_is_in_force(scene: 
         await asyncio.gather(
             *(holder.block(blocklist(version, "i1")) for version in range(1, 6)),
             *(
-                holder.block_beside(blocklist(version, f"i{version + 1}"))
+                holder.set_other_blocklist(blocklist(version, f"i{version + 1}"))
                 for version in range(1, 6)
             ),
         )
@@ -80,15 +80,17 @@ class NoThreads:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.lasts, self.tries = True, 0
-        real = Holding.with_blocklist
+        real = ServedGenerations.with_blocklist
 
-        def with_blocklist(served: Holding, new_blocklist: Blocklist) -> Holding:
+        def with_blocklist(
+            served: ServedGenerations, new_blocklist: Blocklist
+        ) -> ServedGenerations:
             self.tries += 1
             if self.lasts:
                 raise RuntimeError("can't start new thread")
             return real(served, new_blocklist)
 
-        patch.setattr(Holding, "with_blocklist", with_blocklist)
+        patch.setattr(ServedGenerations, "with_blocklist", with_blocklist)
 
 
 async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_each_look(
@@ -146,10 +148,10 @@ async def test_what_another_namespace_blocks_is_tried_again_as_well(
     await scene.publish(pointer(A, 1))
     threads = NoThreads(monkeypatch)
     other_blocklist = blocklist(7, "i2")
-    assert not await scene.shelf.block_beside(other_blocklist)
+    assert not await scene.shelf.set_other_blocklist(other_blocklist)
 
     threads.lasts = False
-    assert await scene.shelf.block_beside(other_blocklist)
+    assert await scene.shelf.set_other_blocklist(other_blocklist)
     assert blocked(scene) == {"i2"}
 
 
@@ -170,7 +172,7 @@ async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers
 
 def in_force(scene: Scene) -> int:
     """Version that replicas say is in force."""
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None
     served_without_model = replace(served, live=replace(served.live, predictor=None))
     version: int = overview(served_without_model, scene.follower.health, None)["blocklist"][

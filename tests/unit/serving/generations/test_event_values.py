@@ -66,7 +66,7 @@ def told(scene: Scene, ms: int, item: str, **attributes: Any) -> None:
 
 def out_of_stock(snapshot: Snapshot | None) -> set[str]:
     assert snapshot is not None and snapshot.filtering is not None
-    filter_mask = snapshot.filtering.passing(STOCKED)
+    filter_mask = snapshot.filtering.evaluate(STOCKED)
     return set(ITEMS) - set(snapshot.items.ids_of(filter_mask.ordinals().astype(np.uint32)))
 
 
@@ -93,7 +93,7 @@ async def test_each_generation_has_what_is_behind_its_own_position(scene: Scene)
     told(scene, 250, "i5", stock=False)
     await scene.shelf.take_values()
 
-    served = scene.shelf.holding
+    served = scene.shelf.served
     assert served is not None and served.previous is not None
     assert out_of_stock(served.live) == {"i5"}
     assert out_of_stock(served.previous) == {"i3", "i5"}
@@ -104,7 +104,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
 ) -> None:
     await scene.publish(pointer(A, 1))
     await scene.publish(pointer(B, 2, previous=A))
-    snapshot, changed_by = scene.shelf.held(A), Filtering.changed_by
+    snapshot, changed_by = scene.shelf.find_snapshot(A), Filtering.changed_by
     assert snapshot is not None and snapshot.filtering is not None
     odd = snapshot.filtering
 
@@ -118,7 +118,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     for _ in range(3):
         await scene.shelf.take_values()
 
-    assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.held(A) is not None
+    assert out_of_stock(scene.shelf.live) == {"i5"} and scene.shelf.find_snapshot(A) is not None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     monkeypatch.setattr(Filtering, "changed_by", lambda *_: 1 / 0)
     assert (await scene.shelf.open(A)).generation == A
@@ -134,7 +134,7 @@ async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
     reread_events.add(Position(120, 0), Event("e120", 0, None, b"i4", attributes={"stock": False}))
     scene.shelf.attributes.put_before(reread_events)
 
-    scene.shelf.look_again()
+    scene.shelf.recheck_values()
     await scene.shelf.take_values()
 
     assert out_of_stock(scene.shelf.live) == {"i3", "i4"}
@@ -166,11 +166,11 @@ async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_ag
         reread_events.add(
             Position(ms, 0), Event(f"e{ms}", 0, None, item.encode(), attributes={"stock": False})
         )
-    reread_events.since = UNTIL[A].number
+    reread_events.complete_after_number = UNTIL[A].number
     scene.shelf.attributes.become(reread_events)
     await scene.shelf.take_values()
 
-    served = scene.shelf.holding
+    served = scene.shelf.served
     assert served is not None and served.previous is not None
     assert out_of_stock(served.live) == {"i3", "i5"}
     assert out_of_stock(served.previous) == {"i5"}

@@ -34,7 +34,7 @@ def test_only_a_greater_epoch_is_followed() -> None:
 
 async def test_a_publish_swaps_one_object_and_keeps_the_previous(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    served_before = scene.follower.holding
+    served_before = scene.follower.served
 
     await scene.publish(pointer(B, 2, A))
 
@@ -52,7 +52,7 @@ async def test_after_a_rollback_the_bad_generation_is_held_no_more(scene: Scene)
 
     # P21: previous is what the pointer says, not what happened to be live before.
     assert scene.held == [A] and scene.opened == [A, B]
-    assert scene.follower.holding is not None and scene.follower.holding.live.epoch == 3
+    assert scene.follower.served is not None and scene.follower.served.live.epoch == 3
 
 
 async def test_a_previous_that_is_not_held_is_fetched_after_the_swap(scene: Scene) -> None:
@@ -61,8 +61,8 @@ async def test_a_previous_that_is_not_held_is_fetched_after_the_swap(scene: Scen
     await scene.publish(pointer(C, 9, A))
 
     assert scene.held == [C, A] and scene.opened == [C, A]
-    assert scene.follower.holding is not None and scene.follower.holding.previous is not None
-    assert scene.follower.holding.previous.epoch == 1
+    assert scene.follower.served is not None and scene.follower.served.previous is not None
+    assert scene.follower.served.previous.epoch == 1
     scene.broken.add(A)
     await scene.publish(pointer(B, 10, A))
     assert scene.held == [B, A]
@@ -71,7 +71,7 @@ async def test_a_previous_that_is_not_held_is_fetched_after_the_swap(scene: Scen
 async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     live = []
-    scene.shelf.changed = lambda: live.append(scene.held[0])
+    scene.shelf.on_change = lambda: live.append(scene.held[0])
 
     def roll_back_meanwhile() -> None:
         scene.redis.now = pointer(A, 3)
@@ -153,7 +153,7 @@ async def test_a_malformed_pointer_is_ignored_marked_and_no_reason_to_drain(
     await scene.publish(orjson.dumps({**sound, **changes}))
 
     scene.timer.tick(2 * BOUND_S)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.follower.epoch == 5 and scene.follower.stale == "pointer_corrupt"
     assert scene.follower.health.ready
     await scene.publish(pointer(B, 6, A))
@@ -169,11 +169,11 @@ async def test_a_pointer_that_cannot_be_served_is_one_that_cannot_be_loaded(
         raise ValueError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scene.shelf, "take", broken)
+        patched.setattr(scene.shelf, "serve", broken)
         await scene.publish(pointer(B, 6, A))
     assert scene.held == [A] and scene.follower.stale == "load_failed"
     scene.timer.tick(BOUND_S)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.held == [B, A] and scene.follower.stale is None
 
 
@@ -181,11 +181,11 @@ async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) ->
     await scene.publish(pointer(A, 1))
     scene.redis.down = True
 
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
     assert scene.follower.stale == "redis_unreachable" and scene.follower.health.ready
     scene.redis.down = False
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.follower.stale is None
 
 
@@ -202,7 +202,7 @@ async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_i
 
     assert scene.held[0] == B and scene.follower.stale == "redis_unreachable"
     scene.redis.down = False
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.follower.stale is None
 
 
@@ -215,7 +215,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
     scene.store.write_once(intent_path(3), intent.to_bytes())
     scene.redis.down = True
 
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     await scene.follower.settled()
 
     assert scene.held == [B, A] and scene.follower.health.ready
@@ -232,9 +232,9 @@ async def test_a_redis_restored_from_an_old_copy_is_not_believed(scene: Scene) -
 
 
 async def test_nothing_published_yet_is_not_ready_and_not_an_error(scene: Scene) -> None:
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
-    assert not scene.follower.health.ready and scene.follower.holding is None
+    assert not scene.follower.health.ready and scene.follower.served is None
     await scene.publish(pointer(A, 1))
     assert scene.follower.health.ready
 
@@ -248,12 +248,12 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
     assert scene.held == [A] and scene.follower.health.ready
     assert "items.bin" in (scene.follower.health.failed or "")
     assert scene.follower.stale == "load_failed"
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.opened == [A, B]  # not at every look: each try reads and checks every file
     scene.timer.tick(BOUND_S)
     assert not scene.follower.health.ready
     scene.broken.clear()
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.held == [B, A] and scene.follower.health.ready
 
 
@@ -273,7 +273,7 @@ async def test_strangers_hear_no_detail_and_nobody_hears_a_password(
     await scene.refresher.beat()
 
     health = scene.follower.health
-    assert health.told_to_anybody()["failed"] == f"generation {B} cannot be loaded"
+    assert health.to_public_json()["failed"] == f"generation {B} cannot be loaded"
     # Behind the token, in Redis and in the log: everything but the password.
     beat = scene.redis.beats[-1]["failed"]
     assert isinstance(beat, dict) and "sftp://larder:***@store.example" in beat[B]
@@ -286,7 +286,7 @@ async def test_strangers_hear_of_a_model_that_does_not_open_by_one_word(scene: S
     await scene.publish(pointer(A, 1))
 
     assert scene.follower.health.degraded == scene.degraded
-    assert scene.follower.health.told_to_anybody()["degraded"] == "no_model"
+    assert scene.follower.health.to_public_json()["degraded"] == "no_model"
 
 
 async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loading(
@@ -297,7 +297,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
 
     await scene.refresher.look_at_blocklist()
 
-    served = scene.follower.holding
+    served = scene.follower.served
     ordinal = scene.world.items.ordinal_of(b"i3")
     assert served is not None and served.live.blocked == {ordinal}
     assert served.live.blocklist.entities == {b"u1"}
@@ -307,7 +307,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
 
     scene.on_open = block_meanwhile
     await scene.publish(pointer(B, 2, A))
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None
     assert all(len(snapshot.blocked) == 2 for snapshot in served.snapshots)
 
@@ -353,7 +353,7 @@ async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scen
 
     await scene.refresher.look_at_blocklist()
 
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None and len(served.live.blocked) == 1
     assert scene.refresher.blocklist_read_at == read_at
     assert scene.follower.stale == "blocklist_unreadable" and scene.follower.health.ready
@@ -369,7 +369,7 @@ async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readabl
     await started.refresher.look_at_blocklist()
     await started.publish(pointer(A, 1))
 
-    served = started.follower.holding
+    served = started.follower.served
     assert served is not None and served.live.blocklist.items == {b"i3"}
     assert started.follower.health.ready and started.follower.stale == "blocklist_unreadable"
 
@@ -412,7 +412,7 @@ async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
 
     await scene.refresher.look_at_blocklist()
 
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None and served.live.blocklist.items == {b"i3"}
     assert scene.follower.stale == "blocklist_unreadable"
     assert scene.refresher.blocklist_read_at == read_at
@@ -429,11 +429,11 @@ async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answ
     # Drained, for it has seen an epoch that it cannot load; who still asks gets last night's answer, marked.
     assert scene.held == [A] and scene.follower.epoch == 1
     assert scene.follower.stale == "load_failed" and not scene.follower.health.ready
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.opened == [B, A]
     scene.broken.clear()
     scene.timer.tick(60)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.held == [B, A] and scene.follower.health.ready and scene.follower.stale is None
 
 
@@ -445,12 +445,12 @@ async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_lo
     scene.redis.down = True
 
     for _ in range(5):
-        await scene.follower.look()
+        await scene.follower.poll_pointer()
 
     assert scene.opened == [A]
     scene.broken.clear()
     scene.timer.tick(60)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.held == [A] and scene.follower.health.ready
 
 
@@ -459,16 +459,16 @@ async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene
     await scene.publish(pointer(A, 1))
     assert scene.follower.health.ready and scene.follower.health.degraded
 
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.opened == [A]  # not at every look
     for _ in range(2):
         scene.timer.tick(11)
-        await scene.follower.look()
+        await scene.follower.poll_pointer()
         await scene.follower.settled()
     assert scene.opened == [A, A]  # and ever more rarely
     scene.degraded = None
     scene.timer.tick(60)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     await scene.follower.settled()
 
     assert scene.held == [A] and scene.follower.health.degraded is None
@@ -491,13 +491,13 @@ async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
     scene.on_open, scene.degraded = hang, None
     scene.redis.now = pointer(B, 2, A) if slow == "mending" else pointer(C, 2, A)
 
-    looking = asyncio.create_task(scene.follower.look())
+    looking = asyncio.create_task(scene.follower.poll_pointer())
     await opening.wait()
     scene.redis.now = pointer(A, 3)
     try:
         async with asyncio.timeout(5):
             await looking
-            await scene.follower.look()
+            await scene.follower.poll_pointer()
         assert scene.held == [A] and scene.follower.epoch == 3
     finally:
         go_on.set()
@@ -541,7 +541,7 @@ async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_r
 async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: Scene) -> None:
     await scene.refresher.beat()
     replica_before = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
-    await scene.host.look()
+    await scene.host.refresh()
     await scene.refresher.beat()
     after = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
 

@@ -25,7 +25,7 @@ async def stage(scene: Scene, generation: str, *, for_s: float = 60.0) -> None:
     """Another process writes the note; the replica looks, loads and beats."""
     await scene.refresher.beat()  # from here on it knows Redis' clock
     scene.redis.note = note(scene, generation, for_s=for_s)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     await scene.follower.settled()
     await scene.refresher.beat()
 
@@ -49,7 +49,7 @@ async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
     await scene.publish(pointer(B, 2, A))
 
     assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [A, B]
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None and served.next is None and served.live.epoch == 2
     await scene.refresher.beat()
     assert scene.redis.beats[-1]["swapped_at"] == scene.timer() + REDIS_AHEAD_S
@@ -73,7 +73,7 @@ async def test_a_publisher_that_died_strands_nobody(scene: Scene) -> None:
     await stage(scene, B, for_s=30)
 
     scene.timer.tick(31)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
     assert scene.held == [A] and scene.refresher.look_s() == 1
 
@@ -83,10 +83,10 @@ async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: S
     await stage(scene, B, for_s=30)
     scene.redis.down = True
 
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.held == [A, B] and scene.follower.health.ready
     scene.timer.tick(31)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
     assert scene.held == [A] and scene.follower.stale == "redis_unreachable"
 
@@ -99,7 +99,7 @@ async def test_a_note_that_is_gone_or_unreadable_drops_what_was_staged(
     await stage(scene, B)
 
     scene.redis.note = raw_note
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
     assert scene.held == [A]
 
@@ -152,11 +152,11 @@ async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again
     beat = scene.redis.beats[-1]
     assert beat["ready"] == [A] and "items.bin" in beat["failed"][B]  # type: ignore[index]
     assert scene.held == [A] and scene.follower.health.ready
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.opened == [A, B]  # not at every look
     scene.broken.clear()
     scene.timer.tick(6)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     await scene.follower.settled()
     await scene.refresher.beat()
     assert scene.redis.beats[-1]["ready"] == [A, B] and scene.redis.beats[-1]["failed"] == {}
@@ -189,10 +189,10 @@ async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_loa
     gate = threading.Event()
     scene.on_open = lambda: expect(gate.wait(10))
     scene.redis.note = note(scene, B)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
     scene.redis.now = pointer(B, 2, A)
-    looking = asyncio.create_task(scene.follower.look())
+    looking = asyncio.create_task(scene.follower.poll_pointer())
     await asyncio.sleep(0)
     assert scene.held == [A] and scene.follower.health.ready
     gate.set()
@@ -214,12 +214,12 @@ async def test_a_pointer_waits_for_no_staged_load_that_hangs(scene: Scene) -> No
     scene.follower._load_bound_s = 0.01
     await scene.refresher.beat()
     scene.redis.note = note(scene, B)
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     await hung.wait()
     try:
         async with asyncio.timeout(5):
             scene.redis.now = pointer(B, 2, A)
-            await scene.follower.look()
+            await scene.follower.poll_pointer()
         assert scene.held == [B, A] and scene.follower.stale is None
     finally:
         go_on.set()
@@ -233,7 +233,7 @@ async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     await scene.refresher.look_at_blocklist()
     await scene.publish(pointer(B, 2, A))
 
-    served = scene.follower.holding
+    served = scene.follower.served
     assert served is not None and all(len(snapshot.blocked) == 1 for snapshot in served.snapshots)
 
 
@@ -245,7 +245,7 @@ async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_no
     await scene.publish(pointer(B, 2, A))
     scene.timer.tick(BOUND_S / 2)
 
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.follower.health.ready and scene.follower.stale == "load_failed"
     # Another publish does not begin the bound anew.
     scene.broken.add(C)
@@ -254,7 +254,7 @@ async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_no
 
     assert not scene.follower.health.ready and scene.held == [A]
     scene.broken.clear()
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
     assert scene.follower.health.ready and scene.held[0] == C
 
 
@@ -264,12 +264,12 @@ async def test_a_canary_is_held_for_as_long_as_the_pointer_names_it(scene: Scene
 
     await scene.publish(pointer(A, 2, None, Canary(B, 10.0, 5.0)))
     scene.redis.note = None
-    await scene.follower.look()
+    await scene.follower.poll_pointer()
 
-    served = scene.follower.holding
+    served = scene.follower.served
     assert scene.held == [A, B] and scene.opened == [A, B]
     assert served is not None and served.canary is not None and served.next is not None
     assert served.pinned(B).live is served.next
     await scene.publish(pointer(A, 3))
     assert scene.held == [A]
-    assert scene.follower.holding is not None and scene.follower.holding.canary is None
+    assert scene.follower.served is not None and scene.follower.served.canary is None

@@ -44,7 +44,7 @@ async def test_whoever_reads_the_store_does_it_in_the_threads_meant_for_it(tmp_p
     await scene.refresher.sweep_copies()
     await scene.publish(pointer(B, 2, A))
     watch = ReleaseWatch(scene.store, reading)
-    await watch.look()
+    await watch.refresh()
     await reading(GenerationHistory(scene.store, watch.records).read, None)
 
     assert scene.shelf.is_blocklist_known and scene.held == [B, A] and watch.last

@@ -9,8 +9,8 @@ import pytest
 
 from serving.access.callers import Callers
 from serving.admission.controller import Admission
-from serving.http.asgi_app import Front
-from serving.requests.body_budget import Bodies
+from serving.http.asgi_app import AsgiApp
+from serving.requests.body_budget import BodyBudget
 from serving.requests.errors import Problem
 from serving.requests.fast_parse import QueryOptions
 from serving.requests.models import Limits
@@ -19,7 +19,7 @@ from tests.unit.serving.world import gate_of
 PATH = "/v1/lookup/x/y"
 
 
-def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
+def front(*, is_known: bool = True, is_behind: bool = False) -> AsgiApp:
     """An application without a route, whose hot route leaves everything to it."""
 
     async def post(_scope: Any, receive: Any) -> tuple[None, Any]:
@@ -27,7 +27,7 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop.wait = 1.0 if is_behind else 0.0
-    app = Front(bodies_bytes=10)
+    app = AsgiApp(bodies_bytes=10)
     app.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
     app.callers = Callers(is_open=is_known)
     app.gate = gate_of(admission, deadline_ms=100_000.0)
@@ -104,15 +104,15 @@ def receiving(*bodies: bytes) -> Callable[[], Awaitable[Any]]:
 
 def test_bodies_of_all_requests_have_a_bound_and_give_their_room_back() -> None:
     async def run() -> None:
-        bodies = Bodies(10)
+        bodies = BodyBudget(10)
         with bodies.of(receiving(b"1234", b"56")) as first:
             assert [(await first())["body"] for _ in range(2)] == [b"1234", b"56"]
             with bodies.of(receiving(b"7890", b"1")) as second:
                 assert (await second())["body"] == b"7890"
                 with pytest.raises(Problem) as refused:
                     await second()
-            assert bodies.held == 6
-        assert bodies.held == 0
+            assert bodies.held_bytes == 6
+        assert bodies.held_bytes == 0
         assert (refused.value.status, refused.value.reason) == (503, "overloaded")
 
     asyncio.run(run())
@@ -127,7 +127,7 @@ def test_a_body_that_finds_no_room_is_refused() -> None:
 
         await app(scope("POST"), receiving(b"x" * 11), send)
         assert sent_messages[0]["status"] == 503 and b'"overloaded"' in sent_messages[1]["body"]
-        assert app.bodies.held == 0
+        assert app.bodies.held_bytes == 0
 
     asyncio.run(run())
 
@@ -137,4 +137,4 @@ def test_long_queries_are_read_and_not_kept() -> None:
     short, long_ = b"k=5", b"k=5" + b"&k=5" * 100
 
     assert queries.of(short) == queries.of(long_) and queries.of(long_) is not None
-    assert list(queries._known) == [short]
+    assert list(queries._options_by_query) == [short]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.http1_protocol import CHUNKED, ChunkedBody, Violation, body_length
+from serving.http.http1_protocol import CHUNKED, ChunkedBody, ProtocolViolation, body_length
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 BEHIND = b"GET / HTTP/1.1\r\n"
@@ -84,7 +84,7 @@ def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> N
     except httptools.HttpParserError:
         if judge.is_complete:
             return  # of what stands behind the body
-        with pytest.raises(Violation):
+        with pytest.raises(ProtocolViolation):
             # The parser refuses a line where it goes wrong, this decoder where it ends.
             decode([*cut(sent, [place]), b"\n", b"\n" * 9_000])
 
@@ -97,13 +97,13 @@ def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> N
 ])  # fmt: skip
 def test_what_is_no_chunk_is_refused_in_one_piece_and_in_many(malformed_body: bytes) -> None:
     for pieces in ([malformed_body], [bytes([byte]) for byte in malformed_body]):
-        with pytest.raises(Violation) as refusal:
+        with pytest.raises(ProtocolViolation) as refusal:
             decode(pieces)
         assert refusal.value.status == 400
 
 
 def test_trailers_without_end_are_refused() -> None:
-    with pytest.raises(Violation) as refusal:
+    with pytest.raises(ProtocolViolation) as refusal:
         decode([b"0\r\n", *[b"a: b\r\n"] * 20_000])
     assert refusal.value.status == 431
 
@@ -119,8 +119,8 @@ def test_the_last_transfer_coding_says_how_long_a_body_is(
     if expected == CHUNKED:
         assert body_length(b"1.1", headers) == CHUNKED
     else:
-        with pytest.raises(Violation) as refusal:
+        with pytest.raises(ProtocolViolation) as refusal:
             body_length(b"1.1", headers)
         assert refusal.value.status == expected
-    with pytest.raises(Violation):
+    with pytest.raises(ProtocolViolation):
         body_length(b"1.0", headers)

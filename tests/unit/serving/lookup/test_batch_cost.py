@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from serving.lookup.batch_cost import Cost
+from serving.lookup.batch_cost import BatchCost
 
 
-def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> Cost:
-    cost = Cost()
+def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> BatchCost:
+    cost = BatchCost()
     for size in sizes * 10:
         cost.add(size, fixed + per_job_s * size)
     return cost
@@ -19,7 +19,7 @@ def test_fixed_and_variable_cost_are_told_apart() -> None:
 
 
 def test_before_the_first_batch_everything_is_possible() -> None:
-    assert Cost().of(64) == 0 and Cost().size_within(0.0, 64) == 64
+    assert BatchCost().of(64) == 0 and BatchCost().size_within(0.0, 64) == 64
 
 
 def test_only_as_many_are_taken_as_end_in_time() -> None:

@@ -17,9 +17,9 @@ from cache.format.manifest_files import EventsRead
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import Layout
 from cache.tiers.results import View
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import made_under_filter, plain_want
+from serving.lookup.entity import find_plain_record_key, with_filter_table
 from serving.requests.models import RequestOptions
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity
@@ -80,7 +80,7 @@ def world() -> World:
 
 async def facet_of(world: World, snapshot: Snapshot, brand: str) -> dict[str, Any]:
     (answer,) = await world.ladder.lookup(
-        Holding(snapshot), ask(entity(brand, "brands")), monotonic()
+        ServedGenerations(snapshot), ask(entity(brand, "brands")), monotonic()
     )
     return answer
 
@@ -123,15 +123,15 @@ def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
 
 def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:
     snapshot, options = brands(world), RequestOptions(1.0, filter="stocked")
-    record_key = plain_want(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
+    record_key = find_plain_record_key(snapshot, snapshot.manifest.tables["user_topk"], b"u3")
 
-    stocked_key = made_under_filter(snapshot, record_key, options)
+    stocked_key = with_filter_table(snapshot, record_key, options)
     brand_changed_snapshot = changed(snapshot, ItemValue(2, "brand", "best"))
     stock_changed_snapshot = changed(snapshot, ItemValue(2, "stock", False))
 
     assert stocked_key.table.name == "user_topk.stocked"
     assert (
-        made_under_filter(brand_changed_snapshot, record_key, options).table.name
+        with_filter_table(brand_changed_snapshot, record_key, options).table.name
         == "user_topk.stocked"
     )
-    assert made_under_filter(stock_changed_snapshot, record_key, options) == record_key
+    assert with_filter_table(stock_changed_snapshot, record_key, options) == record_key

@@ -8,13 +8,13 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead
-from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
-from serving.generations.served_set import Holding
-from serving.lookup.inference import Inferences
+from cache.l2.lease_commands import DONE_PREFIX, GIVEN_BACK, LeaseSwap, LeaseTake
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import REST_S, Lead
-from serving.lookup.micro_batcher import Computed, Job
-from serving.requests.models import Ask
+from serving.lookup.leases import REST_S, LeaseManager
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
+from serving.requests.models import LookupRequest
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, ids
 
@@ -32,12 +32,12 @@ class Service:
         self.admits = True
         self.gate: asyncio.Event | None = None
         self.slept: list[float] = []
-        self.lead = Lead(
+        self.lead = LeaseManager(
             world.remote, world.tiers, KEYS,
             wait_s=WAIT_S, name=name, timer=self.clock, sleep=self._sleep, jitter=lambda: 0.5,
         )  # fmt: skip
-        inferences = Inferences(
-            self, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=self.lead,
+        inferences = LiveInferences(
+            self, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             admit=lambda: self.admits,
         )  # fmt: skip
         self.ladder = Ladder(
@@ -51,15 +51,17 @@ class Service:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    async def infer(self, job: Job) -> Computed:
+    async def infer(self, job: InferenceJob) -> ComputedRecord:
         """When the gate is open."""
         if self.gate is not None:
             await self.gate.wait()
         return await self.world.infer(job)
 
-    async def __call__(self, lookup: Ask) -> list[str]:
+    async def __call__(self, lookup: LookupRequest) -> list[str]:
         """The sources of the answers."""
-        answers = await self.ladder.lookup(Holding(self.world.snapshot()), lookup, self.clock())
+        answers = await self.ladder.lookup(
+            ServedGenerations(self.world.snapshot()), lookup, self.clock()
+        )
         return [answer["source"] for answer in answers]
 
     @property
@@ -73,7 +75,7 @@ def service() -> Service:
     return Service(World())
 
 
-def stranger(id_: str = "stranger", item: str = "i1") -> Ask:
+def stranger(id_: str = "stranger", item: str = "i1") -> LookupRequest:
     return ask(entity(id_, history=ids(item)))
 
 
@@ -84,7 +86,7 @@ async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None
     assert [type(lease_command) for lease_command in service.asked] == [LeaseTake]
     assert len(service.world.remote.calls) == 1 and service.lead.counts.led == 1
     ((lease_value, _),) = service.world.remote.leases.values()
-    assert lease_value == DONE + service.asked[0][1]
+    assert lease_value == DONE_PREFIX + service.asked[0][1]
 
 
 async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
@@ -153,7 +155,11 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     assert await service(stranger()) == ["default"]
 
     lease_take, back = service.asked
-    assert isinstance(back, LeaseSwap) and back.value == GIVEN_BACK and back.seen == lease_take[1]
+    assert (
+        isinstance(back, LeaseSwap)
+        and back.value == GIVEN_BACK
+        and back.expected_value == lease_take[1]
+    )
 
 
 async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lease(

@@ -15,26 +15,26 @@ from cache.events.event_predictor import EventInput, GenerationEvents
 from cache.events.new_items import NewItem, NewItems
 from cache.events.position import Position
 from cache.filters.expression import read_filter
-from cache.filters.masks import Passing
+from cache.filters.masks import FilterMask
 from cache.format.ids import fingerprint, fingerprints, hash_id
 from cache.format.records.codec import absent, decode, encode_topk
 from cache.format.records.layout import FLAG_APPROXIMATE, FLAG_LIVE
 from cache.l2.commands import OverlayRead, PageRead
-from cache.model.predictor import LiveInput, Prepared
+from cache.model.predictor import LiveInput, PreparedInput
 from cache.model.tower_spec import InputSpec
-from cache.tiers.results import Outcome, Want
+from cache.tiers.results import ReadResult, RecordKey
 from serving.answers.reasons import LiveReason
 from serving.answers.sources import Source
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.answer_builder import Turn
+from serving.lookup.answer_builder import RequestContext
 from serving.lookup.batch_inference import with_events as with_events_batch
 from serving.lookup.batch_inference import with_new_items
-from serving.lookup.entity import cases_of
+from serving.lookup.entity import build_pending_answers
 from serving.lookup.event_counting import count_newer
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.requests.models import RequestOptions
-from serving.usage.answer_sampling import Picks
+from serving.usage.answer_sampling import AnswerSampler
 from tests.unit.serving.world import (
     GENERATION,
     ITEMS,
@@ -60,7 +60,7 @@ def with_events(world: World, *features: InputSpec) -> Snapshot:
 def clicks(world: World, user: str, item: str, at: int = 1) -> None:
     """An event of a user, at a position."""
     event = Event(f"e{at}", 0, user.encode(), item.encode())
-    assert world.ladder.newer.users.add(Position(at, 0), event)
+    assert world.ladder.newer_events.users.add(Position(at, 0), event)
 
 
 async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_for_events(
@@ -70,17 +70,21 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     clicks(world, "stranger", "i3")
 
     requested_entity = entity("stranger", history=ids("i1"))
-    (answer,) = await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
+    (answer,) = await world.ladder.lookup(
+        ServedGenerations(snapshot), ask(requested_entity), monotonic()
+    )
 
     (job,) = world.jobs
-    assert job.newer is None and answer["source"] == "live"
+    assert job.event_input is None and answer["source"] == "live"
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
 @pytest.mark.parametrize("run", [with_events_batch, with_new_items])
 def test_without_a_model_every_job_of_a_batch_is_told_so(world: World, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
-    jobs = [Job(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)]
+    jobs = [
+        InferenceJob(snapshot, "user_topk", LiveInput(history=ids("i1")), 7, 10) for _ in range(2)
+    ]
 
     outcomes = run(jobs, SCORED_AT)
 
@@ -95,9 +99,13 @@ def test_events_change_nothing_where_the_generation_takes_none_for_the_table(wor
         events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector")
     )
 
-    assert world.ladder.newer.counted(events_snapshot, lists, b"u1", -1) is not None
-    assert world.ladder.newer.counted(events_snapshot, vectors, b"u1", -1) is None
-    assert world.ladder.newer.counted(without, lists, b"u1", -1) is None
+    assert (
+        world.ladder.newer_events.find_counted_events(events_snapshot, lists, b"u1", -1) is not None
+    )
+    assert (
+        world.ladder.newer_events.find_counted_events(events_snapshot, vectors, b"u1", -1) is None
+    )
+    assert world.ladder.newer_events.find_counted_events(without, lists, b"u1", -1) is None
 
 
 async def test_who_has_only_later_events_gets_what_the_night_stored(world: World) -> None:
@@ -107,7 +115,7 @@ async def test_who_has_only_later_events_gets_what_the_night_stored(world: World
 
     # When an answer as of an earlier position is asked for
     lookup = ask(entity("u1"), as_of=Position(4, 0).number)
-    (answer,) = await world.ladder.lookup(Holding(snapshot), lookup, monotonic())
+    (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), lookup, monotonic())
 
     # Then it is the night's, and no event is counted
     assert answer["source"] == "l2" and answer.get("events", 0) == 0
@@ -126,22 +134,24 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     clicks(world, "stranger", "new-0")
 
     requested_entity = entity("stranger", history=ids("i1", "new-1"))
-    await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
+    await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
-    assert job.newer is None and job.new.gone - {-1} == {len(ITEMS) + 1}
+    assert job.event_input is None and job.new.excluded_numbers - {-1} == {len(ITEMS) + 1}
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
     world: World,
 ) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
-    sampler = world.ladder.watch.picks = Picks(1_000)
+    sampler = world.ladder.watch.sampler = AnswerSampler(1_000)
 
     stranger_entity = entity("stranger", history=ids("i1"))
     sources = []
     for requested_entity in (entity("u1"), stranger_entity, stranger_entity):
-        (answer,) = await world.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
+        (answer,) = await world.ladder.lookup(
+            ServedGenerations(snapshot), ask(requested_entity), monotonic()
+        )
         sources.append(answer["source"])
 
     assert sources == ["l2", "live", "l1"]
@@ -151,7 +161,7 @@ async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
 
 def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: World) -> None:
     event = Event("e1", 0, b"u1", attributes={"country": "nl"})
-    newer_events, plain_snapshot = world.ladder.newer, with_events(world)
+    newer_events, plain_snapshot = world.ladder.newer_events, with_events(world)
     country_snapshot = with_events(world, InputSpec("home", "feature", "int64", column="country"))
     age_snapshot = with_events(world, InputSpec("years", "feature", "int64", column="age"))
     table = plain_snapshot.manifest.tables["user_topk"]
@@ -160,12 +170,12 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Wo
 
     for snapshot in (plain_snapshot, age_snapshot):
         assert not newer_events.changes(snapshot, table, b"u1")
-        assert newer_events.counted(snapshot, table, b"u1", -1) is None
+        assert newer_events.find_counted_events(snapshot, table, b"u1", -1) is None
     assert newer_events.changes(country_snapshot, table, b"u1")
 
     clicks(world, "u1", "i3", 2)
     counts = {
-        snapshot: newer_events.counted(snapshot, table, b"u1", -1)
+        snapshot: newer_events.find_counted_events(snapshot, table, b"u1", -1)
         for snapshot in (plain_snapshot, country_snapshot)
     }
     assert newer_events.changes(plain_snapshot, table, b"u1")
@@ -178,7 +188,7 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Wo
 def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     world: World,
 ) -> None:
-    newer_events = world.ladder.newer
+    newer_events = world.ladder.newer_events
     home = InputSpec("home", "feature", "int64", column="country")
     country_snapshot, plain_snapshot = with_events(world, home), with_events(world)
     table = country_snapshot.manifest.tables["user_topk"]
@@ -188,10 +198,12 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     newer_events.values.add(Position(2, 0), event)
 
     then, counted_now = (
-        newer_events.counted(country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number)
+        newer_events.find_counted_events(
+            country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number
+        )
         for at in (1, 2)
     )
-    counted_without_features = newer_events.counted(
+    counted_without_features = newer_events.find_counted_events(
         plain_snapshot, table, b"u1", -1, as_of=Position(1, 0).number
     )
 
@@ -206,7 +218,7 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
 
 async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: World) -> None:
     snapshot = world.snapshot()
-    (case,) = await cases_of(snapshot, ask(entity("u1")))
+    (case,) = await build_pending_answers(snapshot, ask(entity("u1")))
     rows = encode_topk(
         case.table.layout, fingerprints([b"u1"]), np.arange(5, dtype=np.uint32)[None],
         np.ones((1, 5), np.float32), SCORED_AT, flags=FLAG_LIVE | FLAG_APPROXIMATE,
@@ -214,19 +226,19 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
     passes = np.zeros(len(ITEMS), np.bool_)
     passes[[1, 9]] = True
     options = RequestOptions(1.0, filter=read_filter({"==": ["stock", True]}))
-    context = Turn.of(options, 0.0)
-    context.passes(snapshot, Passing.of(passes))
+    context = RequestContext.of(options, 0.0)
+    context.set_filter_mask(snapshot, FilterMask.of(passes))
 
     record = decode(case.table.layout, rows.tobytes(), len(ITEMS))
-    world.ladder.reply.answer(case, snapshot, record, Source.LIVE, context)
+    world.ladder.answer_builder.answer(case, snapshot, record, Source.LIVE, context)
     assert case.partial is not None
-    world.ladder.reply.settle(case, snapshot, context)
+    world.ladder.answer_builder.answer_partial(case, snapshot, context)
 
     assert case.answer is not None and case.answer["items"] == world.ids([1])
     assert case.answer["approximate"] is True
 
 
-async def read_nothing(record_keys: Sequence[Want]) -> Sequence[Outcome]:
+async def read_nothing(record_keys: Sequence[RecordKey]) -> Sequence[ReadResult]:
     raise AssertionError(f"no record was to be read: {record_keys}")
 
 
@@ -235,7 +247,7 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Wo
     users = [f"stranger-{number}" for number in range(640)]
     for at, user in enumerate(users, 1):
         clicks(world, user, "i3", at)
-    cases = await cases_of(snapshot, ask(*map(entity, users)))
+    cases = await build_pending_answers(snapshot, ask(*map(entity, users)))
     iterations = 0
 
     async def count_iterations() -> None:
@@ -245,10 +257,10 @@ async def test_others_have_their_turn_while_events_of_many_are_counted(world: Wo
             await asyncio.sleep(0)
 
     task = asyncio.create_task(count_iterations())
-    await count_newer(world.ladder.newer, snapshot, cases, RequestOptions(1.0), read_nothing)
+    await count_newer(world.ladder.newer_events, snapshot, cases, RequestOptions(1.0), read_nothing)
     task.cancel()
 
-    assert iterations >= 9 and all(case.counted is not None for case in cases)
+    assert iterations >= 9 and all(case.counted_events is not None for case in cases)
 
 
 VALUES = "user_affinity"
@@ -268,20 +280,20 @@ class TakesWhatIsSent:
 
     def has_input(self, table: str, of_user: EventInput) -> bool:
         """As the real one."""
-        return isinstance(self.prepare_all(table, [of_user])[0], Prepared)
+        return isinstance(self.prepare_all(table, [of_user])[0], PreparedInput)
 
     def prepare_all(
         self, table: str, inputs: Sequence[EventInput]
-    ) -> list[Prepared | InvalidInput | None]:
+    ) -> list[PreparedInput | InvalidInput | None]:
         """What callers sent, prepared; None of who sent nothing."""
         return self.predictor.prepare_all(
-            table, [event_input.sent or LiveInput() for event_input in inputs]
+            table, [event_input.caller_input or LiveInput() for event_input in inputs]
         )
 
     def predict(
         self,
         table: str,
-        batch: Sequence[Prepared],
+        batch: Sequence[PreparedInput],
         prints: Sequence[int],
         scored_at: int,
         new: Sequence[Any],
@@ -294,13 +306,13 @@ class TakesWhatIsSent:
 class WorldOfValues(World):
     """A world that computes from events."""
 
-    async def infer(self, job: Job) -> Computed:
+    async def infer(self, job: InferenceJob) -> ComputedRecord:
         """Inference on the spot, by the model that the job is for."""
-        if job.newer is None:
+        if job.event_input is None:
             return await super().infer(job)
         self.jobs.append(job)
         (outcome,) = with_events_batch([job], SCORED_AT)
-        if not isinstance(outcome, Computed):
+        if not isinstance(outcome, ComputedRecord):
             raise outcome
         return outcome
 
@@ -350,7 +362,7 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
     values: WorldOfValues, fresh: bool
 ) -> None:
     # Given a user with a record and a click, of whom the night publishes nothing that the model takes
-    served = Holding(with_values(values))
+    served = ServedGenerations(with_values(values))
     entities = [entity("u1", VALUES), entity("u1", VALUES, features={"age": 40})]
 
     # When values are asked for without features, and with them
@@ -384,16 +396,17 @@ async def test_what_a_user_without_a_record_sends_counts_before_the_events(
 
     # When both send features
     answers = await values.ladder.lookup(
-        Holding(snapshot), ask(*entities, fresh=fresh), monotonic()
+        ServedGenerations(snapshot), ask(*entities, fresh=fresh), monotonic()
     )
 
     # Then their values are computed from these
     for answer in answers:
         assert values_of(answer) == COMPUTED and answer["source"] == "live"
         assert answer["events"] == 1 and "approximate" not in answer and "live" not in answer
-    assert [job.newer is not None and job.newer.sent is not None for job in values.jobs] == [
-        True
-    ] * 2
+    assert [
+        job.event_input is not None and job.event_input.caller_input is not None
+        for job in values.jobs
+    ] == [True] * 2
 
 
 async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValues) -> None:
@@ -402,7 +415,7 @@ async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValu
 
     # When all of them send features
     entities = [entity(f"u{number}", VALUES, features={"age": 40}) for number in range(1, 5)]
-    answers = await values.ladder.lookup(Holding(snapshot), ask(*entities), monotonic())
+    answers = await values.ladder.lookup(ServedGenerations(snapshot), ask(*entities), monotonic())
 
     # Then one trip looks for the four records, the next one for computed answers, and no other goes to Redis
     assert [values_of(answer) for answer in answers] == [STORED, COMPUTED] * 2
@@ -418,10 +431,12 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
     requested_entity = entity("u1", VALUES, features={"age": 40})
 
     # When features are sent, and again once the page is back
-    (missed,) = await values.ladder.lookup(Holding(snapshot), ask(requested_entity), monotonic())
+    (missed,) = await values.ladder.lookup(
+        ServedGenerations(snapshot), ask(requested_entity), monotonic()
+    )
     values.remote.pages[GENERATION, VALUES, 0] = page
     (stored_answer,) = await values.ladder.lookup(
-        Holding(snapshot), ask(requested_entity), monotonic()
+        ServedGenerations(snapshot), ask(requested_entity), monotonic()
     )
 
     # Then the first answer is computed from them, and the second one is the record
@@ -447,7 +462,9 @@ async def test_no_record_is_read_before_it_is_needed(
     snapshot = with_values(values)
 
     # When one is answered
-    await values.ladder.lookup(Holding(snapshot), ask(entity(user, VALUES, **fields)), monotonic())
+    await values.ladder.lookup(
+        ServedGenerations(snapshot), ask(entity(user, VALUES, **fields)), monotonic()
+    )
 
     # Then Redis is asked for a record and for an answer at most once
     assert reads(values) == trips

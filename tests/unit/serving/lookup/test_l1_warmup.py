@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from cache.control.hot_keys import Name
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
-from cache.tiers.tiered import Found, Outcome, View, Want
-from serving.lookup.l1_warmup import Warming
+from cache.tiers.tiered import Hit, ReadResult, RecordKey, View
+from serving.lookup.l1_warmup import L1Warmup
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
 
@@ -27,12 +27,12 @@ class FakeReads:
     read: list[tuple[str, int]] = field(default_factory=list)
 
     async def get_many(
-        self, view: View, record_keys: Sequence[Want], deadline: float, *, is_counted: bool
-    ) -> Sequence[Outcome]:
+        self, view: View, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool
+    ) -> Sequence[ReadResult]:
         assert not is_counted
         self.timer.tick(self.takes_s)
         self.read += [(view.generation, record_key.fingerprint) for record_key in record_keys]
-        return [Found(b"", "l2", False, None)] * len(record_keys)
+        return [Hit(b"", "l2", False, None)] * len(record_keys)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Bench:
         world = World()
         self.coming, self.old = world.snapshot(), world.snapshot(OLDER)
         self.reads = FakeReads(self.timer)
-        self.warming = Warming(
+        self.warming = L1Warmup(
             self.reads,
             lambda: self.recent,
             self.hottest,
@@ -142,7 +142,7 @@ async def test_time_is_bounded_and_the_rest_is_read_at_the_next_top_up() -> None
 
 async def test_without_a_sketch_only_its_own_are_read() -> None:
     bench = Bench(recent=[user(4)])
-    warming = Warming(bench.reads, lambda: bench.recent)
+    warming = L1Warmup(bench.reads, lambda: bench.recent)
 
     await warming(bench.coming, None)
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from serving.answers.sources import Source
-from serving.generations.served_set import Holding
-from serving.lookup.entity import Case
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.entity import PendingAnswer
 from serving.lookup.ladder import Ladder
 from serving.rendering.answer_fields import from_record
 from serving.requests.errors import Problem
@@ -39,7 +39,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def look(world: World, served: Holding, *entities, **options):
+async def look(world: World, served: ServedGenerations, *entities, **options):
     return await world.ladder.lookup(served, ask(*entities, **options), now())
 
 
@@ -54,7 +54,7 @@ def counts(world: World, name: str) -> dict[tuple[str, ...], float]:
 
 
 async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
 
     first, second = (
         (await look(world, served, entity("u3"), k=2))[0],
@@ -69,7 +69,7 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
 
 async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
     # Given all users of the night, the first of its directory included
-    served, reads = Holding(world.snapshot()), list[bool]()
+    served, reads = ServedGenerations(world.snapshot()), list[bool]()
     world.ladder.watch.read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
     # When Redis answers them
@@ -81,7 +81,7 @@ async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: 
 
 
 async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
 
     answers = [(await look(world, served, entity("nobody")))[0] for _ in range(2)]
     vector = (await look(world, served, entity("nobody", "user_vector")))[0]
@@ -94,7 +94,7 @@ async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(wor
 
 
 async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     new = entity("nobody", history=ids("i1", "not-an-item"))
 
     first = (await look(world, served, new))[0]
@@ -109,7 +109,7 @@ async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(wor
 
 
 async def test_an_input_without_an_id_is_answered_under_its_digest(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     nameless = entity(None, history=ids("i1"))
 
     first = (await look(world, served, nameless))[0]
@@ -121,7 +121,7 @@ async def test_an_input_without_an_id_is_answered_under_its_digest(world: World)
 async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     await look(world, served, entity("nobody", history=ids("i1")))
 
     answer = (await look(world, served, entity("nobody", history=ids("i2"))))[0]
@@ -131,7 +131,7 @@ async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew
 
 
 async def test_callers_with_different_inputs_never_share_an_inference(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     first_entity, second_entity = entity("x", history=ids("i1")), entity("x", history=ids("i2"))
 
     answers = await asyncio.gather(
@@ -149,7 +149,7 @@ async def test_callers_with_different_inputs_never_share_an_inference(world: Wor
 async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i7"))
 
     fresh = (await look(world, served, known_user, fresh=True))[0]
@@ -162,7 +162,7 @@ async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
 
 
 async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
-    answer = (await look(world, Holding(world.snapshot()), entity("u3"), fresh=True))[0]
+    answer = (await look(world, ServedGenerations(world.snapshot()), entity("u3"), fresh=True))[0]
 
     assert answer["source"] == "l2" and answer["reason"] == "nothing_to_compute_from"
 
@@ -171,7 +171,9 @@ async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World)
     world.busy = True
 
     answer = (
-        await look(world, Holding(world.snapshot()), entity("u3", history=ids("i7")), fresh=True)
+        await look(
+            world, ServedGenerations(world.snapshot()), entity("u3", history=ids("i7")), fresh=True
+        )
     )[0]
 
     assert answer["source"] == "l2" and answer["reason"] == "fresh_unavailable"
@@ -179,7 +181,7 @@ async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World)
 
 
 async def test_an_answer_older_than_max_age_is_computed_anew_if_it_can_be(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i7"))
 
     old_enough = (await look(world, served, known_user, max_age_s=3600.0))[0]
@@ -203,14 +205,18 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     options = {"exclude": ids(*excluded)}
 
     stored_answer = (
-        await look(world, Holding(snapshot), entity("u3", history=ids(*seen_items)), **options)
+        await look(
+            world, ServedGenerations(snapshot), entity("u3", history=ids(*seen_items)), **options
+        )
     )[0]
     live = (
-        await look(world, Holding(snapshot), entity("new", history=ids(*seen_items)), **options)
+        await look(
+            world, ServedGenerations(snapshot), entity("new", history=ids(*seen_items)), **options
+        )
     )[0]
-    default = (await look(world, Holding(snapshot), entity("nobody"), **options))[0]
+    default = (await look(world, ServedGenerations(snapshot), entity("nobody"), **options))[0]
     del world.remote.pages[GENERATION, "user_topk", 0]
-    older = (await look(world, Holding(snapshot, previous), entity("u4"), **options))[0]
+    older = (await look(world, ServedGenerations(snapshot, previous), entity("u4"), **options))[0]
 
     assert [answer["source"] for answer in (stored_answer, live, default, older)] == [
         "l2", "live", "default", "previous",
@@ -226,7 +232,7 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
 
 async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world: World) -> None:
     snapshot = world.snapshot(blocklist=Blocklist(1, entities=frozenset(ids("u3"))))
-    served = Holding(snapshot, world.snapshot(OLDER))
+    served = ServedGenerations(snapshot, world.snapshot(OLDER))
     history = ids("i1")
 
     top, vector = await look(
@@ -243,8 +249,10 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
 
 async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: World) -> None:
     previous = world.snapshot(OLDER)
-    await look(world, Holding(previous), entity("u5"))  # warms the L1 of what is now previous
-    served = Holding(world.snapshot(), previous)
+    await look(
+        world, ServedGenerations(previous), entity("u5")
+    )  # warms the L1 of what is now previous
+    served = ServedGenerations(world.snapshot(), previous)
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
     answers = await look(world, served, entity("u3", history=ids("i1")), entity("u5"), entity("u4"))
@@ -257,15 +265,19 @@ async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: 
 async def test_each_source_answers_what_those_before_it_cannot(world: World) -> None:
     live, previous, bare = world.snapshot(), world.snapshot(OLDER), world.snapshot(predictor=None)
     entities = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
-    await look(world, Holding(previous), *entities)  # warms the L1 of what is now previous
-    served_with_previous = Holding(live, previous)
+    await look(
+        world, ServedGenerations(previous), *entities
+    )  # warms the L1 of what is now previous
+    served_with_previous = ServedGenerations(live, previous)
 
     answer_lists = [await look(world, served_with_previous, entities[0]) for _ in range(2)][
         ::-1
     ]  # of L2, and then of L1
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     for served, requested_entity in zip(
-        (served_with_previous, Holding(bare, previous), Holding(bare)), entities[1:], strict=True
+        (served_with_previous, ServedGenerations(bare, previous), ServedGenerations(bare)),
+        entities[1:],
+        strict=True,
     ):
         answer_lists.append(await look(world, served, requested_entity))
 
@@ -273,8 +285,8 @@ async def test_each_source_answers_what_those_before_it_cannot(world: World) -> 
 
 
 async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
-    await look(world, Holding(world.snapshot(OLDER)), entity("new", history=ids("i1")))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
+    await look(world, ServedGenerations(world.snapshot(OLDER)), entity("new", history=ids("i1")))
 
     answer = (await look(world, served, entity("new")))[0]
 
@@ -283,7 +295,7 @@ async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
 
 
 async def test_a_pinned_request_is_answered_by_that_generation_alone(world: World) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
     answer = (await look(world, served, entity("u3"), generation=OLDER))[0]
     with pytest.raises(Problem) as refused:
@@ -296,7 +308,7 @@ async def test_a_pinned_request_is_answered_by_that_generation_alone(world: Worl
 async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World) -> None:
     entities = [entity(name) for name in (*USERS, "nobody", "x" * 256)]
 
-    answers = await look(world, Holding(world.snapshot()), *entities)
+    answers = await look(world, ServedGenerations(world.snapshot()), *entities)
 
     # P10: an outcome per entity.
     assert [entity_row["id"] for entity_row in answers] == [
@@ -307,7 +319,7 @@ async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World
 
 
 async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: World) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     mixed = [entity(name) for name in ("u1", "u1", "nobody", "u2")]
     mixed += [entity("new", history=ids("i1"))] * 3 + [entity("u1", "user_affinity")]
 
@@ -335,7 +347,10 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
 
     answer = (
         await look(
-            world, Holding(world.snapshot()), entity("x", history=ids("i1")), deadline_s=0.08
+            world,
+            ServedGenerations(world.snapshot()),
+            entity("x", history=ids("i1")),
+            deadline_s=0.08,
         )
     )[0]
 
@@ -348,7 +363,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
 
 async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:
     world.predictor.fails_with = RuntimeError("CUDA error")
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(
         world, served, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
@@ -361,7 +376,7 @@ async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:
 async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot(predictor=None, degraded="broken"))
+    served = ServedGenerations(world.snapshot(predictor=None, degraded="broken"))
 
     answers = await look(world, served, entity("u1"), entity("x", history=ids("i1")))
 
@@ -371,7 +386,7 @@ async def test_a_generation_without_a_model_still_answers_from_pages_and_default
 
 async def test_the_live_answer_of_one_generation_is_unknown_to_the_next(world: World) -> None:
     # C2: the key of what is written names the generation that the request captured.
-    old, new = Holding(world.snapshot(OLDER)), Holding(world.snapshot())
+    old, new = ServedGenerations(world.snapshot(OLDER)), ServedGenerations(world.snapshot())
 
     await look(world, old, entity("x", history=ids("i1")))
     answer = (await look(world, new, entity("x")))[0]
@@ -385,7 +400,9 @@ async def test_an_item_of_the_catalogue_is_its_own_input_while_redis_is_away(wor
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     similar = entity("i3", "item_similar")
 
-    answers = [(await look(world, Holding(world.snapshot()), similar))[0] for _ in range(2)]
+    answers = [
+        (await look(world, ServedGenerations(world.snapshot()), similar))[0] for _ in range(2)
+    ]
 
     assert [answer["source"] for answer in answers] == ["live", "l1"]
     assert "i3" not in answers[0]["items"] and len(world.jobs) == 1
@@ -396,7 +413,11 @@ async def test_default_neighbours_leave_out_the_item_itself(world: World) -> Non
     popular = world.ids([0])[0]
 
     answer = (
-        await look(world, Holding(world.snapshot(predictor=None)), entity(popular, "item_similar"))
+        await look(
+            world,
+            ServedGenerations(world.snapshot(predictor=None)),
+            entity(popular, "item_similar"),
+        )
     )[0]
 
     assert answer["source"] == "default" and popular not in answer["items"]
@@ -405,7 +426,7 @@ async def test_default_neighbours_leave_out_the_item_itself(world: World) -> Non
 async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_asked(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     wrong = [
         (ask(entity("u1", "nothing")), 404, "unknown_table"),
         (ask(entity("u1"), k=WIDTH + 1), 422, "invalid_k"),
@@ -424,7 +445,7 @@ async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_ask
 
 
 async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     page = bytearray(world.remote.pages[GENERATION, "user_topk", 0])
     size = served.live.manifest.tables["user_topk"].layout.size_bytes
     for start in range(0, len(page), size):
@@ -440,7 +461,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
 async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_each(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
 
     # C18: all misses; L1 and its negative side stay within their bounds.
     for number in range(150):
@@ -462,7 +483,7 @@ def damaged(world: World, user: str, items: list[int]) -> bytes:
 async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_it_is_repaired(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     good = world.remote.pages[GENERATION, "user_topk", 0]
     world.remote.pages[GENERATION, "user_topk", 0] = damaged(world, "u3", [0xFFFFFFF0, 1, 2, 3, 4])
     entities = [entity("u3"), *(entity(name) for name in USERS if name != "u3")]
@@ -487,7 +508,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
         return from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
 
     monkeypatch.setattr("serving.lookup.answer_builder.from_record", fragile)
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(world, served, *(entity(name) for name in ("u2", "u3", "u4")))
 
@@ -496,7 +517,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
 
 
 async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i19"))
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
 
@@ -510,7 +531,7 @@ async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World)
 
 
 async def test_unknown_history_is_reported_wherever_the_input_was_used(world: World) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     new = entity("new", history=ids("i1", "nope", "nope", "neither"))
 
     live, stored_answer = [(await look(world, served, new))[0] for _ in range(2)]
@@ -527,7 +548,7 @@ async def test_unknown_history_is_reported_wherever_the_input_was_used(world: Wo
 async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_however_little_is_left(
     world: World, sent_input: str
 ) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     stored_items = world.ids(night_list("u3"))
     history = ids(*stored_items[:3]) if "history" in sent_input else None
     features = {"age": 3} if "features" in sent_input else None
@@ -553,7 +574,7 @@ async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_howe
 async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_item_itself(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     stored_items = (await look(world, served, entity("i3", "item_similar")))[0]["items"]
     seen_items = ids(*stored_items[:3])
 
@@ -577,7 +598,7 @@ async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_ite
 async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
     world: World,
 ) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     new = entity("new", history=ids("i1"))
 
     live = (await look(world, served, new))[0]
@@ -610,14 +631,17 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
     had_ordinals = night_list("u3")[:2]
     had_items = {*world.ids(had_ordinals)}
     live = world.snapshot(seen=Had(*had_ordinals))
-    served, served_with_previous = Holding(live), Holding(live, world.snapshot(OLDER))
+    served, served_with_previous = (
+        ServedGenerations(live),
+        ServedGenerations(live, world.snapshot(OLDER)),
+    )
     key = (GENERATION, "user_topk", 0)
     page = world.remote.pages.pop(key)
     history = ids("i2")
 
     out_of_reach = (await look(world, served, entity("u3", history=history)))[0]
     blocked = dataclasses.replace(live, blocklist=Blocklist(users=frozenset([b"u3"])))
-    unknown = (await look(world, Holding(blocked), entity("u3"), k=WIDTH))[0]
+    unknown = (await look(world, ServedGenerations(blocked), entity("u3"), k=WIDTH))[0]
     previous = (await look(world, served_with_previous, entity("u4")))[0]
     world.remote.pages[key] = page
     fresh = (await look(world, served, entity("u3", history=history), fresh=True))[0]
@@ -637,13 +661,13 @@ async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
     live = world.snapshot(seen=Had(0, 2))
     world.remote.pages.pop((GENERATION, "user_topk", 0))
 
-    answer = (await look(world, Holding(live), entity("u3"), k=3))[0]
+    answer = (await look(world, ServedGenerations(live), entity("u3"), k=3))[0]
 
     assert answer["source"] == "default" and answer["items"] == world.ids([1, 3, 4])
 
 
 async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> None:
-    served = Holding(world.snapshot(), world.snapshot(OLDER))
+    served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     iterations, lookup_done = 0, asyncio.Event()
 
     async def count_iterations() -> None:
@@ -663,7 +687,7 @@ async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> 
 
 async def test_a_late_request_starts_no_inference(world: World) -> None:
     answers = await world.ladder.lookup(
-        Holding(world.snapshot()),
+        ServedGenerations(world.snapshot()),
         ask(*(entity(f"n{n}", history=ids("i1")) for n in range(3)), deadline_s=0.0),
         now(),
     )
@@ -687,7 +711,9 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
         world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0
     )
     for size in (1, 1_000):
-        await ladder.lookup(Holding(world.snapshot()), ask(*[entity("u1")] * size), started=10.0)
+        await ladder.lookup(
+            ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), started=10.0
+        )
 
     assert deadlines == pytest.approx([10.05, 10.15], abs=0.001)
 
@@ -695,7 +721,13 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
 def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
     def weight(**fields: Any) -> int:
         requested_entity = entity("a", **fields)
-        return Case(requested_entity, world.snapshot().table("user_topk"), 1, None, b"").size_bytes  # type: ignore[arg-type]
+        return PendingAnswer(
+            requested_entity,
+            world.snapshot().table("user_topk"),
+            1,
+            None,
+            b"",  # type: ignore[arg-type]
+        ).size_bytes
 
     assert weight(features={"text": "x" * 4_000}) > 4_000
     assert weight(features={"vector": (0.5,) * 1_000}) > 8_000

@@ -9,14 +9,14 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.lease_commands import LeaseTake, Mark
+from cache.l2.lease_commands import LeaseMark, LeaseTake
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.results import Found
-from cache.tiers.tiered import Tiered
-from serving.generations.served_set import Holding
-from serving.lookup.inference import Inferences
+from cache.tiers.results import Hit
+from cache.tiers.tiered import TieredCache
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import REST_S, Lead
+from serving.lookup.leases import REST_S, LeaseManager
 from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, FakeClock, FakeRemote, Night
 from tests.unit.serving.world import World, ask, entity, ids
 
@@ -52,10 +52,10 @@ class Process:
         self.name = name
         self.gate: asyncio.Event | None = None
         self.fails_with: Exception | None = None
-        self.tiers = Tiered(
+        self.tiers = TieredCache(
             LocalTier(1 << 20, redis.clock), NegativeCache(10, 5.0), redis.remote, timer=redis.clock
         )
-        self.lead = Lead(
+        self.lead = LeaseManager(
             redis.remote, self.tiers, KEYS,
             wait_s=WAIT_S, name=name, timer=redis.clock, sleep=redis.sleep, jitter=lambda: 0.5,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Process:
         view, record_key = NIGHT.view(), NIGHT.want(id_, digest)
         record = NIGHT.live_record(id_, float(digest[0] + 1))
 
-        async def compute(lease_mark: Mark | None) -> bytes:
+        async def compute(lease_mark: LeaseMark | None) -> bytes:
             self.redis.loads.append(self.name)
             if self.gate is not None:
                 await self.gate.wait()
@@ -77,7 +77,7 @@ class Process:
             return record
 
         hit_or_record = await self.lead.answer(view, record_key, digest, limit_s, compute)
-        return hit_or_record.record if isinstance(hit_or_record, Found) else hit_or_record
+        return hit_or_record.record if isinstance(hit_or_record, Hit) else hit_or_record
 
 
 async def turns(count: int = 20) -> None:
@@ -255,12 +255,12 @@ async def test_a_leader_that_lost_its_lease_neither_takes_it_back_nor_ends_it() 
 @pytest.mark.parametrize("leads", [True, False])
 async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: bool) -> None:
     world = World()
-    lead = Lead(world.remote, world.tiers, KEYS, wait_s=WAIT_S)
-    inferences = Inferences(
-        world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=lead if leads else None
+    lead = LeaseManager(world.remote, world.tiers, KEYS, wait_s=WAIT_S)
+    inferences = LiveInferences(
+        world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=lead if leads else None
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
 
     async def source(id_: str, **options: object) -> object:
         lookup = ask(entity(id_, history=ids("i1")), **options)

@@ -11,13 +11,21 @@ import pytest
 from cache.model.predictor import LiveInput
 from serving.generations.snapshot import Snapshot
 from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, MicroBatcher, Outcome
+from serving.lookup.micro_batcher import (
+    ComputedRecord,
+    InferenceJob,
+    InferenceOutcome,
+    LiveUnavailable,
+    MicroBatcher,
+)
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 
 
-def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes: int = 100) -> Job:
-    return Job(snapshot, table, LiveInput(ids(*history)), 1, size_bytes)
+def job(
+    snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes: int = 100
+) -> InferenceJob:
+    return InferenceJob(snapshot, table, LiveInput(ids(*history)), 1, size_bytes)
 
 
 def batcher(executor: ThreadPoolExecutor, **changes: Any) -> MicroBatcher:
@@ -95,7 +103,7 @@ async def test_a_poisoned_input_costs_its_batch_mates_nothing(executor: ThreadPo
         return_exceptions=True,
     )
 
-    assert isinstance(outcomes[0], Computed) and isinstance(outcomes[1], RuntimeError)
+    assert isinstance(outcomes[0], ComputedRecord) and isinstance(outcomes[1], RuntimeError)
     assert isinstance(outcomes[2], LiveUnavailable) and outcomes[2].reason == "no_usable_input"
 
 
@@ -108,7 +116,7 @@ async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecu
     jobs.insert(40, job(snapshot, "i2", "poison"))
     outcomes = await asyncio.gather(*map(batches.infer, jobs), return_exceptions=True)
 
-    assert [isinstance(outcome, Computed) for outcome in outcomes] == [
+    assert [isinstance(outcome, ComputedRecord) for outcome in outcomes] == [
         index != 40 for index in range(64)
     ]
     assert isinstance(outcomes[40], RuntimeError)
@@ -166,7 +174,7 @@ async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
     world = World()
     snapshot, clock = world.snapshot(), FakeClock(100.0)
 
-    def slow(jobs: Sequence[Job]) -> list[Outcome]:
+    def slow(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
         clock.now += 1.0
         return compute(jobs)
 
@@ -182,7 +190,7 @@ async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
 
     # Then only the second is computed
     assert isinstance(outcomes[0], LiveUnavailable) and outcomes[0].reason == "timeout"
-    assert isinstance(outcomes[1], Computed)
+    assert isinstance(outcomes[1], ComputedRecord)
     assert [len(batch) for batch in world.predictor.batches] == [1, 1]
     assert batches.hopeless == 1 and batches.queued == batches.queued_bytes == 0
 
@@ -194,7 +202,7 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
     snapshot, clock = world.snapshot(), FakeClock(100.0)
     seconds = iter([60.0])
 
-    def once_slow(jobs: Sequence[Job]) -> list[Outcome]:
+    def once_slow(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
         clock.now += next(seconds, 0.001)
         return compute(jobs)
 
@@ -206,7 +214,7 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
         soon = job(snapshot, "i1")
         soon.deadline = clock.now + 0.3
         outcomes = await asyncio.gather(batches.infer(soon), return_exceptions=True)
-        answered += isinstance(outcomes[0], Computed)
+        answered += isinstance(outcomes[0], ComputedRecord)
 
     assert answered > 40
 

@@ -7,11 +7,11 @@ import pytest
 
 from cache.format.redis_keys import Keyspace
 from cache.l2.lease_commands import GIVEN_BACK, LeaseSwap, LeaseTake
-from serving.generations.served_set import Holding
-from serving.lookup.inference import Inferences
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.lookup.leases import Lead
-from serving.lookup.micro_batcher import Computed, Job
+from serving.lookup.leases import LeaseManager
+from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
 from serving.ranking.filtered_lookup import FilteredLookup
 from tests.unit.serving.world import World, ask, entity, ids
 
@@ -23,19 +23,21 @@ class NearWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.lead = Lead(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
-        self.inferences = Inferences(
-            self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=self.lead,
+        self.lead = LeaseManager(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
+        self.inferences = LiveInferences(
+            self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             reuses=frozenset({"user_topk"}),
         )  # fmt: skip
         self.ladder = Ladder(
             self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
         )
 
-    async def infer(self, job: Job) -> Computed:
+    async def infer(self, job: InferenceJob) -> ComputedRecord:
         """As live, marked."""
         computed = await super().infer(job)
-        return Computed(computed.record, computed.dropped, DISTANCE if job.may_reuse else None)
+        return ComputedRecord(
+            computed.record, computed.unknown_id_count, DISTANCE if job.may_reuse else None
+        )
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def world() -> NearWorld:
 
 async def look(world: NearWorld, *entities: Any, **options: Any) -> list[dict[str, Any]]:
     started = asyncio.get_running_loop().time()
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     return await world.ladder.lookup(served, ask(*entities, **options), started)
 
 
@@ -99,7 +101,7 @@ async def test_who_wants_it_fresh_does_not_join_who_takes_a_near_one(world: Near
 
 
 async def test_while_a_page_is_out_of_reach_a_known_id_gets_no_near_one(world: NearWorld) -> None:
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     world.remote.pages.clear()
     started = asyncio.get_running_loop().time()
 
@@ -119,15 +121,15 @@ async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
     started = asyncio.get_running_loop().time()
 
     await lookup.lookup(
-        Holding(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started
+        ServedGenerations(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started
     )
 
     assert [job.may_reuse for job in world.jobs] == [False]
 
 
 async def test_a_near_answer_is_not_sampled_as_one_of_the_models(world: NearWorld) -> None:
-    world.ladder.watch.picks.left = 0
+    world.ladder.watch.sampler.countdown = 0
 
     await look(world, entity("nobody", history=ids("i1")))
 
-    assert world.ladder.watch.picks.left == 0
+    assert world.ladder.watch.sampler.countdown == 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from serving.metrics.fast_counters import Seconds
+from serving.metrics.fast_counters import SecondsHistogram
 from serving.metrics.log_buckets import LOWEST_S, RATIO, finer, quantile
 
 COARSE = (0.0001, 0.00025, 0.001, 0.05, 2.5, 10)
@@ -22,7 +22,7 @@ def test_finer_bounds_hold_the_coarse_ones_and_are_nowhere_further_apart_than_st
 @pytest.mark.parametrize("quantile_level", [0.5, 0.99, 0.999])
 def test_a_quantile_is_off_by_five_percent_at_most(quantile_level: float) -> None:
     times = np.random.default_rng(5).lognormal(-7, 1.5, 20_000)
-    seconds = Seconds("t", "", "source", ["l1"], COARSE)
+    seconds = SecondsHistogram("t", "", "source", ["l1"], COARSE)
     for time_s in times:
         seconds.observe("l1", time_s)
     counts = {at: n for at, n in enumerate(seconds.spent["l1"].counts) if n}
@@ -46,7 +46,7 @@ def test_quantiles_of_few_and_of_what_lies_outside_the_bounds() -> None:
 def test_prometheus_is_told_what_a_coarse_histogram_would_tell() -> None:
     registry = CollectorRegistry()
     coarse = Histogram("t", "", ["source"], buckets=COARSE, registry=registry).labels("l1")
-    fine = Seconds("t", "", "source", ["l1"], COARSE)
+    fine = SecondsHistogram("t", "", "source", ["l1"], COARSE)
     times = [*np.random.default_rng(6).lognormal(-5, 3, 500), *COARSE, 11.0, 0.0]
     for time_s in times:
         coarse.observe(time_s)

@@ -10,9 +10,9 @@ from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from cache.tiers.eviction_history import Absence
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiers.tiered import Tiered
-from serving.generations.served_set import Holding
-from serving.lookup.inference import Inferences
+from cache.tiers.tiered import TieredCache
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
 from serving.metrics.miss_reasons import REASONS
 from serving.usage.request_observer import UsageObserver
@@ -26,11 +26,11 @@ def small_world() -> World:
     world = World()
     local = LocalTier(9 * (OVERHEAD_BYTES + 120), world.clock)
     negative = NegativeCache(10, 5.0, world.clock)
-    world.tiers = Tiered(local, negative, world.remote, timer=world.clock)
-    world.inferences = Inferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
+    world.tiers = TieredCache(local, negative, world.remote, timer=world.clock)
+    world.inferences = LiveInferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
-        timer=world.clock, watch=UsageObserver(world.metrics.l1_misses, local.absences),
+        timer=world.clock, watch=UsageObserver(world.metrics.l1_misses, local.eviction_history),
     )  # fmt: skip
     world.remote.timer = world.clock
     return world
@@ -77,7 +77,9 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
     rng, world = random.Random(seed), small_world()
     blocklist = Blocklist(1, users=frozenset({b"u3"}))
     live = world.snapshot(blocklist=blocklist)
-    served = Holding(live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None)
+    served = ServedGenerations(
+        live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None
+    )
     pages = dict(world.remote.pages)
     for _ in range(150):
         world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
@@ -124,7 +126,7 @@ async def test_these_lives_meet_every_reason() -> None:
             elif step % 10 == 2:
                 name = GENERATION, "user_topk", 0
                 world.remote.pages[name] = bytes(len(pages[name]))
-            await world.ladder.lookup(Holding(live), asked(rng), world.clock())
+            await world.ladder.lookup(ServedGenerations(live), asked(rng), world.clock())
         for tables in (
             scraped(world)[name] for name in ("larder_misses_total", "larder_l1_misses_total")
         ):

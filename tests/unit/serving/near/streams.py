@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.candidate_search import Searcher
-from cache.model.input_preparation import Prepared
+from cache.model.input_preparation import PreparedInput
 from cache.model.list_search import ListSearch
 from serving.near.list_matches import ListMatches
-from serving.near.neighbours import Neighbours, Outcome
+from serving.near.neighbours import NearOutcome, Neighbours
 from serving.near.reuse_policy import ReusePolicy
 from serving.near.value_matches import ValueMatches
 
@@ -95,7 +95,7 @@ class Seen:
     """Counts of a run at the end of each batch: answers given, reused and wrong, and if anything was reused."""
 
     policy: ReusePolicy
-    counts: Counter[Outcome]
+    counts: Counter[NearOutcome]
     answers: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
@@ -139,7 +139,7 @@ class TextModel:
 
 def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> Seen:
     """Runs so many texts through the matches of a value table."""
-    rng, model, counts = np.random.default_rng([seed, 2]), TextModel(), Counter[Outcome]()
+    rng, model, counts = np.random.default_rng([seed, 2]), TextModel(), Counter[NearOutcome]()
     dims = draw(np.random.default_rng(0), 2).vectors.shape[1]
     neighbours: Neighbours[Numbers] = Neighbours(ERROR, entries, dims, Random(seed), counts)
     matches = ValueMatches("t", neighbours)
@@ -172,7 +172,7 @@ class HistoryModel:
         self._search = ListSearch(Searcher(index, "inner_product", 1), table, self.K)
         self.best: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
-    def vectors(self, batch: Sequence[Prepared]) -> Numbers:
+    def vectors(self, batch: Sequence[PreparedInput]) -> Numbers:
         """Means of the histories, which are all of one length."""
         means: Numbers = self.items[np.stack([prepared.history for prepared in batch])].mean(axis=1)
         return means
@@ -186,7 +186,7 @@ class HistoryModel:
         self.best = ranked[0]
         return [b""] * len(ranked[0])
 
-    def true_lists(self, batch: Sequence[Prepared]) -> NDArray[np.uint32]:
+    def true_lists(self, batch: Sequence[PreparedInput]) -> NDArray[np.uint32]:
         """Lists that live would give."""
         vectors = self.vectors(batch)
         return self._search.lists(batch, vectors, NOTHING)[0]
@@ -194,7 +194,7 @@ class HistoryModel:
 
 def histories(
     model: HistoryModel, rng: np.random.Generator, length: int = 12
-) -> Iterator[list[Prepared]]:
+) -> Iterator[list[PreparedInput]]:
     """Batches of histories: half are new, of two clusters each, half are a recent new one with another item."""
     recent = np.empty((0, length), np.int64)
     order = np.argsort(model.clusters, kind="stable")
@@ -213,12 +213,12 @@ def histories(
             recent = np.concatenate([recent, drawn[~near]])[-500:]
         else:
             recent = drawn
-        yield [Prepared("t", history, {}, -1, np.unique(history), 0) for history in drawn]
+        yield [PreparedInput("t", history, {}, -1, np.unique(history), 0) for history in drawn]
 
 
 def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False) -> Seen:
     """Runs so many histories through the matches of a table of lists, whose index is said to be exact or not."""
-    model, counts = HistoryModel(seed), Counter[Outcome]()
+    model, counts = HistoryModel(seed), Counter[NearOutcome]()
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)
     reach = model.search("t").reach() if is_exact else None
     matches = ListMatches("t", model.K, 0.9, reach, neighbours)

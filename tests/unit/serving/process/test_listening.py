@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving.process.listening import Listening
+from serving.process.listening import ListeningSockets
 
 
 class Servers:
@@ -47,8 +47,8 @@ def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-async def listening_on(servers: Servers, count: int, tls: Any = None) -> Listening:
-    listening = Listening(servers, tls)  # type: ignore[arg-type]
+async def listening_on(servers: Servers, count: int, tls: Any = None) -> ListeningSockets:
+    listening = ListeningSockets(servers, tls)  # type: ignore[arg-type]
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     listening.keep(sockets)
     for listening_socket in sockets:
@@ -84,9 +84,9 @@ async def test_a_closed_socket_that_cannot_be_listened_on_again_is_tried_at_the_
     servers.is_broken, servers._calls = True, 1
 
     with pytest.raises(OSError, match="descriptors"):
-        await listening.look()
+        await listening.reopen_closed()
     servers.is_broken = False
-    await listening.look()
+    await listening.reopen_closed()
 
     assert [server.is_serving() for server in servers.servers] == [False, True]
     listening.leave()
@@ -98,13 +98,13 @@ async def test_files_of_a_certificate_are_not_read_on_the_event_loop(servers: Se
     class Tls:
         context = None
 
-        def look(self) -> bool:
+        def reload_if_changed(self) -> bool:
             threads.append(threading.current_thread())
             return False
 
     listening = await listening_on(servers, 1, Tls())
 
-    await listening.look()
+    await listening.reopen_closed()
     await listening.look_at_certificate()
 
     assert threads and threading.main_thread() not in threads

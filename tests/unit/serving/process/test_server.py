@@ -15,7 +15,7 @@ import uvloop
 from cache.config.peers import Bounds
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
-from serving.fast_http.connection import Shared, protocol
+from serving.fast_http.connection import SharedState, protocol
 from serving.fast_http.connections import Connections
 from serving.process.descriptors import HEADROOM, make_room
 from serving.process.server import Server
@@ -40,8 +40,8 @@ async def serving() -> AsyncIterator[tuple[Server, tuple[str, int]]]:
     """A server on a real socket, and its address."""
     front = Front()
     front.app = answered
-    shared = Shared(front, BOUNDS)  # type: ignore[arg-type]
-    config = uvicorn.Config(shared.front, http=protocol(shared), lifespan="off", log_config=None)  # type: ignore[arg-type]
+    shared = SharedState(front, BOUNDS)  # type: ignore[arg-type]
+    config = uvicorn.Config(shared.app, http=protocol(shared), lifespan="off", log_config=None)  # type: ignore[arg-type]
     announcement = asyncio.Event()
     server = Server(config, shared.connections, drain_s=1.0, announce=announcement.set)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -134,7 +134,7 @@ def test_a_look_that_fails_is_not_the_last(
             twice.set()
 
         async with serving() as (server, _), asyncio.timeout(10):
-            monkeypatch.setattr(server._connections, "look", check_progress)
+            monkeypatch.setattr(server._connections, "close_stalled", check_progress)
             await twice.wait()
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serving.process.supervisor import TRIES, Spawn, Workers
+from serving.process.supervisor import TRIES, Workers, WorkerSpawner
 from tests.integration.serving_app import eventually
 
 WORKER = (
@@ -32,7 +32,7 @@ class Parent:
         self._start_process: Callable[..., Any] = asyncio.create_subprocess_exec
         patch.setattr(asyncio, "create_subprocess_exec", self._start_or_refuse)
         listener = socket.create_server(("127.0.0.1", 0))
-        spawn = Spawn(listener, folder, "", "info", ("-c", WORKER))
+        spawn = WorkerSpawner(listener, folder, "", "info", ("-c", WORKER))
         self.workers = Workers(2, spawn, 1.0, self.announce, lambda _failures: 0.0)
 
     def announce(self) -> None:
@@ -47,7 +47,11 @@ class Parent:
     @property
     def pids(self) -> set[int]:
         """Process ids of the workers that are ready."""
-        return {worker.process.pid for worker in self.workers._places if worker and worker.ready_at}
+        return {
+            worker.process.pid
+            for worker in self.workers._workers_by_slot
+            if worker and worker.ready_at
+        }
 
     async def are_two(self, without: frozenset[int] = frozenset()) -> bool:
         return len(self.pids - without) == 2

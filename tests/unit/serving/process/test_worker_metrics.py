@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.process.worker_metrics import Peers, merged
+from serving.process.worker_metrics import WorkerPeers, merged
 
 
 def exposed(count: int, odd: str = "b") -> bytes:
@@ -32,7 +32,7 @@ def test_each_family_stands_once_with_the_series_of_every_worker() -> None:
 
 
 async def test_whoever_is_asked_tells_the_counts_of_all_that_answer(tmp_path: Path) -> None:
-    peers = [Peers(tmp_path, slot) for slot in range(3)]
+    peers = [WorkerPeers(tmp_path, slot) for slot in range(3)]
     for slot, peer in enumerate(peers):
         await peer.open(lambda slot=slot: exposed(slot))  # type: ignore[misc]
     await peers[1].aclose()
@@ -58,7 +58,7 @@ async def test_a_peer_that_hangs_or_tells_half_a_line_is_left_out(tmp_path: Path
         await asyncio.start_unix_server(handler, tmp_path / f"{slot}.sock")
         for slot, handler in ((1, hang), (2, break_off))
     ]
-    peers = Peers(tmp_path, 0)
+    peers = WorkerPeers(tmp_path, 0)
     await peers.open(lambda: exposed(5))
 
     text = await peers.exposition()

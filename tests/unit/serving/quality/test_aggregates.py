@@ -6,20 +6,20 @@ import numpy as np
 import orjson
 import pytest
 
-from serving.quality.aggregates import ERRORS, Cell, Key, half_width, merged, packed, wilson
-from serving.quality.comparison import AnswerSample
+from serving.quality.aggregates import ERRORS, Key, SampleTotals, half_width, merged, packed, wilson
+from serving.quality.comparison import AnswerComparison
 from serving.quality.shared_report import summary
 
 
-def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> AnswerSample:
-    return AnswerSample("t", "l1", "batch", "1-9", is_exact, overlap, error, 60.0)
+def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> AnswerComparison:
+    return AnswerComparison("t", "l1", "batch", "1-9", is_exact, overlap, error, 60.0)
 
 
 def test_parts_of_several_replicas_are_one_whole() -> None:
     key: Key = "t", "l1", "batch", "1-9"
-    total_cell, parts = Cell(), []
+    total_cell, parts = SampleTotals(), []
     for part in range(3):
-        cell = Cell()
+        cell = SampleTotals()
         for number in range(part + 2):
             answer_sample = sample(number / 4, 10.0**-number, is_exact=number == 1)
             cell.saw(answer_sample)
@@ -34,7 +34,7 @@ def test_parts_of_several_replicas_are_one_whole() -> None:
 
 
 def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -> None:
-    cell = Cell()
+    cell = SampleTotals()
     for _ in range(99):
         cell.saw(sample(1.0, 0.0015))
     cell.saw(sample(1.0, 7.0))
@@ -46,7 +46,7 @@ def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -
 
 def test_nothing_known_is_said_as_such() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
-    assert Cell().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
+    assert SampleTotals().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
     report = summary([part], worklist=None, read_share=None, size_bytes=0)
@@ -77,7 +77,7 @@ def test_the_interval_of_a_mean_holds_it_19_times_in_20() -> None:
     rng = np.random.default_rng(3)
     covered_count = 0
     for _ in range(1_000):
-        cell = Cell()
+        cell = SampleTotals()
         for overlap in rng.beta(8, 2, 100).tolist():
             cell.saw(sample(overlap))
         interval = cell.mean_overlap()

@@ -5,9 +5,9 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.quality.comparison import compare
-from serving.usage.answer_sampling import Picks
+from serving.usage.answer_sampling import AnswerSampler
 from tests.unit.serving.world import World, ask, entity, ids
 
 
@@ -23,11 +23,11 @@ class Had:
 async def test_a_live_answer_without_what_its_user_had_by_the_night_is_as_the_model_says() -> None:
     world = World()
     live = world.snapshot(seen=Had())
-    sampler = world.ladder.watch.picks = Picks(1_000)
+    sampler = world.ladder.watch.sampler = AnswerSampler(1_000)
     requested_entity = entity("u3", history=ids("i3"))
 
     (answer,) = await world.ladder.lookup(
-        Holding(live), ask(requested_entity, fresh=True), monotonic()
+        ServedGenerations(live), ask(requested_entity, fresh=True), monotonic()
     )
     answer_sample = sampler.next()
 

@@ -5,12 +5,12 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.hot_keys import HOT, Name, Window
-from serving.quality.aggregates import Cell
-from serving.quality.results import Results
+from cache.control.hot_keys import HOT_WINDOW, Name, Window
+from serving.quality.aggregates import SampleTotals
+from serving.quality.results import QualityResults
 from serving.quality.shared_report import LIFE_S, SharedReport
-from serving.usage.read_counts import Reads
-from serving.usage.table_usage import Usage
+from serving.usage.read_counts import ReadHashes
+from serving.usage.table_usage import TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
@@ -23,7 +23,7 @@ class FakeRedis(FakeControl):
     def __init__(self) -> None:
         self.rows: dict[bytes, bytes] = {}
 
-    async def ask(self, *command: Any) -> Any:
+    async def execute(self, *command: Any) -> Any:
         match command[0]:
             case "HSET":
                 self.rows[command[2].encode()] = command[3]
@@ -34,14 +34,14 @@ class FakeRedis(FakeControl):
                     del self.rows[field_name]
         return 0
 
-    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
+    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
         return []
 
 
 def row(generation: str, **changes: Any) -> bytes:
     row_fields = {
         "replica": "b", "at": NOW, "hits": 1.0, "generation": generation, "since": NOW,
-        "cells": {"t\tl1\tbatch\tnone": Cell(samples=3, exact=3).to_json()}, "drift": {},
+        "cells": {"t\tl1\tbatch\tnone": SampleTotals(samples=3, exact=3).to_json()}, "drift": {},
     }  # fmt: skip
     return orjson.dumps(row_fields | changes)
 
@@ -62,10 +62,10 @@ def row(generation: str, **changes: Any) -> bytes:
 async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
     changes: dict[str, Any],
 ) -> None:
-    world, redis, results = World(), FakeRedis(), Results()
+    world, redis, results = World(), FakeRedis(), QualityResults()
     live = world.snapshot()
     results.begin(live, NOW)
-    usage = Usage(redis, Reads(), world.metrics, lambda: (), lambda: live)
+    usage = TableUsage(redis, ReadHashes(), world.metrics, lambda: (), lambda: live)
     shared_report = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
     redis.rows = {
         b"b": row(live.generation),
@@ -76,6 +76,6 @@ async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
 
     await shared_report.report()
 
-    report = shared_report.told()
+    report = shared_report.to_json()
     assert report is not None and report["samples"] == 3
     assert b"old" not in redis.rows

@@ -8,21 +8,21 @@ import pytest
 from cache.format.ids import fingerprint
 from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
 from serving.ranking.filters import Filters
 from serving.requests.errors import unprocessable
-from serving.requests.models import RequestOptions, ScoreAsk
+from serving.requests.models import RequestOptions, ScoreRequest
 from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
     world = World()
-    served = Holding(world.snapshot())
+    served = ServedGenerations(world.snapshot())
     candidates, options = ids("i1", "i2"), RequestOptions(5.0)
 
     async def ranked(user):
-        score_request = ScoreAsk(user, candidates, options)
+        score_request = ScoreRequest(user, candidates, options)
         now_s = asyncio.get_running_loop().time()
         return await rank_candidates(world.ladder, Filters(), served, score_request, now_s)
 
@@ -46,7 +46,7 @@ class EverythingPasses:
 class FiltersOfTheLiveOne(Filters):
     """Filters that name an attribute which the previous generation lacks."""
 
-    async def passing(self, snapshot, filter_, deadline=None):
+    async def evaluate(self, snapshot, filter_, deadline=None):
         if snapshot.generation == OLDER:
             raise unprocessable("invalid_filter", "unknown attribute 'colour'", "filter")
         return EverythingPasses()
@@ -54,12 +54,12 @@ class FiltersOfTheLiveOne(Filters):
 
 async def test_a_previous_generation_without_the_filters_attribute_answers_no_score() -> None:
     world = World()
-    live = Holding(world.snapshot(GENERATION), world.snapshot(OLDER))
+    live = ServedGenerations(world.snapshot(GENERATION), world.snapshot(OLDER))
     del world.remote.pages[GENERATION, "user_vector", 0]
-    filtered_request = ScoreAsk(
+    filtered_request = ScoreRequest(
         entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="red")
     )
-    unfiltered_request = ScoreAsk(
+    unfiltered_request = ScoreRequest(
         filtered_request.user, filtered_request.items, RequestOptions(5.0)
     )
     now_s = asyncio.get_running_loop().time()

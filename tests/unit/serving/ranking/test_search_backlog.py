@@ -12,7 +12,7 @@ import pytest
 
 from cache.filters.expression import InvalidFilter
 from cache.model.ranking import Metric
-from serving.ranking.filters import WAITING_MAX, Filters, Search
+from serving.ranking.filters import WAITING_MAX, Filters, VectorSearch
 from serving.requests.errors import Problem
 from tests.integration.serving_app import eventually
 
@@ -31,18 +31,18 @@ class Filtering:
         self.names: list[str] = []
         self._cost = cost
 
-    def best(self, *_: Any) -> int:
+    def search(self, *_: Any) -> int:
         self.begun += 1
         assert self.go.wait(30)
         return self.begun
 
-    def kept(self, _filter: Any) -> None:
+    def get_cached(self, _filter: Any) -> None:
         return None
 
     def cost(self, _filter: Any) -> int:
         return self._cost
 
-    def passing(self, filter_: str) -> str:
+    def evaluate(self, filter_: str) -> str:
         self.names.append(filter_)
         self.threads.append(threading.current_thread().name)
         if self._cost == COSTLY:
@@ -69,7 +69,7 @@ async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPool
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filter_mask: Any = SimpleNamespace(count=1 << 20)
-    searches = [Search(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
+    searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
     filters: Any = Filters(executor, timer=lambda: now_s)
 
     results = await asyncio.gather(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.item_json import Texts
+from cache.format.item_json import ItemJsonTexts
 from cache.format.item_table import Lent
 from cache.format.manifest import Producer, Table
 from cache.format.records.codec import encode_topk
@@ -58,7 +58,7 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
     items = SimpleNamespace(
         count=len(names),
         lent=Lent(np.frombuffer(b"".join(raws), np.uint8), offsets),
-        texts=Texts(len(names), ids_of, longest),
+        texts=ItemJsonTexts(len(names), ids_of, longest),
     )
     return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
 
@@ -90,10 +90,12 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
             rows["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
 
-    is_plain = json_batch.plain(live, table(layout), rows, k)
+    is_plain = json_batch.plain_record_mask(live, table(layout), rows, k)
 
     with interpreted():
-        assert is_plain.tolist() == json_batch.plain(live, table(layout), rows, k).tolist()
+        assert (
+            is_plain.tolist() == json_batch.plain_record_mask(live, table(layout), rows, k).tolist()
+        )
     good = rows[is_plain]
     if len(good):
         same(live, table(layout), good, k)
@@ -122,7 +124,7 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
 def some_row(source: str) -> Row:
     """A row of the origin's columns, with something in each that always has something."""
     value_by_kind: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
-    always = [answer_field for answer_field in ORIGIN if answer_field.said.when == "always"]
+    always = [answer_field for answer_field in ORIGIN if answer_field.declaration.when == "always"]
     return row_of(
         {answer_field.name: value_by_kind[answer_field.arrow.kind] for answer_field in always}
         | {"source": source}
@@ -161,7 +163,7 @@ def test_every_score_is_written_as_orjson_writes_it(
     except UnfitValue:
         return
     live, k = snapshot(names), 2
-    is_plain = json_batch.plain(live, table(layout), good, k)
+    is_plain = json_batch.plain_record_mask(live, table(layout), good, k)
     same(live, table(layout), good[is_plain], k)
     (first, *_) = json_batch.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
 

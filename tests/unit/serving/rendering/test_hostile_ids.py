@@ -16,7 +16,7 @@ from cache.format.ids import ID_BYTES_MAX, canonical_id
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import Layout
 from cache.native import loader, pure
-from cache.tiers.results import Found
+from cache.tiers.results import Hit
 from serving.client.arrow import write_arrow_ids
 from serving.rendering import json_batch
 from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream
@@ -93,7 +93,7 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
     live, (record,) = snapshot(names), records(layout, 1, len(names))
     live.blocked = frozenset()
 
-    start = start_of(live, table(layout), Found(record.tobytes(), "l1", False, None), id_, 2)
+    start = start_of(live, table(layout), Hit(record.tobytes(), "l1", False, None), id_, 2)
 
     assert start is not None
     assert orjson.loads(start + END) == wanted(layout, [id_], names)[0]

@@ -11,11 +11,11 @@ from cache.format.records import layout
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import ABSENT, NIGHTLY, NO_ITEM, Layout
 from cache.native import loader, pure
-from cache.tiers.results import Found
+from cache.tiers.results import Hit
 from precompute.scoring.encoding import encode
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.rendering.json_batch import plain
+from serving.rendering.json_batch import plain_record_mask
 from serving.rendering.json_single import start_of
 from tests.unit.serving.world import WIDTH, World, ask, entity
 
@@ -25,7 +25,7 @@ TABLES = pytest.mark.parametrize("table", ["user_topk", "user_vector", "user_aff
 
 @pytest.fixture(autouse=True)
 def told() -> Iterator[None]:
-    with patch.dict(layout.TOLD_FLAGS, {"cold_start": BIT}):
+    with patch.dict(layout.BIT_BY_ANSWER_FLAG, {"cold_start": BIT}):
         yield
 
 
@@ -48,7 +48,7 @@ async def test_an_answer_tells_of_the_flag_of_its_record_and_the_next_one_does_n
 
     lookup = ask(entity("u3", table), entity("u4", table))
     marked, unflagged_answer = await world.ladder.lookup(
-        Holding(snapshot), lookup, asyncio.get_running_loop().time()
+        ServedGenerations(snapshot), lookup, asyncio.get_running_loop().time()
     )
 
     assert marked["cold_start"] is True and marked["source"] == "l2"
@@ -64,9 +64,9 @@ def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, k
     is_flagged = np.array([raw == b"u3" for raw in world.user_raws])
 
     with patch.object(loader, "kernels", kernels):
-        is_plain = plain(snapshot, of, rows, WIDTH)
+        is_plain = plain_record_mask(snapshot, of, rows, WIDTH)
         starts = [
-            start_of(snapshot, of, Found(row.tobytes(), "l2", False, None), "u3", WIDTH)
+            start_of(snapshot, of, Hit(row.tobytes(), "l2", False, None), "u3", WIDTH)
             for row in rows
         ]
 

@@ -8,15 +8,15 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.key_split import Split
+from cache.control.key_split import KeySplit
 from cache.store.releases import Canary
-from serving.generations.served_set import Holding
+from serving.generations.served_set import ServedGenerations
 from serving.replica.canary_router import CanaryRouter
 from serving.replica.canary_stats import EVENTS_MAX
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
-from serving.requests.models import Limits, Reported, RequestedArm, RequestOptions
+from serving.requests.models import FeedbackReport, Limits, RequestedArm, RequestOptions
 from serving.requests.options import query_options, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
@@ -33,11 +33,17 @@ class Runs:
 
 def scene(
     canary: Canary | None = CANARY, *, is_held: bool = True
-) -> tuple[World, Holding, CanaryRouter]:
+) -> tuple[World, ServedGenerations, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
-    split = None if canary is None or not is_held else Split.of(canary.generation, canary.percent)
-    return world, Holding(live, None, coming, split), CanaryRouter(Runs(canary), world.metrics)
+    split = (
+        None if canary is None or not is_held else KeySplit.of(canary.generation, canary.percent)
+    )
+    return (
+        world,
+        ServedGenerations(live, None, coming, split),
+        CanaryRouter(Runs(canary), world.metrics),
+    )
 
 
 def options(key: bytes | None = None, **more: Any) -> RequestOptions:
@@ -45,8 +51,8 @@ def options(key: bytes | None = None, **more: Any) -> RequestOptions:
 
 
 def taken(percent: float, generation: str = GENERATION) -> set[bytes]:
-    split = Split.of(generation, percent)
-    return {key for key in KEYS if split.takes(key)}
+    split = KeySplit.of(generation, percent)
+    return {key for key in KEYS if split.has_key(key)}
 
 
 @pytest.mark.parametrize("percent", [1.0, 10.0, 50.0])
@@ -67,10 +73,10 @@ def test_a_larger_share_keeps_who_was_in_and_another_canary_draws_anew() -> None
 
 
 def test_the_split_is_fixed_for_it_must_agree_between_versions_of_the_service() -> None:
-    split = Split.of("20261120T000000Z-000000000001", 10)
+    split = KeySplit.of("20261120T000000Z-000000000001", 10)
 
     assert split.seed == 0x181A13216E37230D
-    assert [number for number in range(60) if split.takes(KEYS[number])] == [50, 55, 57, 59]
+    assert [number for number in range(60) if split.has_key(KEYS[number])] == [50, 55, 57, 59]
 
 
 async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
@@ -145,9 +151,9 @@ def test_without_a_canary_nothing_is_routed_counted_or_reported() -> None:
 
 def test_feedback_counts_for_the_arm_that_answered() -> None:
     _, served, trial = scene(Canary(GENERATION, 50.0, 5.0))
-    split = Split.of(GENERATION, 50.0)
-    inside = next(key for key in KEYS if split.takes(key))
-    outside = next(key for key in KEYS if not split.takes(key))
+    split = KeySplit.of(GENERATION, 50.0)
+    inside = next(key for key in KEYS if split.has_key(key))
+    outside = next(key for key in KEYS if not split.has_key(key))
 
     assert trial.feedback(served, GENERATION, None, "click", 2) == "canary"
     assert trial.feedback(served, OLDER, None, "click", 3) == "live"
@@ -260,8 +266,14 @@ def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, 
 
 def test_feedback_is_one_event_unless_it_says_more() -> None:
     for body, expected_feedback in (
-        (b'{"event": "click", "generation": "a"}', Reported("a", None, None, "click", 1)),
-        (b'{"event": "buy", "canary_key": 7, "count": 5}', Reported(None, b"7", None, "buy", 5)),
-        (b'{"event": "buy", "arm": "e=a"}', Reported(None, None, RequestedArm("e", "a"), "buy", 1)),
+        (b'{"event": "click", "generation": "a"}', FeedbackReport("a", None, None, "click", 1)),
+        (
+            b'{"event": "buy", "canary_key": 7, "count": 5}',
+            FeedbackReport(None, b"7", None, "buy", 5),
+        ),
+        (
+            b'{"event": "buy", "arm": "e=a"}',
+            FeedbackReport(None, None, RequestedArm("e", "a"), "buy", 1),
+        ),
     ):
         assert feedback_of(orjson.loads(body)) == expected_feedback

@@ -10,10 +10,10 @@ from prometheus_client.registry import CollectorRegistry
 from cache.control.schedule import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
 from serving.lookup.leases import LeaseCounts
-from serving.metrics.event_counters import TEXTS, Events
+from serving.metrics.event_counters import TEXTS, InternalCounters
 from serving.replica.freshness import Nights
-from serving.replica.night_metrics import Figures
-from serving.replica.redis_memory import Room
+from serving.replica.night_metrics import NightMetrics
+from serving.replica.redis_memory import RedisMemory
 from serving.replica.release_watch import ReleaseWatch
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
@@ -35,11 +35,11 @@ class FakeRedis(FakeControl):
         return self.told
 
 
-def registered(manifest: Any, room: Room, releases: ReleaseWatch) -> CollectorRegistry:
+def registered(manifest: Any, room: RedisMemory, releases: ReleaseWatch) -> CollectorRegistry:
     served: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
     nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=served), lambda: NOW)  # type: ignore[arg-type]
     registry = CollectorRegistry()
-    registry.register(Figures(lambda: served, nights, releases, room))
+    registry.register(NightMetrics(lambda: served, nights, releases, room))
     return registry
 
 
@@ -49,7 +49,7 @@ def releases() -> ReleaseWatch:
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
-    registry = registered(None, Room(FakeRedis()), releases())
+    registry = registered(None, RedisMemory(FakeRedis()), releases())
 
     value_by_name = {
         sample.name: sample.value for family in registry.collect() for sample in family.samples
@@ -70,7 +70,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
     )  # fmt: skip
     release_watch = releases()
     release_watch.last, release_watch.refused = {"publish": 7.0}, frozenset({"skew"})
-    value = registered(manifest, Room(FakeRedis()), release_watch).get_sample_value
+    value = registered(manifest, RedisMemory(FakeRedis()), release_watch).get_sample_value
 
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
     assert value("larder_generation_users", {"reason": "copied"}) == 8
@@ -91,21 +91,21 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
 
 async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
     redis = FakeRedis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
-    room = Room(redis)
-    await room.look()
+    room = RedisMemory(redis)
+    await room.refresh()
     assert (room.used_bytes, room.max_bytes) == (7, 20)
 
     redis.told[1]["maxmemory"] = 0
-    await room.look()
+    await room.refresh()
     assert room.max_bytes == 0
 
     redis.told.clear()
-    await room.look()
+    await room.refresh()
     assert room.used_bytes is None
 
 
 def test_an_event_is_a_counter_of_its_own_with_a_text() -> None:
-    (family,) = Events(lambda: {"l2_reads": 3.0}).collect()
+    (family,) = InternalCounters(lambda: {"l2_reads": 3.0}).collect()
 
     assert (family.name, family.documentation) == ("larder_l2_reads", TEXTS["l2_reads"])
-    assert set(LeaseCounts().events()) <= set(TEXTS)
+    assert set(LeaseCounts().internal_counters()) <= set(TEXTS)

@@ -47,7 +47,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
     write(store, ("roll_back", A), is_done=False)
     watch = ReleaseWatch(store, asyncio.to_thread)
 
-    await watch.look()
+    await watch.refresh()
 
     assert watch.last == {"publish": 300.0, "pin": 200.0} and not watch.refused
 
@@ -57,15 +57,15 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
 ) -> None:
     watch = ReleaseWatch(store, asyncio.to_thread)
     write(store, ("publish", A), ("refuse", B))
-    await watch.look()
+    await watch.refresh()
     assert watch.refused == {UNKNOWN}
 
     judged(store, B, score_psi=False, finite=True, skew=False)
-    await watch.look()
+    await watch.refresh()
     assert watch.refused == {"score_psi", "skew"}
 
     write(store, ("publish", B))
-    await watch.look()
+    await watch.refresh()
     assert watch.refused == frozenset()
 
 
@@ -83,7 +83,9 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
 def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
     moves: list[tuple[Any, str]], is_open: bool
 ) -> None:
-    records = [Release(n, action, of, None, "a", 1.0, done=True) for n, (action, of) in enumerate(moves)]  # fmt: skip
+    records = [
+        Release(n, action, of, None, "a", 1.0, is_done=True) for n, (action, of) in enumerate(moves)
+    ]
 
     refusal = open_refusal(records)
 
@@ -95,11 +97,11 @@ async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once
 ) -> None:
     watch = ReleaseWatch(store, asyncio.to_thread)
     write(store, ("publish", A))
-    await watch.look()
+    await watch.refresh()
     (tmp_path / "store" / intent_path(2)).write_bytes(b"no record")
 
-    await watch.look()
-    await watch.look()
+    await watch.refresh()
+    await watch.refresh()
 
     assert watch.last == {"publish": 100.0}
     assert caplog.text.count("the release records cannot be read") == 1
@@ -111,7 +113,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
     write(store, ("publish", A), ("pin", A))
     watch = ReleaseWatch(store, asyncio.to_thread)
     history = GenerationHistory(store, watch.records)
-    await watch.look()
+    await watch.refresh()
     write(store, ("publish", B))
     read_paths: list[str] = []
     read_many = store.read_many

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.requests.content import beside, lookup_of, peek, take
+from serving.requests.content import lookup_of, peek, pop_content, run_in_thread_if_large
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
 
@@ -32,7 +32,7 @@ def test_a_refused_body_is_free_without_a_collection(text: bytes) -> None:
     reference_count = sys.getrefcount(body)
     scope: dict[str, object] = {}
 
-    for read in (peek, take):
+    for read in (peek, pop_content):
         with contextlib.suppress(Problem):
             read(scope, body, "json", LIMITS)
     with contextlib.suppress(Problem):
@@ -56,7 +56,7 @@ async def test_a_large_body_that_a_thread_refused_is_free_without_a_collection()
 async def refused_beside(body: bytes) -> str:
     """All that the refusal, and what it came from, have attached."""
     try:
-        await beside(body, functools.partial(take, {}, body, "json", LIMITS))
+        await run_in_thread_if_large(body, functools.partial(pop_content, {}, body, "json", LIMITS))
     except Problem as problem:
         origin = problem.__cause__ or problem.__context__ or Exception()
         return f"{vars(problem)} {vars(origin)}"

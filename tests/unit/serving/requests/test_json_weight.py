@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from serving.admission.work_pacer import YieldPacer
 from serving.arrow_ipc.reader import BATCHES_MAX
 from serving.requests import content, fields
-from serving.requests.content import LARGE, beside, lookup_of, peek, refuse, take
+from serving.requests.content import (
+    LARGE,
+    lookup_of,
+    peek,
+    pop_content,
+    refuse,
+    run_in_thread_if_large,
+)
 from serving.requests.errors import Problem
 from serving.requests.json_weight import has_more_values
 from serving.requests.models import RequestedEntity
@@ -138,18 +145,21 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
     scope: dict[str, Any] = {}
 
     first = peek(scope, b'{"a": 1}', "json", LIMITS)
-    assert take(scope, b'{"a": 1}', "json", LIMITS) is first and read == [1]
+    assert pop_content(scope, b'{"a": 1}', "json", LIMITS) is first and read == [1]
     assert scope == {}, "what was taken is not held"
 
     refuse(scope, Problem(422, "x", "why"))
-    for read_content in (peek, take):
+    for read_content in (peek, pop_content):
         with pytest.raises(Problem, match="why"):
             read_content(scope, b"{}", "json", LIMITS)
     assert read == [1] and scope == {}
 
 
 async def test_a_large_body_is_read_beside_the_loop() -> None:
-    where = [await beside(b" " * size, threading.get_ident) for size in (LARGE, LARGE + 1)]
+    where = [
+        await run_in_thread_if_large(b" " * size, threading.get_ident)
+        for size in (LARGE, LARGE + 1)
+    ]
 
     assert where[0] == threading.get_ident() != where[1]
 

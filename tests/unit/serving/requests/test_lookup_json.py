@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.requests.content import lookup_of, take
+from serving.requests.content import lookup_of, pop_content
 from serving.requests.errors import Problem
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
-from serving.requests.models import Ask, Limits, Reported, ScoreAsk
+from serving.requests.models import FeedbackReport, Limits, LookupRequest, ScoreRequest
 from serving.requests.options import with_headers
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"
 
 
-def lookup_body(raw: bytes, table: str | None, limits: Limits) -> Ask:
+def lookup_body(raw: bytes, table: str | None, limits: Limits) -> LookupRequest:
     return lookup_of({}, raw, "json", table, limits)
 
 
-def score_body(raw: bytes, limits: Limits) -> ScoreAsk:
-    return score_ask(take({}, raw, "json", limits), limits)
+def score_body(raw: bytes, limits: Limits) -> ScoreRequest:
+    return score_ask(pop_content({}, raw, "json", limits), limits)
 
 
 def refused(body: object, table: str | None = "t") -> tuple[int, str, str | None]:
@@ -241,7 +241,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
     assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(
         b'{"entities": ["a"]}', "t", LIMITS
     )
-    assert feedback_of(of_key) == Reported(None, b"u", None, "click", 1)
+    assert feedback_of(of_key) == FeedbackReport(None, b"u", None, "click", 1)
     assert refused({"entities": None}) == refused({})
 
 

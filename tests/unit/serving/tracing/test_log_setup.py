@@ -7,19 +7,19 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.tracing.log_setup import BURST, Json, Limit, Text
+from serving.tracing.log_setup import BURST, JsonFormatter, LogRateLimit, TextFormatter
 from serving.tracing.observer import request_of, timing
 from serving.tracing.redaction import LENGTH_MAX, Redactor, passwords_of
-from serving.tracing.request_context import CURRENT, Request, Seen, StageTime, note
+from serving.tracing.request_context import CURRENT, RequestFacts, RequestRecord, StageTime, note
 from serving.tracing.request_id import accepted, new_id
 from serving.tracing.request_log import RequestLog, log
-from serving.tracing.trace_context import Parent
+from serving.tracing.trace_context import ParentSpan
 from tests.fakes import FakeClock
 
 SECRETS = Redactor({"t0k3n"} | passwords_of(
     "redis://larder:p%40ss@host:6379/0", "redis+sentinel://host:1/svc?client_name=c&sentinel_password=q+q%21"
 ))  # fmt: skip
-ASKED = Request("GET", "/v1/lookup/{table}/{entity}", "user_topk", "u-secret")
+ASKED = RequestFacts("GET", "/v1/lookup/{table}/{entity}", "user_topk", "u-secret")
 
 
 def record(text: str, *values: object, **more: Any) -> logging.LogRecord:
@@ -54,7 +54,7 @@ def lines() -> Iterator[list[logging.LogRecord]]:
         "'redis+sentinel://h:1/svc?sentinel_password=hidden' does not answer",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", [Json, Text])
+@pytest.mark.parametrize("form", [JsonFormatter, TextFormatter])
 def test_no_secret_reaches_a_line(form: type[logging.Formatter], text: str) -> None:
     line = form(SECRETS).format(record("%s", text))  # type: ignore[arg-type]
 
@@ -69,17 +69,17 @@ def test_no_secret_reaches_a_line_through_an_exception_or_a_field() -> None:
     except ValueError as error:
         failed = record("failed", exc_info=(ValueError, error, error.__traceback__))
     failed.larder_fields = {"deep": {"er": "t0k3n"}}
-    line_fields = orjson.loads(Json(SECRETS).format(failed))
+    line_fields = orjson.loads(JsonFormatter(SECRETS).format(failed))
 
     assert "t0k3n" not in str(line_fields) and "ValueError: ***" in line_fields["exception"]
-    assert "t0k3n" not in Text(SECRETS).format(failed)
+    assert "t0k3n" not in TextFormatter(SECRETS).format(failed)
 
 
 def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
-    request_record = Seen(0.0, "req-1", Parent("a" * 32, "b" * 16, 1))
+    request_record = RequestRecord(0.0, "req-1", ParentSpan("a" * 32, "b" * 16, 1))
     current = CURRENT.set(request_record)
     try:
-        line = Json(SECRETS, 3).format(record("two\nlines %d", 5))
+        line = JsonFormatter(SECRETS, 3).format(record("two\nlines %d", 5))
     finally:
         CURRENT.reset(current)
     line_fields = orjson.loads(line)
@@ -94,13 +94,13 @@ def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
 
 
 def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
-    request_record = Seen(0.0, "req-1", body=b"large")
+    request_record = RequestRecord(0.0, "req-1", body=b"large")
     current = CURRENT.set(request_record)
     try:
         note("stored", 1.0)
         request_record.end()
         note("stored", 1.0)
-        line = orjson.loads(Json(SECRETS).format(record("x")))
+        line = orjson.loads(JsonFormatter(SECRETS).format(record("x")))
     finally:
         CURRENT.reset(current)
 
@@ -110,7 +110,7 @@ def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
 
 
 def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
-    assert orjson.loads(Json(SECRETS).format(record("\ud800")))["message"] == "?"
+    assert orjson.loads(JsonFormatter(SECRETS).format(record("\ud800")))["message"] == "?"
 
 
 def test_a_text_without_end_is_cut() -> None:
@@ -119,7 +119,7 @@ def test_a_text_without_end_is_cut() -> None:
 
 def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     clock = FakeClock()
-    limit = Limit(2.0, clock)
+    limit = LogRateLimit(2.0, clock)
     passed = sum(limit.filter(record("x")) for _ in range(100_000))
     other_record = record("y")
     other_record.lineno = 8
@@ -130,18 +130,20 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     assert passed == BURST and limit.filter(other_record)
     assert len(passed_records) == 2
     assert passed_records[0].larder_dropped == 100_000 - BURST  # type: ignore[attr-defined]
-    assert orjson.loads(Json(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST
+    assert (
+        orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST
+    )
 
 
 def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
     lines: list[logging.LogRecord],
 ) -> None:
     draws = iter([0.5, 0.05, 0.5])
-    journal = RequestLog(share=0.1, slow_s=1.0, draw=lambda: next(draws))
+    journal = RequestLog(sampled_share=0.1, slow_s=1.0, draw=lambda: next(draws))
     for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
-        request_record = Seen(0.0, "r", status=status)
+        request_record = RequestRecord(0.0, "r", status=status)
         if (level := journal.level(request_record, seconds)) is not None:
-            journal.told(level, request_record, ASKED, seconds)
+            journal.write(level, request_record, ASKED, seconds)
 
     levels_and_seconds = [
         (log_record.levelname, vars(log_record)["larder_fields"]["seconds"]) for log_record in lines
@@ -152,20 +154,20 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
 def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
     lines: list[logging.LogRecord],
 ) -> None:
-    request_record = Seen(
+    request_record = RequestRecord(
         0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}'
     )
     request_record.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
-    RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, request_record, ASKED, 1.0)
-    line = orjson.loads(Json(SECRETS).format(lines[0]))
+    RequestLog(sampled_share=1.0, slow_s=9.0).write(logging.INFO, request_record, ASKED, 1.0)
+    line = orjson.loads(JsonFormatter(SECRETS).format(lines[0]))
 
     assert line["stages"] == {"stored": 0.75} and line["sources"] == {"l2": 1}
     assert line["table"] == "user_topk" and line["status"] == 200
-    assert "u-secret" not in str(line) and "u-secret" not in Text(SECRETS).format(lines[0])
+    assert "u-secret" not in str(line) and "u-secret" not in TextFormatter(SECRETS).format(lines[0])
 
 
 def test_server_timing_sums_each_stage_in_milliseconds() -> None:
-    request_record = Seen(
+    request_record = RequestRecord(
         0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
     )
 

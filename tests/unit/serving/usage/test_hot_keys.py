@@ -5,11 +5,20 @@ from typing import Any
 
 import pytest
 
-from cache.control.hot_keys import HOT, LIFE_S, MEMBERS_MAX, Name, Report, Window, hottest, member
+from cache.control.hot_keys import (
+    HOT_WINDOW,
+    LIFE_S,
+    MEMBERS_MAX,
+    HotKeyReport,
+    Name,
+    Window,
+    hottest,
+    member,
+)
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
-from serving.usage.hot_keys import RECENT, REPORTED, Recent, Sketch
+from serving.usage.hot_keys import RECENT, REPORTED, HotKeySketch, RecentNames
 from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 
@@ -19,16 +28,16 @@ class FakeRedis(FakeControl):
     """Keeps reports and answers with what tests say is hot."""
 
     down: bool = False
-    reports: list[Report] = field(default_factory=list)
+    reports: list[HotKeyReport] = field(default_factory=list)
     answers: list[Name] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
-    async def report_hot(self, report: Report) -> None:
+    async def report_hot(self, report: HotKeyReport) -> None:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.reports.append(report)
 
-    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
+    async def fetch_hot_names(self, hour: int, window: Window = HOT_WINDOW) -> list[Name]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.asked.append(hour)
@@ -43,9 +52,9 @@ class Replica:
     """One replica's sketch over a fake Redis."""
 
     def __init__(self) -> None:
-        self.clock, self.redis, self.recent = FakeClock(7_205.0), FakeRedis(), Recent()
+        self.clock, self.redis, self.recent = FakeClock(7_205.0), FakeRedis(), RecentNames()
         self.live: Snapshot | None = World().snapshot()
-        self.sketch = Sketch(self.redis, self.recent, lambda: self.live, self.clock)
+        self.sketch = HotKeySketch(self.redis, self.recent, lambda: self.live, self.clock)
 
     def block(self, **ids: Any) -> None:
         assert self.live is not None
@@ -86,25 +95,25 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
 
 
 def test_batches_are_remembered_as_if_one_by_one() -> None:
-    recent, named = Recent(), [user(number) for number in range(RECENT + 300)]
+    recent, named = RecentNames(), [user(number) for number in range(RECENT + 300)]
     for at in range(0, len(named), 100):
         recent.add("user_topk", [raw for _, raw in named[at : at + 100]])
     assert list(recent.names()) == named[-RECENT:]
-    assert recent.fresh() == named[-RECENT:]
+    assert recent.take_new() == named[-RECENT:]
     recent.append(user(1))
     recent.add("user_topk", [b"2"] * 2)
 
-    assert recent.fresh() == [user(1), ("user_topk", b"2"), ("user_topk", b"2")]
+    assert recent.take_new() == [user(1), ("user_topk", b"2"), ("user_topk", b"2")]
 
 
 def test_what_is_remembered_is_bounded_and_a_mark_that_was_pushed_out_loses_nothing() -> None:
-    recent = Recent()
+    recent = RecentNames()
     recent.append(user(0))
-    assert recent.fresh() == [user(0)]
-    assert recent.fresh() == [] and recent.fresh() == []
+    assert recent.take_new() == [user(0)]
+    assert recent.take_new() == [] and recent.take_new() == []
     recent.extend(user(number) for number in range(RECENT + 5))
 
-    assert recent.fresh() == [user(number) for number in range(5, RECENT + 5)]
+    assert recent.take_new() == [user(number) for number in range(5, RECENT + 5)]
     assert len(recent) == RECENT
 
 
@@ -128,7 +137,7 @@ async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_bac
 
     _, report = replica.redis.reports
     assert dict(report.counts) == {user(1): 1}
-    assert set(report.gone) == {user(2), user(3)}
+    assert set(report.removed_names) == {user(2), user(3)}
     await replica.sketch.report()
     assert len(replica.redis.reports) == 2
 
@@ -147,7 +156,7 @@ async def test_without_redis_a_report_is_lost_but_what_must_go_still_goes_later(
     replica.redis.down = False
     await replica.sketch.report()
 
-    assert replica.redis.reports[-1] == Report(2, [], [user(2)])
+    assert replica.redis.reports[-1] == HotKeyReport(2, [], [user(2)])
 
 
 async def test_a_replica_without_a_generation_tells_nothing(replica: Replica) -> None:
@@ -180,7 +189,7 @@ def test_two_hours_are_one_ranking() -> None:
 
 
 def test_a_report_carries_its_bounds() -> None:
-    report = Report(5, [(user(1), 2)], [user(2)])
+    report = HotKeyReport(5, [(user(1), 2)], [user(2)])
 
     assert report.arguments() == [MEMBERS_MAX, LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
     assert member(("t", b"a:b")) == b"t:a:b"

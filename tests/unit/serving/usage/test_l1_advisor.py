@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache.mrc.shards import SPACE
-from cache.tiers.access_sample import TRACE_MAX, Trace
+from cache.tiers.access_sample import TRACE_MAX, AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.results import Counters
 from serving.generations.snapshot import Snapshot
@@ -18,7 +18,7 @@ from serving.usage.l1_advisor import (
     TOUCHES_FREE_PER_S,
     TOUCHES_PER_READ,
     TOUCHES_PER_S,
-    Advisor,
+    L1Advisor,
 )
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
@@ -31,7 +31,7 @@ class Tiers:
 
     def __init__(self, l1_bytes: int) -> None:
         self.local = LocalTier(l1_bytes)
-        self.trace = Trace()
+        self.trace = AccessTrace()
         self.counters = Counters()
 
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, l1_bytes: int = 100_000, keys_max: int = KEYS_MAX) -> None:
         self.clock, self.tiers = FakeClock(), Tiers(l1_bytes)
         self.live: Snapshot | None = World().snapshot()
-        self.advisor = Advisor(self.tiers, lambda: self.live, keys_max, self.clock)
+        self.advisor = L1Advisor(self.tiers, lambda: self.live, keys_max, self.clock)
         self.rng = random.Random(0)
         self._spots: dict[int, int] = {}
 
@@ -64,7 +64,7 @@ class Worker:
         for start in range(0, len(keys), 500):
             self.read(*keys[start : start + 500])
             await self.step()
-        report = self.advisor.told()
+        report = self.advisor.to_json()
         assert report is not None
         return report
 
@@ -102,10 +102,10 @@ async def test_nothing_is_said_before_there_was_enough_traffic(worker: Worker) -
     worker.read(*range(SAMPLED_MIN - 1))
     await worker.step()
 
-    assert worker.advisor.told() is None
+    assert worker.advisor.to_json() is None
     worker.read(0)
     await worker.step()
-    assert worker.advisor.told() is not None
+    assert worker.advisor.to_json() is not None
 
 
 async def test_the_place_in_the_table_counts(worker: Worker) -> None:
@@ -125,7 +125,7 @@ async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker:
     assert worker.live is not None
     worker.live = replace(worker.live, generation="another")
     await worker.step()
-    after = worker.advisor.told()
+    after = worker.advisor.to_json()
 
     assert after is not None and after["sampled"] == 0
     assert after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
@@ -158,7 +158,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
     allowed_per_s = TOUCHES_FREE_PER_S + TOUCHES_PER_READ * reads_per_s
     assert allowed_per_s < TOUCHES_PER_S
     assert allowed_per_s / 2 <= reads_per_s * rate <= 1.05 * allowed_per_s
-    report = worker.advisor.told()
+    report = worker.advisor.to_json()
     assert report is not None and report["sampling_rate"] == pytest.approx(rate)
     assert report["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
 
@@ -167,9 +167,9 @@ async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Wo
     report_before = await worker.reading([1, 2] * 500)
     worker.read(*range(TRACE_MAX + 10))
     await worker.step()
-    after = worker.advisor.told()
+    after = worker.advisor.to_json()
 
-    assert worker.advisor.lost == 1
+    assert worker.advisor.lost_step_count == 1
     assert after is not None and after["hit_ratio"] == pytest.approx(report_before["hit_ratio"])
     assert worker.tiers.trace.last + 1 <= BUSY_RATE * SPACE
 
@@ -179,7 +179,7 @@ async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
     worker.read(*range(1_000))
 
     assert not worker.tiers.trace and worker.advisor.step_s == 0.0
-    assert worker.advisor.told() is None
+    assert worker.advisor.to_json() is None
     samples = [sample for family in worker.advisor.collect() for sample in family.samples]
     assert {sample.name: sample.value for sample in samples} == {
         "larder_l1_advisor_sampling_rate": 0.0,

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from serving.usage.l1_curve import LARGEST, SMALLEST, STEPS, Curve, shown, together
+from serving.usage.l1_curve import (
+    LARGEST,
+    SMALLEST,
+    STEPS,
+    HitRatioCurve,
+    format_size,
+    merge_curves,
+)
 
 POINTS = (LARGEST - SMALLEST) * STEPS + 1
 
@@ -13,11 +20,11 @@ def told(ratio: float, reads: float, *, budget: int = 1 << 20) -> dict[str, Any]
     """A worker whose curve rises to `ratio` at its budget, and no further."""
     sizes = [round(budget * 2 ** (SMALLEST + at / STEPS)) for at in range(POINTS)]
     ratios = [min(1.0, size / budget) * ratio for size in sizes]
-    return Curve(budget, sizes, ratios, [10] * POINTS, 0.5, 100, reads).told()
+    return HitRatioCurve(budget, sizes, ratios, [10] * POINTS, 0.5, 100, reads).to_json()
 
 
 def test_workers_count_by_their_reads() -> None:
-    merged_curve = together([told(0.8, 3_000), None, told(0.4, 1_000)])
+    merged_curve = merge_curves([told(0.8, 3_000), None, told(0.4, 1_000)])
 
     assert merged_curve is not None
     assert merged_curve["hit_ratio"] == pytest.approx(0.7)
@@ -36,11 +43,11 @@ def test_workers_count_by_their_reads() -> None:
 
 
 def test_one_is_told_as_it_is() -> None:
-    assert together([told(0.5, 700)]) == told(0.5, 700)
+    assert merge_curves([told(0.5, 700)]) == told(0.5, 700)
 
 
 def test_of_several_budgets_the_one_with_most_reads_is_told() -> None:
-    merged_curve = together([told(0.8, 10), told(0.3, 900, budget=1 << 21), told(0.8, 20)])
+    merged_curve = merge_curves([told(0.8, 10), told(0.3, 900, budget=1 << 21), told(0.8, 20)])
 
     assert merged_curve is not None and (merged_curve["budget_bytes"], merged_curve["reads"]) == (
         1 << 21,
@@ -49,8 +56,8 @@ def test_of_several_budgets_the_one_with_most_reads_is_told() -> None:
 
 
 def test_nobody_knows_anything_yet() -> None:
-    assert together([None, None]) is None
-    idle = together([told(0.5, 0), told(0.5, 0)])
+    assert merge_curves([None, None]) is None
+    idle = merge_curves([told(0.5, 0), told(0.5, 0)])
     assert idle is not None and idle["hit_ratio"] == pytest.approx(0.5)
 
 
@@ -59,4 +66,4 @@ def test_nobody_knows_anything_yet() -> None:
     [(12, "12 B"), (1_536, "1.5 KiB"), (256 << 20, "256 MiB"), (1_023 << 20, "1023 MiB")],
 )
 def test_sizes_are_told_in_binary_units(size_bytes: int, text: str) -> None:
-    assert shown(size_bytes) == text
+    assert format_size(size_bytes) == text

@@ -1,22 +1,22 @@
 """What was read is told once, however often and in whatever company it was."""
 
-from serving.usage.read_counts import KEYS_MAX, Reads, packed
+from serving.usage.read_counts import KEYS_MAX, ReadHashes, packed
 
 
 def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None:
-    reads = Reads()
+    reads = ReadHashes()
     reads.add("g", "t", (1,))
     reads.add("g", "t", [1, 2, 3])
     reads.add("g", "u", [3, b"a digest"])
     reads.add("other", "t", [9])
     reads.add("g", "t", list(range(KEYS_MAX)))
 
-    hashes_by_table = {table: sorted(packed(keys)) for table, keys in reads.take("g").items()}
+    hashes_by_table = {table: sorted(packed(keys)) for table, keys in reads.drain("g").items()}
 
     assert hashes_by_table == {
         "t": [number.to_bytes(8, "little") for number in (1, 2, 3)],
         "u": [(3).to_bytes(8, "little")],
     }
-    assert reads.left_out == KEYS_MAX and reads.take("g") == reads.take("other") == {}
+    assert reads.left_out == KEYS_MAX and reads.drain("g") == reads.drain("other") == {}
     reads.add("g", "t", list(range(KEYS_MAX)))
-    assert len(packed(reads.take("g")["t"])) == KEYS_MAX
+    assert len(packed(reads.drain("g")["t"])) == KEYS_MAX

@@ -7,24 +7,24 @@ from hypothesis import strategies as st
 from cache.errors import TierUnavailable
 from cache.l2.commands import OverlayRead
 from cache.l2.lease_commands import LeaseTake
-from serving.generations.served_set import Holding
-from serving.lookup.inference import Inferences
+from serving.generations.served_set import ServedGenerations
+from serving.lookup.inference import LiveInferences
 from serving.lookup.ladder import Ladder
-from serving.rendering.answer_fields import Answer
-from serving.requests.models import Ask
-from serving.usage.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
+from serving.rendering.answer_fields import AnswerJson
+from serving.requests.models import LookupRequest
+from serving.usage.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, RepeatRate
 from tests.unit.serving.world import World, ask, entity, ids
 
 
-def rare() -> Repeats:
-    repeats = Repeats()
+def rare() -> RepeatRate:
+    repeats = RepeatRate()
     for _ in range(WINDOW):
         repeats.saw(False)
     return repeats
 
 
 def test_a_window_of_inputs_without_a_repeat_is_needed_and_enough() -> None:
-    repeats = Repeats()
+    repeats = RepeatRate()
     for _ in range(WINDOW - 1):
         repeats.saw(False)
         assert not repeats.are_rare
@@ -34,7 +34,7 @@ def test_a_window_of_inputs_without_a_repeat_is_needed_and_enough() -> None:
 
 @given(st.integers(2, round(0.8 / RARELY)))
 def test_what_comes_again_often_enough_is_always_read(every: int) -> None:
-    repeats = Repeats()
+    repeats = RepeatRate()
     for number in range(5 * WINDOW):
         repeats.saw(number % every == 0)
         assert not repeats.are_rare
@@ -83,7 +83,7 @@ class Service:
     def __init__(self, world: World, *, spares_reads: bool = True) -> None:
         self.world = world
         self.admits = True
-        self.inferences = Inferences(
+        self.inferences = LiveInferences(
             world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
             admit=lambda: self.admits, spares_reads=spares_reads,
         )  # fmt: skip
@@ -92,10 +92,12 @@ class Service:
             world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
         )
 
-    async def __call__(self, lookup: Ask) -> list[Answer]:
+    async def __call__(self, lookup: LookupRequest) -> list[AnswerJson]:
         """The answers; what was to be stored is."""
         started_at = self.ladder._timer()
-        answers = await self.ladder.lookup(Holding(self.world.snapshot()), lookup, started_at)
+        answers = await self.ladder.lookup(
+            ServedGenerations(self.world.snapshot()), lookup, started_at
+        )
         await self.world.tiers.aclose()
         return answers
 
@@ -116,7 +118,7 @@ async def service() -> Service:
     return service
 
 
-def stranger(id_: str = "stranger") -> Ask:
+def stranger(id_: str = "stranger") -> LookupRequest:
     return ask(entity(id_, history=ids("i1")))
 
 
@@ -215,7 +217,7 @@ async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None
         await other_service(ask(entity(f"n-{number}", history=ids("i2"))))
         await service(stranger(f"n-{number}"))
 
-    assert service.repeats.are_rare and service.repeats._again == 0
+    assert service.repeats.are_rare and service.repeats._repeat_weight == 0
     assert (
         len([command for command in service.world.remote.reads if isinstance(command, OverlayRead)])
         > 0

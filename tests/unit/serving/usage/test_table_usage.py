@@ -6,8 +6,8 @@ from typing import Any
 
 from cache.control.hot_keys import Name
 from cache.format.ids import hash_id
-from serving.usage.read_counts import Reads
-from serving.usage.table_usage import Usage
+from serving.usage.read_counts import ReadHashes
+from serving.usage.table_usage import TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
@@ -18,7 +18,7 @@ class FakeRedis(FakeControl):
     def __init__(self) -> None:
         self.told: list[bytes] = []
 
-    async def ask(self, *command: str | bytes | float) -> Any:
+    async def execute(self, *command: str | bytes | float) -> Any:
         if command[0] == "PFADD":
             self.told += [
                 packed_hash for packed_hash in command[2:] if isinstance(packed_hash, bytes)
@@ -27,7 +27,7 @@ class FakeRedis(FakeControl):
 
 
 async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alone() -> None:
-    world, redis, reads = World(), FakeRedis(), Reads()
+    world, redis, reads = World(), FakeRedis(), ReadHashes()
     live = world.snapshot()
     seed = live.directories["user"].seed
     loop = threading.get_ident()
@@ -44,7 +44,7 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
         reader_threads.append(threading.get_ident())
         return remembered
 
-    usage = Usage(redis, reads, world.metrics, recent, lambda: live)
+    usage = TableUsage(redis, reads, world.metrics, recent, lambda: live)
     reads.add(live.generation, "user_topk", (hash_id(b"u3", seed),))
 
     await usage.report()

@@ -38,13 +38,13 @@ class FakeNodes:
             yield f"{name} {channel}".encode()
             raise TierUnavailable("gone")
 
-        control = SimpleNamespace(ask=answer_command, ask_all=ask_all, subscribe=subscribe)
+        control = SimpleNamespace(execute=answer_command, execute_all=ask_all, subscribe=subscribe)
         return SimpleNamespace(name=name, control=control)
 
     async def ready(self) -> None:
         """They are."""
 
-    async def ask(self, slot: int, question: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call_owner(self, slot: int, question: Callable[[Any], Awaitable[Any]]) -> Any:
         """The reply of the control keys' node."""
         self.slots.append(slot)
         return await question(next(tier for tier in self.tiers if tier.name == self.home))
@@ -58,8 +58,8 @@ async def test_control_keys_are_asked_of_the_node_of_their_slot() -> None:
     nodes = FakeNodes("b", {"a": 1, "b": 2})
     control = control_of(nodes)
 
-    assert await control.ask("GET", "x") == ("b", 2, ("GET", "x"))
-    assert await control.ask_all([("GET", "x"), ("GET", "y")]) == [
+    assert await control.execute("GET", "x") == ("b", 2, ("GET", "x"))
+    assert await control.execute_all([("GET", "x"), ("GET", "y")]) == [
         ("b", 2, ("GET", "x")), ("b", 2, ("GET", "y")),
     ]  # fmt: skip
     assert set(nodes.slots) == {key_slot(KEYSPACE.live.encode())}
@@ -68,13 +68,13 @@ async def test_control_keys_are_asked_of_the_node_of_their_slot() -> None:
 async def test_of_all_servers_one_without_a_reply_is_told_and_a_refusal_is_raised() -> None:
     unavailable, refused = TierUnavailable("gone"), ValueError("NOPERM")
 
-    server_replies = await control_of(FakeNodes("a", {"a": 1, "b": unavailable})).ask_servers(
-        "INFO"
-    )
+    server_replies = await control_of(
+        FakeNodes("a", {"a": 1, "b": unavailable})
+    ).execute_on_servers("INFO")
 
     assert server_replies == [("a", 1, ("INFO",)), unavailable]
     with pytest.raises(ValueError, match="NOPERM"):
-        await control_of(FakeNodes("a", {"a": 1, "b": refused})).ask_servers("INFO")
+        await control_of(FakeNodes("a", {"a": 1, "b": refused})).execute_on_servers("INFO")
 
 
 async def test_after_an_error_the_next_node_is_listened_to() -> None:

@@ -12,9 +12,9 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.fan_out import REDIRECTS_MAX, Scatter, Slots
 from cache.l2.commands import (
-    Answer,
-    Asking,
+    AskingCommand,
     Command,
+    L2Result,
     Overlay,
     OverlayRead,
     Packer,
@@ -34,14 +34,14 @@ class FakeTier:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.asked: list[tuple[Sequence[Command], Callable[[Sequence[Answer]], object]]] = []
+        self.asked: list[tuple[Sequence[Command], Callable[[Sequence[L2Result]], object]]] = []
 
     def submit(
-        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], object]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], object]
     ) -> None:
         self.asked.append((commands, keep))
 
-    def land(self, make: Callable[[Command], Answer]) -> None:
+    def land(self, make: Callable[[Command], L2Result]) -> None:
         commands, keep = self.asked.pop(0)
         keep([make(command) for command in commands])
 
@@ -88,7 +88,7 @@ def payload(command: Command) -> bytes:
     return b"%04d" % command.page
 
 
-def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], Answer]:
+def moved(to: str, *, is_ask: bool = False) -> Callable[[Command], L2Result]:
     slots = Slots(KEYS)
     return lambda command: Redirected(
         "elsewhere", slot=slots.of_one(command), address=to, is_ask=is_ask
@@ -121,7 +121,7 @@ async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> Non
 
 
 async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
-    kept_answers: list[Sequence[Answer]] = []
+    kept_answers: list[Sequence[L2Result]] = []
     result = Scatter(reads(50), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
     for tier in (nodes.all["b"], nodes.all["a"]):
         commands, keep = tier.asked.pop()
@@ -151,7 +151,7 @@ async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNod
 
 async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> None:
     nodes.learned = dict.fromkeys(range(16_384), "a")
-    kept_answers: list[Sequence[Answer]] = []
+    kept_answers: list[Sequence[L2Result]] = []
     result = Scatter(reads(9), kept_answers.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
     frames = Frames(b"$4\r\nabcd\r\n" * 9, 9, 4)
     nodes.all["a"].asked[0][1](frames)
@@ -188,7 +188,7 @@ async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
     nodes.of_slot(Slots(KEYS).of_one(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
-    assert nodes.all["c"].asked[0][0] == [Asking(read)] and not nodes.learned
+    assert nodes.all["c"].asked[0][0] == [AskingCommand(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
 
@@ -273,12 +273,13 @@ def test_a_refusal_that_says_nowhere_is_one(reply: str) -> None:
 def test_every_part_of_a_command_is_preceded_by_asking() -> None:
     page, overlay = PageRead("g1", "t", 0, 0, 4), OverlayRead("g1", "t", "ab")
     packer = Packer(KEYS)
-    packed, count = packer.pack([Asking(overlay), Asking(page)])
+    packed, count = packer.pack([AskingCommand(overlay), AskingCommand(page)])
     packed_without_asking = packer.pack([overlay, page])[0]
     assert count == 6 and packed.count(b"ASKING") == 3
     assert packed.replace(b"*1\r\n$6\r\nASKING\r\n", b"") == packed_without_asking
 
     answers = unpack(
-        [Asking(overlay), Asking(page)], [b"OK", 1500, b"OK", b"value", b"OK", b"page"]
+        [AskingCommand(overlay), AskingCommand(page)],
+        [b"OK", 1500, b"OK", b"value", b"OK", b"page"],
     )
     assert answers == [Overlay(b"value", 1.5), b"page"]
