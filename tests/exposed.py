@@ -78,11 +78,11 @@ def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:
 
 
 class _Nothing:
-    holding = None
+    served = None
 
 
 class _Follower:
-    newer, limit_bytes, lag_s = NewerEvents(), 0, staticmethod(float)
+    newer_events, limit_bytes, lag_s = NewerEvents(), 0, staticmethod(float)
 
 
 class _Files:

@@ -170,7 +170,7 @@ class Callers:
         if scope["path"].startswith(_OF_CALLERS):
             if CALLER not in scope:
                 scope[CALLER] = self.identify(scope["headers"])
-            scope[CALLER].asked.requests += 1
+            scope[CALLER].counts.requests += 1
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Owner of the token in these headers (names in lower case), the first one counts; a stranger without one."""

@@ -61,7 +61,7 @@ def figures(control: Control) -> None:
 
 
 def mark(control: Control) -> None:
-    part: Any = SimpleNamespace(name="a/0", mark=b"mark", progress="a/0:progress")
+    part: Any = SimpleNamespace(name="a/0", loaded_digest=b"mark", progress="a/0:progress")
     mark_loaded(control.client, KEYS.loaded(POINTER.generation), part)
 
 

@@ -121,7 +121,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked\n    )\n    if (own",
+                "context.excluded(snapshot) | case.history_in(snapshot).item_numbers | snapshot.blocked"
+                "\n    )\n    if (own",
                 "case.history_in(snapshot).item_numbers | snapshot.blocked\n    )\n    if (own",
             ),
         ),

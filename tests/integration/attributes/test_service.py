@@ -57,7 +57,7 @@ class Stream:
         """Gives on what is new in it."""
         entries: Any = self.client.xrange(self.keyspace.events, self._last)
         for id_, fields in entries:
-            service.follower.shelf.attributes.add(Position.parse(id_), entry_of(fields))
+            service.follower.holder.attributes.add(Position.parse(id_), entry_of(fields))
             self._last = f"({id_.decode()}"
 
 

@@ -38,11 +38,11 @@ def newest_of(
     store: ArtefactStore, *snapshot_positions: Position, followed: Position = BEGINNING
 ) -> NewestPosition:
     snapshots = [
-        SimpleNamespace(events=SimpleNamespace(until=position.number))
+        SimpleNamespace(events=SimpleNamespace(until_number=position.number))
         for position in snapshot_positions
     ]
     holder: Any = SimpleNamespace(
-        holding=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
+        served=SimpleNamespace(snapshots=snapshots) if snapshot_positions else None
     )
     users = UserEvents()
     users.last = followed.number

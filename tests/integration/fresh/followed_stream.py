@@ -37,7 +37,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         holder: Any = SimpleNamespace(
-            holding=None, blocklist=Blocklist(), look_again=self._look_again
+            served=None, blocklist=Blocklist(), recheck_values=self._look_again
         )
         self.shelf = holder
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
@@ -53,9 +53,10 @@ class Stream:
     def hold(self, *untils: Position) -> None:
         """Holds generations made at these positions, and one that tells of no events."""
         snapshots = [
-            SimpleNamespace(events=SimpleNamespace(until=position.number)) for position in untils
+            SimpleNamespace(events=SimpleNamespace(until_number=position.number))
+            for position in untils
         ]
-        self.shelf.holding = SimpleNamespace(snapshots=[*snapshots, SimpleNamespace(events=None)])
+        self.shelf.served = SimpleNamespace(snapshots=[*snapshots, SimpleNamespace(events=None)])
 
     def click(self, user: str, item: str = "i") -> Position:
         """One more event, accepted."""

@@ -55,7 +55,7 @@ class Ways:
         assert self.app.fast is not None
         self.hot = FastLookups(self.service, clock=lambda: NOW)
         ladder: Any = self.service.ladder
-        ladder._clock = ladder.reply._clock = lambda: NOW
+        ladder._clock = ladder.answer_builder._clock = lambda: NOW
 
     @property
     def service(self) -> Service:

@@ -41,7 +41,7 @@ def test_a_batch_is_prepared_as_its_inputs_one_by_one(world):
         if alone is not None and prepared is not None:
             assert alone.history.tolist() == prepared.history.tolist()
             assert alone.excluded.tolist() == prepared.excluded.tolist()
-            assert alone.dropped == prepared.dropped
+            assert alone.unknown_id_count == prepared.unknown_id_count
             assert len(set(prepared.excluded.tolist())) == len(prepared.excluded)
 
 

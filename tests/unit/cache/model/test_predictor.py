@@ -151,7 +151,7 @@ def test_unknown_history_ids_are_dropped_and_counted(world):
     known_input = predictor.prepare("user_topk", LiveInput(history=(b"item-1",)))
     mixed = predictor.prepare("user_topk", LiveInput(history=(b"item-1", b"nobody", b"else")))
 
-    assert mixed.dropped == 2
+    assert mixed.unknown_id_count == 2
     assert np.array_equal(mixed.history, known_input.history)
 
 

@@ -259,7 +259,7 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))
     scan = SimpleNamespace(table=table, counts=counts, records=10)
     evidence = SimpleNamespace(
-        asked_scans={"similar": scan}, seen=SimpleNamespace(indptr=np.array([0]))
+        asked_scans={"similar": scan}, seen_items=SimpleNamespace(indptr=np.array([0]))
     )
     candidate: Any = SimpleNamespace(
         manifest=SimpleNamespace(facts={"short_lists": 0, "users_scored": 10}), evidence=evidence,

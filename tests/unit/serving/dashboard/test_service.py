@@ -33,7 +33,7 @@ class Board:
             "under_way": 0, "requests_max": 1, "queue_seconds": 0.0, "l1_bytes": 0,
             "l1_budget_bytes": 0, "l1_entries": 0,
         }  # fmt: skip
-        follower: Any = SimpleNamespace(holding=None)
+        follower: Any = SimpleNamespace(served=None)
         self.store = ArtefactStore(str(folder))
         history = GenerationHistory(self.store, ReleaseWatch(self.store, asyncio.to_thread).records)
         self.dashboard = Dashboard(

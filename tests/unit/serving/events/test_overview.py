@@ -28,16 +28,17 @@ def overview(
     live = SimpleNamespace(manifest=SimpleNamespace(events=published))
     users = type("Users", (list,), {"last": Position(20, 1).number})([1, 2, 3])
     follower = SimpleNamespace(
-        newer=SimpleNamespace(users=users, size_bytes=900),
+        newer_events=SimpleNamespace(users=users, size_bytes=900),
         lag_s=lambda: 0.12345, limit_bytes=1_000,
     )  # fmt: skip
     intake = SimpleNamespace(
         redis=SimpleNamespace(
-            found=persistence and SimpleNamespace(kept=persistence), demanded="always"
+            found_durability=persistence and SimpleNamespace(persistence=persistence),
+            demanded="always",
         ),
         counts=SimpleNamespace(gauges=dict.fromkeys(GAUGES, 1.0)),
     )
-    holder = SimpleNamespace(holding=SimpleNamespace(live=live) if is_held else None)
+    holder = SimpleNamespace(served=SimpleNamespace(live=live) if is_held else None)
     return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, holder))
 
 

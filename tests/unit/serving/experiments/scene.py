@@ -32,17 +32,17 @@ def experiment(name: str = "e", other_namespace: str = "second", sample: float =
 
 @dataclass
 class FakeShelf:
-    holding: Any = "loaded"
+    served: Any = "loaded"
     divided: bool = False
     blocklist: Blocklist = field(default_factory=Blocklist)
-    beside: Blocklist | None = None
+    other_blocklist: Blocklist | None = None
     is_blocklist_known: bool = True
     enforcement_error: str | None = None
     has_threads: bool = True
     """False while nothing can be put in force."""
 
     async def set_other_blocklist(self, other_blocklist: Blocklist) -> bool:
-        self.beside = other_blocklist
+        self.other_blocklist = other_blocklist
         await asyncio.sleep(0)
         self.enforcement_error = None if self.has_threads else "can't start new thread"
         return self.has_threads
@@ -53,12 +53,12 @@ class FakeShelf:
 
 @dataclass
 class FakeFollower:
-    shelf: FakeShelf = field(default_factory=FakeShelf)
+    holder: FakeShelf = field(default_factory=FakeShelf)
     concerns: dict[str, str] = field(default_factory=dict)
 
     @property
     def served(self) -> Any:
-        return self.shelf.holding
+        return self.holder.served
 
     def note(self, about: str, reason: str | None, _remedy: str = "") -> None:
         if reason is None:
@@ -152,12 +152,12 @@ class Scene:
 
     def block(self, version: int, item: bytes) -> Blocklist:
         """Puts a version in force in the own namespace, which nobody is told."""
-        self.own.follower.shelf.blocklist = blocklist = Blocklist(version, frozenset({item}))
+        self.own.follower.holder.blocklist = blocklist = Blocklist(version, frozenset({item}))
         return blocklist
 
     def beside(self, name: str) -> Blocklist | None:
         """What a namespace was told to obey last."""
-        blocklist: Blocklist | None = self.opened[name].service.follower.shelf.beside
+        blocklist: Blocklist | None = self.opened[name].service.follower.holder.other_blocklist
         return blocklist
 
 

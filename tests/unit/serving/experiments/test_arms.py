@@ -25,24 +25,24 @@ async def test_a_namespace_is_held_while_an_experiment_names_it_and_a_while_long
     scene: Scene,
 ) -> None:
     await scene.look()
-    assert scene.arms.routing is None and not scene.own.follower.shelf.divided
+    assert scene.arms.routing is None and not scene.own.follower.holder.divided
 
     held_ready = replace(experiment(), started_at=None)
     scene.write(held_ready)
     await scene.look()
-    assert scene.log == ["start second"] and not scene.own.follower.shelf.divided
+    assert scene.log == ["start second"] and not scene.own.follower.holder.divided
     assert scene.arms.service("second") is not None and scene.arms.service("third") is None
     assert {scene.arms.routing and scene.arms.routing.of(key) for key in KEYS[:50]} == {None}
 
     scene.write(experiment())
     await scene.look()
-    assert scene.own.follower.shelf.divided
+    assert scene.own.follower.holder.divided
     assert scene.arms.routing is not None
     assert {scene.arms.routing.of(key) for key in KEYS[:50]} == {None, ("e", "a"), ("e", "b")}
 
     scene.write(replace(experiment(), stopped_at=3.0))
     await scene.look()
-    assert scene.arms.routing is None and not scene.own.follower.shelf.divided
+    assert scene.arms.routing is None and not scene.own.follower.holder.divided
     scene.clock.tick(GRACE_S - 1)
     await scene.look()
     assert scene.log == ["start second"] and scene.arms.service("second") is not None
@@ -106,7 +106,7 @@ async def test_an_arm_that_cannot_obey_answers_nobody_and_keeps_no_other_from_it
 ) -> None:
     scene.write(experiment(), OTHER)
     await scene.look()
-    holder = scene.opened["second"].service.follower.shelf
+    holder = scene.opened["second"].service.follower.holder
 
     holder.has_threads = False
     blocklist = scene.block(1, b"i1")
@@ -123,7 +123,7 @@ async def test_an_arm_that_cannot_obey_answers_nobody_and_keeps_no_other_from_it
 async def test_an_arm_whose_own_blocklist_could_not_be_read_answers_nobody(scene: Scene) -> None:
     scene.write(experiment())
     await scene.look()
-    holder = scene.opened["second"].service.follower.shelf
+    holder = scene.opened["second"].service.follower.holder
 
     holder.is_blocklist_known = False
     assert scene.arms.service("second") is None and scene.arms.services == ()
@@ -261,7 +261,7 @@ async def test_a_version_that_cannot_be_read_leaves_the_last_in_force_marked(sce
     await scene.look()
 
     assert scene.own.follower.concerns == {"experiments": "experiments_unreadable"}
-    assert scene.own.follower.shelf.divided and scene.arms.record.version == 1
+    assert scene.own.follower.holder.divided and scene.arms.record.version == 1
     path.unlink()
     scene.write(experiment(), OTHER)
     await scene.look()
@@ -274,7 +274,7 @@ async def test_a_namespace_that_cannot_be_started_is_tried_again_ever_less_often
     scene.failing.add("second")
     scene.write(experiment())
     await scene.look()
-    assert scene.own.follower.shelf.divided
+    assert scene.own.follower.holder.divided
     assert scene.arms.service("second") is None
     assert scene.log == ["start second", "close second"]
 
@@ -300,7 +300,7 @@ async def test_a_namespace_that_cannot_be_opened_touches_no_other(scene: Scene) 
     await scene.look()
 
     assert scene.states() == {"second": "failed", "third": "held"}
-    assert scene.arms.routing is not None and scene.own.follower.shelf.divided
+    assert scene.arms.routing is not None and scene.own.follower.holder.divided
     scene.write(OTHER)
     await scene.look()
     assert scene.states() == {"third": "held"}

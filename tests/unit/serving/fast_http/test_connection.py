@@ -316,7 +316,7 @@ def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
 def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
     front = Front()
     exchange_outcome = sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
-    assert front.wire.answered == [b"/ready?k=2", b"/ready", b"/ready"]
+    assert front.untraced_fast.answered == [b"/ready?k=2", b"/ready", b"/ready"]
     assert exchange_outcome == sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
 
 
@@ -366,7 +366,7 @@ def test_what_only_looks_like_a_request_is_none(preceding_chunk: bytes) -> None:
     front = Front()
     chunks = [get(), get(), preceding_chunk, get()]
     assert sent(chunks, front) == sent(chunks, None)
-    assert front.wire.answered == [b"/ready"]
+    assert front.untraced_fast.answered == [b"/ready"]
 
 
 @pytest.mark.parametrize("line", [b"GET /ready HTTP/1.0", b"GET /ready", b"GET  /ready HTTP/1.1"])
@@ -374,7 +374,7 @@ def test_other_request_lines_are_uvicorns_to_judge(line: bytes) -> None:
     front = Front()
     chunks = [get(), get(), line + KEPT]
     assert sent(chunks, front) == sent(chunks, None)
-    assert front.wire.answered == [b"/ready"]
+    assert front.untraced_fast.answered == [b"/ready"]
 
 
 def test_a_server_that_drains_closes_its_connections() -> None:
@@ -633,10 +633,10 @@ def test_a_watched_request_goes_on() -> None:
     front = Front()
     front.watch = SimpleNamespace(leaves=lambda _scope: False)
     assert sent(known(*STORED), front) == sent(known(*STORED), None)
-    assert not front.asked and front.wire.answered
+    assert not front.asked and front.untraced_fast.answered
 
 
 def test_while_there_is_nothing_to_answer_from_requests_go_on() -> None:
     front = Front()
-    front.wire = None
+    front.untraced_fast = None
     assert sent([get(), get(), get()], front) == sent([get(), get(), get()], None)

@@ -74,7 +74,7 @@ def test_a_token_without_bounds_is_answered_past_uvicorn_and_counted() -> None:
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200] * 5
 
     assert (
-        len(front.reached) == 1 and front.wire.answered == [TARGET] * 4
+        len(front.reached) == 1 and front.untraced_fast.answered == [TARGET] * 4
     )  # the first head is uvicorn's
     assert front.counts["ana"].requests == 4
 
@@ -86,7 +86,9 @@ def test_ready_answers_are_metered_one_by_one() -> None:
 
     status_codes = statuses(front, [*first, *[get(TARGET, HEAD)] * 3])
 
-    assert status_codes == [200, 200, 200, 429, 429] and front.wire.answered == [TARGET] * 2
+    assert (
+        status_codes == [200, 200, 200, 429, 429] and front.untraced_fast.answered == [TARGET] * 2
+    )
     assert front.counts["ana"].refused["requests_per_s"] == 2
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
@@ -113,12 +115,12 @@ def test_an_expired_token_is_the_applications_to_refuse() -> None:
     clock.now = 1_200.0
     statuses(front, [get(TARGET, HEAD)] * 3)
 
-    assert len(front.reached) == 4 and len(front.wire.answered) == 2
+    assert len(front.reached) == 4 and len(front.untraced_fast.answered) == 2
 
 
 def test_a_head_that_was_judged_is_judged_anew_once_tokens_change() -> None:
     front = Metered(FakeClock())
-    fast: Any = SimpleNamespace(takes=lambda _headers: True)
+    fast: Any = SimpleNamespace(can_use_fast_path=lambda _headers: True)
     blocks = HeaderCache(front)  # type: ignore[arg-type]
     allowed = blocks.judged(fast, HEAD)
     assert allowed is not None and allowed.caller.name == "ana"
@@ -135,4 +137,4 @@ def test_a_scope_that_is_missing_is_the_applications_to_tell() -> None:
 
     statuses(front, [get(TARGET, HEAD)] * 4)
 
-    assert len(front.reached) == 4 and front.wire.answered == []
+    assert len(front.reached) == 4 and front.untraced_fast.answered == []

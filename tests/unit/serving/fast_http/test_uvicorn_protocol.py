@@ -484,7 +484,7 @@ def test_a_ready_answer_is_a_request() -> None:
             await connection.take(get())
         second_connection = beside(connection.protocol)
         second_connection.protocol.data_received(get(block=KEPT))
-        assert front.wire.answered == [b"/ready"] * 2
+        assert front.untraced_fast.answered == [b"/ready"] * 2
         for _ in range(BOUNDS.connections_new_max):
             beside(connection.protocol)
         assert not second_connection.transport.is_closed

@@ -725,8 +725,8 @@ def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
             requested_entity,
             world.snapshot().table("user_topk"),
             1,
-            None,
-            b"",  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            b"",
         ).size_bytes
 
     assert weight(features={"text": "x" * 4_000}) > 4_000

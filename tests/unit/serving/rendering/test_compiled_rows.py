@@ -105,7 +105,7 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     ids, ends = [f'"{at}ü",' for at in range(len(good))], [b"}"] * len(good)
     numbers = json_batch.numbers(of, good, k)
     texts = [json_batch.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
-    lookup: Any = SimpleNamespace(table=of, k=k, holding=SimpleNamespace(live=live))
+    lookup: Any = SimpleNamespace(table=of, k=k, served=SimpleNamespace(live=live))
     resolved: Any = SimpleNamespace(rows=good)
     named = items_of(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))

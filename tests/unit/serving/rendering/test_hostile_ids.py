@@ -108,7 +108,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 ) -> None:
     layout = LAYOUTS[0]
     live, good = snapshot(names), records(layout, len(ids), len(names))
-    lookup: Any = SimpleNamespace(table=table(layout), k=2, holding=SimpleNamespace(live=live))
+    lookup: Any = SimpleNamespace(table=table(layout), k=2, served=SimpleNamespace(live=live))
     row = some_row("l1")
 
     with patch.object(loader, "kernels", columns):

@@ -37,7 +37,7 @@ class FakeRedis(FakeControl):
 
 def registered(manifest: Any, room: RedisMemory, releases: ReleaseWatch) -> CollectorRegistry:
     served: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
-    nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=served), lambda: NOW)  # type: ignore[arg-type]
+    nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(served=served), lambda: NOW)  # type: ignore[arg-type]
     registry = CollectorRegistry()
     registry.register(NightMetrics(lambda: served, nights, releases, room))
     return registry
