@@ -70,7 +70,7 @@ def _intents_count_as_done(patch: pytest.MonkeyPatch) -> None:
     real = states.fold
 
     def fold(releases: Any) -> Ledger:
-        return real([replace(release_record, done=True) for release_record in releases])
+        return real([replace(release_record, is_done=True) for release_record in releases])
 
     for owner in (release_log, sweep):
         patch.setattr(owner, "fold", fold)

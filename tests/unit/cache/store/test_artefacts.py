@@ -128,7 +128,7 @@ def test_stray_files_beside_releases_and_blocklists_are_ignored(store):
 
 def test_the_released_manifest_is_the_newest_published_or_verified_one(store):
     history = [
-        replace(release(1, "a"), manifest_sha256="one", done=True),
+        replace(release(1, "a"), manifest_sha256="one", is_done=True),
         replace(release(2, "a", "verify"), manifest_sha256="two"),
         replace(release(3, "a"), manifest_sha256="three"),
         replace(release(4, "a", "pin"), manifest_sha256="four"),

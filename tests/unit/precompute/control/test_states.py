@@ -125,7 +125,7 @@ def test_a_canary_moves_the_pointer_and_makes_nothing_live():
     history = [release(1, "publish", "a"), replace(release(2, "canary", "b"), percent=5.0)]
     ledger = fold(history)
     assert (ledger.live, ledger.live_epoch, ledger.canary) == ("a", 2, Canary("b", 5.0, 2.0))
-    undone = fold([history[0], replace(history[1], done=False)])
+    undone = fold([history[0], replace(history[1], is_done=False)])
     assert (undone.live_epoch, undone.epoch, undone.canary) == (1, 2, None)
     abandoned_ledger = fold([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
     assert (abandoned_ledger.live_epoch, abandoned_ledger.canary) == (
