@@ -21,7 +21,7 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
         "jobs": len(inferences._jobs),  # type: ignore[attr-defined]
         "inputs": batcher.queued, "bytes": batcher.queued_bytes,
         "busy workers": 1 - batcher._idle,
-        "leases": len(inferences.lead._held),  # type: ignore[attr-defined]
+        "leases": len(inferences.leases._written_at_by_mark),  # type: ignore[attr-defined]
         "overlays": len(service.tiers.writes),
     }  # fmt: skip
     if any(leftover_counts.values()):

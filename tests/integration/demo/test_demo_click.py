@@ -95,7 +95,7 @@ class Answered(Click):
         super().__init__("http://nobody", data, Judge())
         self._answers = iter(answers)
 
-    def _ask(self, larder: Client, max_events: int | None = None) -> Answer:
+    def _look_up(self, larder: Client, max_events: int | None = None) -> Answer:
         del larder, max_events
         return next(self._answers)
 

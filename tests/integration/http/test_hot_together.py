@@ -79,7 +79,7 @@ def test_nobody_waits_for_company_unless_many_came_of_late(
     join = coalescer.join
 
     def watched(request: Any) -> Any:
-        joined.append(request.asked.id)
+        joined.append(request.lookup.id)
         return join(request)
 
     monkeypatch.setattr(coalescer, "join", watched)
@@ -264,7 +264,7 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     async def run_iteration() -> list[Any]:
         loop = asyncio.get_running_loop()
         first = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
-        loop.call_soon(setattr, holder, "holding", new)
+        loop.call_soon(setattr, holder, "served", new)
         second = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
         return await asyncio.gather(*first, *second)
 

@@ -161,7 +161,7 @@ def court(night: NightConfig) -> Iterator[Court]:
         runner.run(life.__aenter__())
         app.fast = app.untraced_fast = FastLookups(app.state.service, clock=lambda: NOW)
         ladder: Any = app.state.service.ladder
-        ladder._clock = ladder.reply._clock = lambda: NOW
+        ladder._clock = ladder.answer_builder._clock = lambda: NOW
         fuzz_court = Court(
             runner, state, shared, sorted(histories(night))[:6],
             lambda: protocol_factory(config, state, {}), lambda: Http1Protocol(config, state, {}),

@@ -46,7 +46,7 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
             )
         case 4 | 5:
             unless = rng.choice(["", "live", "previous"])
-            return f"mark {rows} if {expected} unless {unless}", lambda control: control.mark(
+            return f"mark {rows} if {expected} unless {unless}", lambda control: control.write_rows(
                 rows, expected_epoch=expected, unless=unless
             )
         case 6:

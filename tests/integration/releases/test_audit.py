@@ -111,13 +111,13 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
 def test_the_command_shows_all_or_some(night: NightConfig) -> None:
     run(night, "block", "--entity", "u-shown", "--reason", "to be shown")
     output = run(night, "audit", "--json")
-    records = orjson.loads(output.shown)  # type: ignore[attr-defined]
+    records = orjson.loads(output.content)  # type: ignore[attr-defined]
     assert records[-1]["reason"] == "to be shown" and records[-1]["outcome"] == "done"
 
-    about = orjson.loads(run(night, "audit", "--json", "--entity", "u-shown").shown)  # type: ignore[attr-defined]
+    about = orjson.loads(run(night, "audit", "--json", "--entity", "u-shown").content)  # type: ignore[attr-defined]
     assert [record["action"] for record in about] == ["block"]
     assert run(night, "audit", "--since", "2999-01-01") == ["nothing was written down"]
-    assert orjson.loads(run(night, "audit", "--json", "--since", "2020-01-01T00:00:00Z").shown) == records  # type: ignore[attr-defined]  # fmt: skip
+    assert orjson.loads(run(night, "audit", "--json", "--since", "2020-01-01T00:00:00Z").content) == records  # type: ignore[attr-defined]  # fmt: skip
     with pytest.raises(ConfigError, match="ISO 8601"):
         run(night, "audit", "--since", "yesterday")
     table: Any = run(night, "audit")

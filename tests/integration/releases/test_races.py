@@ -132,7 +132,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
 
 
 def _check_history(history: Any) -> None:
-    completed_releases = [release for release in history if release.done]
+    completed_releases = [release for release in history if release.is_done]
     verified = [release for release in history if release.action == "verify"]
     attempts = [  # a verification since asks for another publish by the same attempt
         (
@@ -150,7 +150,7 @@ def _check_history(history: Any) -> None:
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
         ledger_before = fold(history[:number])
-        if not release.done or release.action not in MOVES:
+        if not release.is_done or release.action not in MOVES:
             continue
         state = ledger_before.state(release.generation)
         assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (

@@ -52,7 +52,7 @@ def test_publishing_again_changes_nothing(world):
     world.publish(A)
     pointer_before = world.live()
     moved = world.releases.publish(A, attempt=world.attempt())
-    assert not moved.changed and world.live() == pointer_before
+    assert not moved.has_moved and world.live() == pointer_before
 
 
 def test_p19_older_data_is_never_published_over_newer(world):
@@ -176,7 +176,7 @@ def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             world.releases.publish(B, attempt="run-1")
     assert world.releases.ledger().live == A
-    assert world.releases.publish(B, attempt="run-1").changed
+    assert world.releases.publish(B, attempt="run-1").has_moved
     assert world.live().generation == B
 
 
@@ -336,7 +336,7 @@ def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(
     pointer_before = world.live()
     repeated_move = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
     assert (
-        not repeated_move.changed
+        not repeated_move.has_moved
         and repeated_move.pointer == first.pointer
         and world.live() == pointer_before
     )
@@ -348,7 +348,7 @@ def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(wo
     world.publish(B)
     repeated_move = world.releases.publish(A, attempt="run-1")
     assert (
-        not repeated_move.changed
+        not repeated_move.has_moved
         and repeated_move.pointer == first.pointer
         and world.live().generation == B
     )
@@ -362,7 +362,7 @@ def test_a_cleared_run_publishes_again_what_was_verified_again(world):
     with pytest.raises(Conflict, match=r"since then roll back of .* use a new attempt"):
         world.releases.publish(B, attempt="run-1")
     world.releases.mark_verified(B, attempt="run-1")
-    assert world.releases.publish(B, attempt="run-1").changed
+    assert world.releases.publish(B, attempt="run-1").has_moved
     assert world.live().generation == B
 
 
@@ -427,7 +427,7 @@ def test_records_of_earlier_versions_go_on(world):
     new = world.releases.record("pin", A, attempt="new")
 
     assert all_releases(world.store) == [replace(old, is_done=True), new]
-    assert new.number == old.epoch + 1 == new.place
+    assert new.number == old.epoch + 1 == new.stored_number
 
 
 @pytest.mark.parametrize("missing_number", [1, 2])

@@ -45,11 +45,11 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
 
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
     pointer_before = tried.live()
-    assert not tried.releases.start_canary(C, 5.0, "try").changed and tried.live() == pointer_before
+    assert not tried.releases.start_canary(C, 5.0, "try").has_moved and tried.live() == pointer_before
     assert (
-        not tried.releases.start_canary(C, 5.0, "other").changed and tried.live() == pointer_before
+        not tried.releases.start_canary(C, 5.0, "other").has_moved and tried.live() == pointer_before
     )
-    assert tried.releases.start_canary(C, 10.0, "try").changed
+    assert tried.releases.start_canary(C, 10.0, "try").has_moved
     assert tried.live().canary.percent == 10.0 and tried.live().epoch > pointer_before.epoch
 
 
@@ -59,7 +59,7 @@ def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon
     assert tried.live().canary is None and tried.live().generation == B
     with pytest.raises(Conflict, match=r"since then end canary of .* use a new attempt"):
         tried.releases.start_canary(C, 5.0, "try")
-    assert tried.releases.end_canary("end").changed is False
+    assert tried.releases.end_canary("end").has_moved is False
     if abandon:
         assert tried.releases.state(C) is State.ABANDONED
         with pytest.raises(Conflict, match="abandoned"):
@@ -152,7 +152,7 @@ def test_a_canary_whose_writer_died_after_the_move_is_settled(world, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             world.releases.start_canary(B, 5.0, "try")
     assert world.releases.ledger().canary == world.live().canary is not None
-    assert not world.releases.start_canary(B, 5.0, "try").changed
+    assert not world.releases.start_canary(B, 5.0, "try").has_moved
 
 
 def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back(world):

@@ -23,10 +23,10 @@ def test_p19_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(w
     world.load(B)
     world.releases.publish(B, attempt="run-b")
     world.publish(C)
-    assert not world.releases.publish(B, attempt="run-b").changed
+    assert not world.releases.publish(B, attempt="run-b").has_moved
     world.publish(D)
     retire(world.releases, B, attempt="sweep")
-    assert not world.releases.publish(B, attempt="run-b").changed
+    assert not world.releases.publish(B, attempt="run-b").has_moved
     assert world.live().generation == D
 
 
@@ -54,7 +54,7 @@ def test_a_repeated_publish_says_that_a_roll_back_jumped_over_it(world):
 def test_a_repeated_roll_back_says_that_what_it_left_is_back(world):
     world.publish(A, B)
     world.releases.roll_back(to=None, reason="bad", attempt="on call")
-    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").changed
+    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").has_moved
     world.releases.mark_verified(B, attempt="again")
     world.releases.publish(B, attempt="again")
     with pytest.raises(Conflict, match=r"publish of .* use a new attempt"):
@@ -66,7 +66,7 @@ def test_a_repeated_roll_back_stands_after_a_newer_publish(world):
     world.publish(A, B)
     world.releases.roll_back(to=None, reason="bad", attempt="on call")
     world.publish(C)
-    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").changed
+    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").has_moved
     assert world.live().generation == C
 
 
@@ -76,7 +76,7 @@ def test_a_canary_start_stands_once_it_was_published_but_not_once_rolled_back(wo
         world.load(generation)
     world.releases.start_canary(B, 5.0, "try b")
     world.releases.publish(B, attempt="run-b")
-    assert not world.releases.start_canary(B, 5.0, "try b").changed
+    assert not world.releases.start_canary(B, 5.0, "try b").has_moved
     world.releases.start_canary(C, 5.0, "try c")
     world.releases.roll_back(to=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="use a new attempt"):
@@ -89,7 +89,7 @@ def test_a_cleared_run_tries_out_again_what_was_verified_again(world):
     world.releases.start_canary(B, 5.0, "run")
     world.releases.end_canary("operator", "bad", abandon=True)
     world.releases.mark_verified(B, attempt="run")
-    assert world.releases.start_canary(B, 5.0, "run").changed
+    assert world.releases.start_canary(B, 5.0, "run").has_moved
     assert world.live().canary.generation == B
     with pytest.raises(Conflict, match="use a new attempt"):
         world.releases.end_canary("operator", "bad", abandon=True)
@@ -179,8 +179,8 @@ def test_what_was_compared_with_another_generation_is_neither_published_nor_trie
         with pytest.raises(Conflict, match=r"run `verify .*` again"):
             world.releases.start_canary(C, 5.0, "try", verified=report)
     # A repeat finds its own work, whatever is live by now.
-    assert not world.releases.publish(B, attempt="run-b", verified=verified).changed
+    assert not world.releases.publish(B, attempt="run-b", verified=verified).has_moved
     world.releases.roll_back(to=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="verified against"):
         world.releases.publish(C, attempt="run-c", verified={"baseline": B})
-    assert world.releases.publish(C, attempt="run-c", verified=verified).changed
+    assert world.releases.publish(C, attempt="run-c", verified=verified).has_moved

@@ -157,14 +157,14 @@ def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
     rows = {generation: RegistryRow(State.REFUSED, 0.0) for generation in (A, B)}
     epoch = world.live().epoch
 
-    assert not world.control.mark(rows, expected_epoch=epoch - 1)
-    assert not world.control.mark(rows, expected_epoch=0)
+    assert not world.control.write_rows(rows, expected_epoch=epoch - 1)
+    assert not world.control.write_rows(rows, expected_epoch=0)
     with pytest.raises(Conflict):
-        world.control.mark(rows, expected_epoch=epoch, unless="previous")
+        world.control.write_rows(rows, expected_epoch=epoch, unless="previous")
     with pytest.raises(Conflict):
-        world.control.mark({C: rows[A]}, expected_epoch=epoch, unless="live")
+        world.control.write_rows({C: rows[A]}, expected_epoch=epoch, unless="live")
     assert world.control.rows()[B].state is State.SUPERSEDED
-    assert world.control.mark(rows, expected_epoch=epoch, unless="live")
+    assert world.control.write_rows(rows, expected_epoch=epoch, unless="live")
     rows_after = world.control.rows()
     assert (rows_after[A].state, rows_after[B].state) == (State.RETIRED, State.REFUSED)
 

@@ -237,13 +237,13 @@ def test_keys_enter_and_leave_alike(initial_flights: dict[int, object], keys: li
 @settings(deadline=None, max_examples=300)
 @given(
     name=st.sampled_from(
-        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "places", "admits"]
+        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "locate", "admits"]
     ),
     arguments=st.lists(HOSTILE, min_size=1, max_size=14),
 )
 def test_nothing_that_is_handed_over_can_break_it(name: str, arguments: list[Any]) -> None:
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
-    methods = {"find": parts, "places": parts, "admits": COLUMNS.ReplyScanner(9, 9)}
+    methods = {"find": parts, "locate": parts, "admits": COLUMNS.ReplyScanner(9, 9)}
     call = getattr(methods.get(name, COLUMNS), name)
 
     with_errors(call, *arguments)
@@ -262,7 +262,7 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
         "spread": (number, number, raw, st.lists(number, max_size=4), st.dictionaries(number, raw)),
         "getranges": (raw, raw, raw, number),
         "cut_texts": (raw, raw),
-        "plain": (raw, number, flag, flag, number, number, number, number),
+        "plain_record_mask": (raw, number, flag, flag, number, number, number, number),
         "numbers": (raw, number, flag, flag, number),
         "names": (raw, number, flag, number, raw, raw),
         "answers": (
@@ -274,7 +274,7 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
     name = data.draw(st.sampled_from(sorted(shapes)))
     with_errors(getattr(COLUMNS, name), *(data.draw(strategy) for strategy in shapes[name]))
     parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
-    with_errors(parts.places, *(data.draw(strategy) for strategy in (raw, raw, number, number)))
+    with_errors(parts.locate, *(data.draw(strategy) for strategy in (raw, raw, number, number)))
     with_errors(COLUMNS.ReplyScanner, data.draw(number), data.draw(number))
 
 
@@ -375,7 +375,7 @@ def test_a_page_or_an_offset_beyond_64_bits_is_refused(
     positions, first_pages = np.array([3], np.int64), np.array([first_page], np.int64)
 
     with pytest.raises(ValueError, match="64 bits"):
-        parts.places(positions, first_pages, per_page, size)
+        parts.locate(positions, first_pages, per_page, size)
 
 
 @pytest.mark.parametrize("kernels", [COLUMNS, pure])

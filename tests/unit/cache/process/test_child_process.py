@@ -20,8 +20,8 @@ echo $$ > parent; wait
 OWNER = """
 import sys, time
 from pathlib import Path
-from cache.process.child_process import Guarded
-process = Guarded(["sh", "-c", sys.argv[1]], log=Path("log"), grace_s=1.0)
+from cache.process.child_process import GuardedCommand
+process = GuardedCommand(["sh", "-c", sys.argv[1]], log=Path("log"), grace_s=1.0)
 print(process.pid, flush=True)
 time.sleep(600)
 """

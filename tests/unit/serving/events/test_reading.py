@@ -109,8 +109,8 @@ def test_null_clears_an_attribute() -> None:
 def test_others_of_the_request_are_read_all_the_same() -> None:
     read_events = read("no object", WHOLE, WHOLE | {"id": None}, WHOLE | {"id": "e-2"})
 
-    assert read_events.places == [1, 3] and [
-        rejection.place for rejection in read_events.rejected
+    assert read_events.event_indices == [1, 3] and [
+        rejection.event_index for rejection in read_events.rejected
     ] == [0, 2]
     assert "events[2].id" in read_events.rejected[1].detail
 

@@ -20,11 +20,11 @@ from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, exper
 class FakeArms:
     """Routing that a test sets; every namespace answers."""
 
-    own: Any = field(default_factory=FakeService)
+    own_service: Any = field(default_factory=FakeService)
     routing: Routing | None = None
 
     def service(self, _namespace: str) -> Any:
-        return self.own
+        return self.own_service
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         live = SimpleNamespace(manifest=SimpleNamespace(tables={}))
-        self.arms.own.holding = lambda: SimpleNamespace(live=live)
+        self.arms.own_service.capture_served = lambda: SimpleNamespace(live=live)
         self.router = ExperimentRouter(
             cast(Arms, self.arms), cast(ExposureLog, self.exposures), Metrics()
         )
@@ -96,7 +96,7 @@ def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_do
     _, assigned = scene.router.route([], asked_with(key))
     assert assigned is not None
 
-    scene.arms.own.follower.shelf.blocklist = Blocklist(1, users=frozenset({key}))
+    scene.arms.own_service.follower.holder.blocklist = Blocklist(1, users=frozenset({key}))
     scene.router.attach_arm(assigned, [{"source": "l1"}])
 
     assert scene.exposures.noted == [("e", assigned.arm, None)]

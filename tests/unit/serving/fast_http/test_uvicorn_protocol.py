@@ -76,8 +76,8 @@ def unread(connection: Connection) -> Unread:
 def look_twice(connection: Connection, after_s: float = LATE) -> None:
     """Two looks, with so much time between them."""
     wire: Any = connection.protocol
-    wire.look(1.0)
-    wire.look(1.0 + after_s)
+    wire.close_if_stalled(1.0)
+    wire.close_if_stalled(1.0 + after_s)
 
 
 def field(size: int) -> bytes:
@@ -380,7 +380,7 @@ def test_the_rest_of_a_body_whose_request_is_answered_has_to_come() -> None:
         assert not connection.transport.is_closed
         await connection.take(b"x")
         wire: Any = connection.protocol
-        wire.look(LATE)
+        wire.close_if_stalled(LATE)
         assert connection.transport.is_closed
 
     run(test)
@@ -400,9 +400,9 @@ def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(
             wire.pause_writing()
         for time in range(1, 100, 9):  # 64 KiB in nine seconds
             transport.left = (1 << 20) - (time << 13)
-            wire.look(float(time))
+            wire.close_if_stalled(float(time))
         assert not transport.is_aborted
-        wire.look(100.0 + BOUNDS.write_timeout_s)
+        wire.close_if_stalled(100.0 + BOUNDS.write_timeout_s)
         assert transport.is_aborted
 
     run(test)
@@ -501,15 +501,15 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
         unread_answers = wire._connections.unread
         unread(slow).left = 90
         slow.protocol.pause_writing()
-        assert unread_answers.held == 90
+        assert unread_answers.held_bytes == 90
         slow.protocol.resume_writing()
-        assert unread_answers.held == 0
+        assert unread_answers.held_bytes == 0
 
         slow.protocol.pause_writing()
         unread(slow).left = 101
         slow.protocol.pause_writing()
         assert unread_answers.is_full(0.0) and not unread(slow).is_aborted
         assert not unread_answers.is_full(float("inf"))
-        assert unread(slow).is_aborted and wire._connections.ended["unread"] == 1
+        assert unread(slow).is_aborted and wire._connections.ended_by_reason["unread"] == 1
 
     run(test)

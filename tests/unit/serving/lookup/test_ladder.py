@@ -630,7 +630,7 @@ class Had:
 async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world: World) -> None:
     had_ordinals = night_list("u3")[:2]
     had_items = {*world.ids(had_ordinals)}
-    live = world.snapshot(seen=Had(*had_ordinals))
+    live = world.snapshot(seen_items=Had(*had_ordinals))
     served, served_with_previous = (
         ServedGenerations(live),
         ServedGenerations(live, world.snapshot(OLDER)),
@@ -658,7 +658,7 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
 
 
 async def test_a_default_leaves_out_what_a_known_user_had(world: World) -> None:
-    live = world.snapshot(seen=Had(0, 2))
+    live = world.snapshot(seen_items=Had(0, 2))
     world.remote.pages.pop((GENERATION, "user_topk", 0))
 
     answer = (await look(world, ServedGenerations(live), entity("u3"), k=3))[0]

@@ -91,8 +91,8 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
-    asking = [asyncio.create_task(filters.passing(snapshot, "cheap", 30.0)) for _ in range(50)]
-    asking += [asyncio.create_task(filters.passing(snapshot, "near", 30.0)) for _ in range(50)]
+    asking = [asyncio.create_task(filters.evaluate(snapshot, "cheap", 30.0)) for _ in range(50)]
+    asking += [asyncio.create_task(filters.evaluate(snapshot, "near", 30.0)) for _ in range(50)]
     await asyncio.sleep(0)
     filtering.go.set()
     filter_masks = await asyncio.gather(*asking)
@@ -111,7 +111,7 @@ async def test_a_filter_that_does_not_fit_is_refused_for_each_who_asked(
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
     problems = await asyncio.gather(
-        *(filters.passing(snapshot, "wrong", 30.0) for _ in range(3)), return_exceptions=True
+        *(filters.evaluate(snapshot, "wrong", 30.0) for _ in range(3)), return_exceptions=True
     )
 
     assert [reason_of(problem) for problem in problems] == [(422, "invalid_filter")] * 3
@@ -124,13 +124,13 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
-    first = asyncio.create_task(filters.passing(snapshot, "first", 30.0))
+    first = asyncio.create_task(filters.evaluate(snapshot, "first", 30.0))
     assert await eventually(lambda: _truth(filtering.names == ["first"]))
     late = await asyncio.gather(
-        *(filters.passing(snapshot, f"late {number}", 0.01) for number in range(20)),
+        *(filters.evaluate(snapshot, f"late {number}", 0.01) for number in range(20)),
         return_exceptions=True,
     )
-    cancelled_task = asyncio.create_task(filters.passing(snapshot, "left", 30.0))
+    cancelled_task = asyncio.create_task(filters.evaluate(snapshot, "left", 30.0))
     await asyncio.sleep(0)
     cancelled_task.cancel()
     await asyncio.wait({cancelled_task})
@@ -138,7 +138,7 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
 
     assert [reason_of(problem) for problem in late] == [(503, "overloaded")] * 20
     assert await first == "what passes first"
-    assert await filters.passing(snapshot, "last", 30.0) == "what passes last"
+    assert await filters.evaluate(snapshot, "last", 30.0) == "what passes last"
     assert filtering.names == ["first", "last"]
 
 
@@ -149,17 +149,17 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
     waiting = [
-        asyncio.create_task(filters.passing(snapshot, f"filter {number}", 30.0))
+        asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
         for number in range(WAITING_MAX)
     ]
     await asyncio.sleep(0)
 
     with pytest.raises(Problem) as refused:
-        await filters.passing(snapshot, "one more", 30.0)
+        await filters.evaluate(snapshot, "one more", 30.0)
 
     assert refused.value.status == 503
     filtering.go.set()
-    assert await filters.passing(snapshot, "filter 0", 30.0) == "what passes filter 0"
+    assert await filters.evaluate(snapshot, "filter 0", 30.0) == "what passes filter 0"
     assert len(await asyncio.gather(*waiting)) == WAITING_MAX
 
 
@@ -171,7 +171,7 @@ async def test_under_overload_no_costly_filter_is_begun(
     filters: Any = Filters(executor, lambda: False, lambda: 0.0, mask_executor=masks)
 
     with pytest.raises(Problem) as refused:
-        await filters.passing(snapshot, "any", 30.0)
+        await filters.evaluate(snapshot, "any", 30.0)
 
     assert refused.value.status == 503 and filtering.names == []
 
@@ -185,7 +185,7 @@ async def test_work_of_other_parts_in_threads_waits_behind_no_filter(
     with ThreadPoolExecutor(2) as masks:
         filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
         asking = [
-            asyncio.create_task(filters.passing(snapshot, f"filter {number}", 30.0))
+            asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
             for number in range(60)
         ]
         assert await eventually(lambda: _truth(len(filtering.names) == 2))
@@ -205,7 +205,7 @@ async def test_what_a_filter_costs_decides_where_it_is_worked_out(
     snapshot: Any = SimpleNamespace(filtering=filtering)
     filters: Any = Filters(executor, timer=lambda: 0.0, mask_executor=masks)
 
-    await filters.passing(snapshot, "any", 30.0)
+    await filters.evaluate(snapshot, "any", 30.0)
 
     loop_thread_name = threading.current_thread().name
     assert [name == loop_thread_name for name in filtering.threads] == [is_inline]
