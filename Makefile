@@ -92,8 +92,8 @@ lint: env  ## lint, format, types
 	@$(BIN)/mypy --no-error-summary cache precompute serving dags infra tests
 
 check: lint  ## the same, and the layers
-	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py tests/unit/test_rooms.py >/dev/null \
-	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py tests/unit/test_rooms.py
+	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py >/dev/null \
+	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py
 
 format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .

@@ -73,8 +73,8 @@ def canary() -> None:
     @task(multiple_outputs=False)
     def start() -> dict[str, Any]:
         """Wait until replicas hold it ready, then give it its share; a retry finds its own start."""
-        from precompute.canary import trial as steps
         from precompute.config.settings import night_config
+        from precompute.traffic import canary as steps
 
         context = get_current_context()
         return steps.start(
@@ -87,16 +87,16 @@ def canary() -> None:
     @task.sensor(mode="reschedule", poke_interval=60, timeout=LONGEST.total_seconds())
     def wait(started: dict[str, Any]) -> bool:
         """Look whether the canary has run long enough, or was ended."""
-        from precompute.canary import trial as steps
         from precompute.config.settings import night_config
+        from precompute.traffic import canary as steps
 
         return steps.is_over(night_config(), started["generation"])
 
     @task(multiple_outputs=False)
     def conclude(started: dict[str, Any]) -> dict[str, Any]:
         """Compare both arms; publish, or abandon and fail."""
-        from precompute.canary import trial as steps
         from precompute.config.settings import night_config
+        from precompute.traffic import canary as steps
 
         attempt = get_current_context()["run_id"]
         return steps.conclude(night_config(), started["generation"], attempt=attempt)

@@ -57,8 +57,7 @@ from airflow.sdk import (
 )
 
 from cache.config.events import EventsConfig
-from cache.config.timetable import DagConfig, Timetable
-from cache.control.night_steps import STAGES
+from cache.config.timetable import STAGES, DagConfig, Timetable
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 
 NIGHTS = Timetable.configured(os.environ).nights()
@@ -178,8 +177,8 @@ def nightly_precompute() -> None:
     @task.branch
     def choose() -> str:
         """Publish what has nothing to be compared with; try all else on a share of the requests."""
-        from precompute.canary.trial import has_live
         from precompute.config.settings import night_config
+        from precompute.traffic.canary import has_live
 
         return "try_as_canary" if has_live(night_config()) else "publish"
 

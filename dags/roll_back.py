@@ -37,10 +37,10 @@ def roll_back() -> None:
     def move_pointer() -> dict[str, Any]:
         """Make the chosen generation live; a retry recognises its own move by the run id."""
         from precompute.config.settings import night_config
-        from precompute.operations import roll_back
+        from precompute.releases import recovery
 
         context = get_current_context()
-        return roll_back.roll_back(
+        return recovery.roll_back(
             night_config(),
             to=context["params"]["generation"],
             reason=context["params"]["reason"],

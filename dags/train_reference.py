@@ -34,7 +34,7 @@ def train_reference() -> None:
     def train() -> dict[str, Any]:
         """Fit, export to ONNX, and put the bundle where the night looks for it."""
         from precompute.config.settings import night_config
-        from precompute.operations.train import train_reference
+        from precompute.reference.train import train_reference
 
         data_until = get_current_context()["params"]["data_until"]
         return train_reference(night_config(), data_until=data_until)

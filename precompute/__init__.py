@@ -1,7 +1,6 @@
 """The night: score every known entity, check the result, load it and publish it as one generation.
 
-Rooms, lowest first: config, control, sources, bulk, bundles, adapters, erasures, releases, partitions, topk, device,
-builds, scoring, erasing, gates, steps, operations, canary, planning, cli; imports only go down. Start at `steps`.
+Start at `steps`.
 """
 
 from importlib.util import find_spec

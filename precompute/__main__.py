@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from cache.process.extras import PRECOMPUTE, missing
+from cache.process.command_line import PRECOMPUTE, missing
 
 if __name__ == "__main__":
     if line := missing("precompute", "precompute", *PRECOMPUTE):
@@ -22,8 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cache.errors import LarderError
-from cache.process.command_line import json_text
-from cache.process.interrupts import never_swallowed
+from cache.process.command_line import json_text, never_swallowed
 from precompute.cli.console import CommandOutput, bars_on, err_console, out_console, show
 from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for

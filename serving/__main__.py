@@ -23,16 +23,14 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
+from cache.l2.resp import WrongReply
 from cache.l2.sync_clients import masters, open_client
-from cache.process.extras import SERVING, missing
-from cache.process.interrupts import never_swallowed
-from cache.process.printable import printable_lines
+from cache.process.command_line import SERVING, missing, never_swallowed, printable_lines
 from cache.process.redis_server import redis_url, running_server
-from cache.resp.reply_shapes import WrongReply
 from cache.store.releases import newest_release
-from serving.access.quota_table import QuotaTable
+from serving.access.quota import QuotaTable
+from serving.process.log_setup import configure_for
 from serving.process.supervisor import QUOTAS, Workers, WorkerSpawner
-from serving.tracing.log_setup import configure_for
 
 if TYPE_CHECKING:
     from serving.config.settings import ServingConfig
@@ -44,9 +42,9 @@ _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of an answer that the kernel takes over before its peer has them: over 100 ms of distance 2.5 MB a second."""
 _COMMANDS = {
     "explain": "serving.explain.cli",
-    "lookup": "serving.explain.lookup_cli",
-    "tokens": "serving.access.tokens_command",
-    "top": "serving.dashboard.terminal.command",
+    "lookup": "serving.cli.lookup",
+    "tokens": "serving.cli.tokens",
+    "top": "serving.dashboard.terminal",
 }
 """Word -> module whose `main` takes what follows; any other command line serves."""
 

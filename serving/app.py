@@ -1,29 +1,83 @@
-"""The HTTP application: its routes, for as long as the service behind them runs, and its errors."""
+"""The HTTP application of one process: tokens, TLS, routes and request observers around the running service."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Callable, Container
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
+from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops
-from serving.access.callers import Callers
-from serving.access.quota_table import QuotaTable
-from serving.access.token_watch import TokenWatch
+from cache.process.command_line import install_command
+from serving.access.callers import Callers, TokenWatch
+from serving.access.quota import QuotaTable
 from serving.bootstrap import replica_id, running
 from serving.config.settings import ServingConfig, check_token
 from serving.config.tls import TlsFiles, TlsWatch
+from serving.engine.service import LookupService
 from serving.http.asgi_app import AsgiApp, FastPath
 from serving.http.http1_protocol import Http1Protocol
-from serving.http.routes import routes
-from serving.lookup.service import LookupService
-from serving.observability import Traced, watched
-from serving.process.descriptors import make_room
+from serving.http.routes import Service, routes
+from serving.metrics.exposition import WorkerPeers
+from serving.process.resources import make_room
 from serving.process.server import Server, settings_of
 from serving.process.supervisor import QUOTAS
-from serving.process.worker_metrics import WorkerPeers
 from serving.requests.bodies import refused
+from serving.requests.context import parent_of
 from serving.requests.errors import Problem
+from serving.tracing.observer import RequestLog, RequestObserver
+
+if TYPE_CHECKING:
+    from serving.tracing.otel_spans import Spans
+
+Traced = Callable[[Scope], bool]
+"""Judge of whether a request is traced."""
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    config: ServingConfig, service: Service, instance: str
+) -> AsyncIterator[tuple[RequestObserver, Traced | None]]:
+    """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
+    spans = _spans(config, instance) if config.traces else None
+
+    def tables() -> Container[str]:
+        served = service.follower.served
+        return () if served is None else served.live.manifest.tables
+
+    watch = RequestObserver(
+        tables,
+        times=config.server_timing,
+        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
+        tracer=spans,
+    )
+    try:
+        yield watch, None if spans is None else functools.partial(_is_traced, spans)
+    finally:
+        if spans is not None:
+            await spans.aclose()
+
+
+def _is_traced(spans: "Spans", scope: Scope) -> bool:
+    traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return spans.judged(scope, parent_of(traceparents))
+
+
+def _spans(config: ServingConfig, instance: str) -> "Spans":
+    try:
+        from serving.tracing.otel_spans import Spans
+    except ImportError as error:
+        raise ConfigError(
+            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
+            field="traces",
+        ) from error
+    return Spans.exporting(
+        trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance
+    )
+
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -108,7 +162,7 @@ def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWa
 
 def fast_lookups(service: LookupService, is_traced: Traced | None) -> FastPath:
     """The fast way of plain lookups, whose room is not even imported where it is switched off."""
-    from serving.fast_lookup.dispatcher import FastLookups
+    from serving.engine.hot_route import FastLookups
 
     return FastLookups(service, is_traced=is_traced)
 
@@ -126,7 +180,7 @@ def make_server(
         return Server(
             settings_of(app, config, log_level, Http1Protocol, tls), None, *server_arguments
         )
-    from serving.fast_http.connection import SharedState, protocol
+    from serving.http.lookup_connection import SharedState, protocol
 
     shared = SharedState(app, config.bounds(make_room(config.connections_max)))
     settings = settings_of(app, config, log_level, protocol(shared), tls)

@@ -1,51 +1,146 @@
-"""The running service put together: what answers, what it answers from, and what keeps watch over both."""
+"""The running service: its parts put together, opened in order, closed in reverse, and what they tell `/metrics`."""
 
 import asyncio
 import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
+from cache.l2.data_plane import DataPlane
 from cache.process.background_loops import BackgroundLoops
-from serving.collectors import MetricSources
-from serving.components import ServiceComponents
-from serving.config.cpu_affinity import step_back
+from cache.tiers.tiered import TieredCache
+from serving.admission.controller import Admission
 from serving.config.settings import ServingConfig, limits_of
+from serving.dashboard.counters import Counts, EventOverview, collect_counts
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
-from serving.events.overview import EventOverview
-from serving.events.parts import EventParts
-from serving.experiments.arms import Arms
-from serving.experiments.exposures import FLUSH_S, ExposureLog
-from serving.experiments.router import ExperimentRouter
+from serving.engine.inference import LiveInferences
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import MicroBatcher
+from serving.engine.service import LookupService
+from serving.events.counts import EventCounts
+from serving.events.follower import NewestPosition
+from serving.events.intake import EventParts
 from serving.explain.explainer import Explainer
-from serving.fresh.newest_position import NewestPosition
-from serving.generations.store_threads import StoreThreads
-from serving.http.exposition import Exposition
-from serving.http.service import Service
-from serving.lookup.service import LookupService
-from serving.metrics.event_counters import InternalCounters
-from serving.metrics.loop_failures import LoopFailures
+from serving.filters.filtered_lookup import THREADS as FILTER_THREADS
+from serving.filters.filtered_lookup import FilteredLookup, Filters
+from serving.generations.heartbeat import LOOK_S, HostHeadroom
+from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
+from serving.generations.refresher import Refresher
+from serving.http.routes import Service
+from serving.metrics.collectors import InternalCounters, LoopFailures, OverloadCollector
+from serving.metrics.exposition import Exposition, WorkerPeers
 from serving.metrics.registry import Metrics
-from serving.namespace import HeldNamespace, ServedArm
-from serving.near.near_metrics import NearMetrics
-from serving.process.worker_metrics import WorkerPeers
+from serving.namespace import HeldNamespace, ServedArm, ServiceComponents
+from serving.near.near_matches import NearMetrics
+from serving.process.resources import StoreThreads, step_back
 from serving.quality.monitor import QualityMonitor
-from serving.ranking.filtered_lookup import FilteredLookup
-from serving.ranking.filters import THREADS as FILTER_THREADS
-from serving.ranking.filters import Filters
-from serving.replica.freshness import Nights
-from serving.replica.host import LOOK_S, HostHeadroom
-from serving.replica.night_metrics import NightMetrics
-from serving.replica.redis_memory import RedisMemory
-from serving.replica.release_watch import ReleaseWatch
+from serving.traffic.experiments.arms import Arms
+from serving.traffic.experiments.exposures import FLUSH_S, ExposureLog
+from serving.traffic.experiments.router import ExperimentRouter
+from serving.usage.hot_keys import HotKeySketch
 from serving.usage.l1_advisor import L1Advisor
 
+_BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSources:
+    """Whatever keeps numbers of its own."""
+
+    metrics: Metrics
+    tiers: TieredCache
+    remote: DataPlane
+    batcher: MicroBatcher
+    admission: Admission
+    inferences: LiveInferences
+    leases: LeaseManager
+    sketch: HotKeySketch
+    quality: QualityMonitor
+    refresher: Refresher
+    nights: Nights
+    event_counts: EventCounts | None = None
+
+    def register(self) -> None:
+        """Registers gauges and collectors: all of it is in `/metrics` from now on."""
+        metrics, local, nights = self.metrics, self.tiers.local, self.nights
+        refresher, follower = self.refresher, self.refresher.follower
+
+        def age() -> float:
+            age_s = nights.age_s()
+            return float("nan") if age_s is None else age_s
+
+        metrics.generation_age.set_function(age)
+        metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
+        metrics.generation_due.set_function(nights.due_at)
+        metrics.stale.set_function(lambda: float(follower.stale is not None))
+        metrics.ready.set_function(lambda: float(follower.health.ready))
+        metrics.breaker.set_function(lambda: _BREAKER_STATES[self.remote.stats.breaker])
+        metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
+        metrics.l1_bytes.set_function(lambda: local.size_bytes)
+        metrics.l1_entries.set_function(lambda: len(local))
+        metrics.live_queue.set_function(lambda: self.batcher.queued)
+        metrics.registry.register(InternalCounters(self.internal_counters))
+        metrics.registry.register(OverloadCollector(self.admission))
+        if self.event_counts is not None:
+            metrics.registry.register(self.event_counts)
+
+    def internal_counters(self) -> dict[str, float]:
+        """Counts by event: what the tiers and the parts around them did besides answering."""
+        tiers, l2, sketch = self.tiers, self.remote.stats, self.sketch
+        return {
+            "l2_reads": tiers.counters.l2_reads,
+            "l2_batches": l2.batches,
+            "l2_shed": l2.shed,
+            "breaker_opened": l2.breaker_opened,
+            "flights_shared": tiers.flights.shared,
+            "inferences_shared": self.inferences.flights.shared,
+            "inferences_hopeless": self.batcher.hopeless,
+            "overlays_spared": self.inferences.repeats.spared,
+            "overlays_stored": tiers.writes.stored_count,
+            "overlays_failed": tiers.writes.failed_count,
+            "overlays_dropped": tiers.writes.dropped_count,
+            "hot_reported": sketch.reported,
+            "hot_reports_failed": sketch.failed,
+            **self.leases.counts.internal_counters(),
+            **self.quality.internal_counters(),
+        }
+
+    def collect_counts(self) -> Counts:
+        """The counts that the dashboard adds up."""
+        return collect_counts(self.metrics, sum(self.admission.shed.values()), self.event_counts)
+
+    def about(self, replica: str) -> Mapping[str, Any]:
+        """The state of this worker of `replica`, as the dashboard tells it."""
+        served, health = self.refresher.follower.served, self.refresher.follower.health
+        local, admission = self.tiers.local, self.admission
+        return {
+            "replica": replica,
+            "generation": None if served is None else served.live.generation,
+            "epoch": None if served is None else served.live.epoch,
+            "ready": health.ready,
+            "stale": health.stale,
+            "degraded": health.degraded,
+            "failed": health.failed,
+            "breaker": self.remote.stats.breaker,
+            "live_queued": self.batcher.queued,
+            "under_way": admission.under_way,
+            "requests_max": admission.requests_max,
+            "queue_seconds": round(admission.loop.wait, 4),
+            "l1_bytes": local.size_bytes,
+            "l1_budget_bytes": local.max_bytes,
+            "l1_entries": len(local),
+        }
+
+
 log = logging.getLogger(__name__)
+
 
 CONNECT_S = 2.0
 """Seconds that a start waits for connections to Redis: a handshake of TLS takes longer than a read may."""

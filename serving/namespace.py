@@ -1,35 +1,184 @@
-"""A namespace as a replica holds it: what follows its pointer, beats in it, and reads its keys."""
+"""One namespace as a replica holds it: tiers, live inference and ladder, and what follows its pointer."""
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from cache.config.serving import parse_cores
+from cache.events.new_items import NewItemEvents
+from cache.format.redis_keys import Keyspace
+from cache.l2.cluster import open_tier
+from cache.l2.data_plane import Breaker, DataPlane
+from cache.l2.tier import RemoteConfig
 from cache.model.runtime import Accelerator
 from cache.process.background_loops import BackgroundLoops
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Pointer
-from serving.components import NamespaceComponents
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import TieredCache
+from serving.admission.controller import Admission, LoopLagSampler
 from serving.config.settings import ServingConfig
-from serving.fresh.event_follower import EventFollower
-from serving.fresh.event_metrics import EventMetrics
+from serving.engine.batch_inference import compute_of
+from serving.engine.inference import LiveInferences
+from serving.engine.l1_warmup import L1Warmup
+from serving.engine.ladder import Ladder
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import MicroBatcher
+from serving.engine.service import LookupService
+from serving.events.follower import EventFollower, EventMetrics
+from serving.events.newer_events import NewerEvents
+from serving.generations.heartbeat import Heartbeat, HostHeadroom, RedisClock
 from serving.generations.holder import VALUES_S, GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
-from serving.generations.redis_clock import RedisClock
+from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
-from serving.generations.store_threads import InThread, StoreThreads
-from serving.lookup.l1_warmup import L1Warmup
-from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
 from serving.near.near_matches import NearMatches
-from serving.replica.background import Refresher
-from serving.replica.canary_router import CanaryRouter
-from serving.replica.heartbeat import Heartbeat
-from serving.replica.host import HostHeadroom
+from serving.process.resources import InThread, StoreThreads, check_cores, place_thread
+from serving.traffic.canary import CanaryRouter
 from serving.usage.hot_keys import HotKeySketch
+from serving.usage.request_observer import AnswerSampler, UsageObserver
+
+_SAMPLES_PER_INTERVAL = 10
+"""Looks at the queues per interval of the admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceComponents:
+    """The parts that read the keys of one namespace."""
+
+    remote: DataPlane
+    tiers: TieredCache
+    leases: LeaseManager
+    inferences: LiveInferences
+    watch: UsageObserver
+    ladder: Ladder
+
+    async def aclose(self) -> None:
+        """Stores what is still to be stored, and closes the connections."""
+        await self.tiers.aclose()
+        await self.remote.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceComponents:
+    """Parts of the process and of its own namespace (`namespace_components`); none knows which generation is live."""
+
+    metrics: Metrics
+    cores: Sequence[int]
+    local: LocalTier
+    batcher: MicroBatcher
+    admission: Admission
+    pulse: LoopLagSampler
+    executor: ThreadPoolExecutor
+    namespace_components: NamespaceComponents
+    near: NearMatches | None
+    loops: BackgroundLoops
+
+    @classmethod
+    def of(
+        cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None
+    ) -> "ServiceComponents":
+        """All parts, `name` for a replica; nothing is connected yet. `loops` run the background."""
+        loops = BackgroundLoops() if loops is None else loops
+        metrics = Metrics()
+        metrics.namespace_info.labels(config.namespace).set(1)
+        cores = parse_cores(config.live_cores)
+        check_cores(cores)
+        # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
+        executor = ThreadPoolExecutor(
+            config.live_workers,
+            "larder-live",
+            initializer=place_thread,
+            initargs=(cores, config.live_nice),
+        )
+        near = NearMatches(config.near) if config.near else None
+        batcher = MicroBatcher(
+            executor,
+            workers=config.live_workers,
+            max_batch=config.live_batch,
+            max_queue=config.live_queue,
+            max_queue_bytes=config.live_queue_bytes,
+            compute=compute_of(near),
+            observe=metrics.inferred,
+        )
+        admission = Admission(
+            target_s=config.queue_target_ms / 1000,
+            interval_s=config.queue_interval_ms / 1000,
+            requests_max=config.requests_max,
+        )
+        pulse = LoopLagSampler(
+            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
+            loops=loops,
+        )  # fmt: skip
+        local = LocalTier(config.l1_bytes)
+        watch = UsageObserver(
+            metrics.l1_misses, local.eviction_history, AnswerSampler(config.sampled_per_mille)
+        )
+        keyed = _build_namespace_components(
+            config, name, local, batcher, admission, metrics, watch, loops
+        )
+        return cls(metrics, cores, local, batcher, admission, pulse, executor, keyed, near, loops)
+
+    def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
+        """The parts that read another namespace's keys; L1, processors, admission and counts are those of all."""
+        watch = UsageObserver(self.metrics.l1_misses, self.local.eviction_history)
+        return _build_namespace_components(
+            config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
+        )
+
+    async def aclose(self) -> None:
+        """Closes what is connected, and lets go of who computes."""
+        await self.namespace_components.aclose()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _build_namespace_components(
+    config: ServingConfig,
+    name: str,
+    local: LocalTier,
+    batcher: MicroBatcher,
+    admission: Admission,
+    metrics: Metrics,
+    watch: UsageObserver,
+    loops: BackgroundLoops,
+) -> NamespaceComponents:
+    remote = open_tier(
+        RemoteConfig(
+            config.redis_url,
+            deadline_s=config.l2_deadline_ms / 1000,
+            connections_max=config.l2_connections,
+        ),
+        Keyspace(config.namespace),
+        lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
+    )
+    absences = NegativeCache(config.negative_entries, config.negative_ttl_s)
+    tiers = TieredCache(local, absences, remote, loops=loops)
+    lead = LeaseManager(
+        remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
+    )
+    inferences = LiveInferences(
+        batcher,
+        tiers,
+        overlay_ttl_s=config.overlay_ttl_s,
+        outage_ttl_s=config.outage_ttl_s,
+        leases=lead if config.lease_wait_ms else None,
+        admit=admission.admit_live,
+        spares_reads=config.overlay_reads == "auto",
+        changed_answers=metrics.changed_answers,
+        reuses=frozenset(config.near),
+    )
+    newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
+    ladder = Ladder(
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch,
+        newer_events=newer_events,
+    )  # fmt: skip
+    return NamespaceComponents(remote, tiers, lead, inferences, watch, ladder)
+
 
 log = logging.getLogger(__name__)
 

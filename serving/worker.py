@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
-from cache.process.interrupts import never_swallowed
-from cache.process.printable import printable_lines
+from cache.process.command_line import never_swallowed, printable_lines
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
+from serving.metrics.exposition import WorkerPeers
+from serving.process.log_setup import configure_for
 from serving.process.server import Server
 from serving.process.supervisor import READY
-from serving.process.worker_metrics import WorkerPeers
-from serving.tracing.log_setup import configure_for
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cache.control import states
+from cache.control.states import Ledger, State
 from cache.store.releases import Pointer
-from precompute.control import states
-from precompute.control.states import Ledger, State
-from precompute.releases import release, release_log, restore, sweep
+from precompute.releases import moves, recovery, release_log, sweep
 from precompute.releases.release_log import ReleaseLog
 from tests.life import Bias
 from tests.memory import MemoryRedis
@@ -39,7 +39,7 @@ def _a_roll_back_may_go_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _gates_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release.Releases, "_demand_gates", lambda *_arguments: None)
+    patch.setattr(moves.Releases, "_demand_gates", lambda *_arguments: None)
 
 
 def _epoch_follows_the_clock(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
 
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release, "earlier", lambda *_arguments: None)
+    patch.setattr(moves, "earlier", lambda *_arguments: None)
     patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*State], State.LIVE))
     patch.setitem(states.ALLOWED, "publish", frozenset(State))
 
@@ -118,11 +118,11 @@ def _rolled_back_is_superseded(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_roll_back_may_be_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "_roll_back_in_doubt", lambda _view: None)
+    patch.setattr(recovery, "_roll_back_in_doubt", lambda _view: None)
 
 
 def _old_pages_come_back(patch: pytest.MonkeyPatch) -> None:
-    for owner in (sweep, restore):
+    for owner in (sweep, recovery):
         patch.setattr(owner, "unlink_recorded", lambda *_arguments, **_options: 0)
 
 
@@ -131,7 +131,7 @@ def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:
 
 
 def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release.Releases, "_demand_newer", lambda *_arguments: None)
+    patch.setattr(moves.Releases, "_demand_newer", lambda *_arguments: None)
 
 
 def _refused_is_published(patch: pytest.MonkeyPatch) -> None:

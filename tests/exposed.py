@@ -5,33 +5,27 @@ from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from cache.control.schedule import Schedule
+from cache.config.timetable import Schedule
 from cache.format.redis_keys import Keyspace
 from cache.process.background_loops import BackgroundLoops
 from cache.tiers.access_sample import AccessTrace
 from cache.tiers.l1 import LocalTier
-from cache.tiers.results import Counters
-from serving.access.quota_table import QuotaTable
-from serving.access.token_watch import TokenWatch
+from cache.tiers.reads import Counters
+from serving.access.callers import TokenWatch
+from serving.access.quota import QuotaTable
 from serving.admission.controller import Admission
 from serving.config.tls import TlsWatch
 from serving.events.counts import TEXTS as EVENT_GAUGES
 from serving.events.counts import EventCounts
-from serving.fresh.event_metrics import EventMetrics
-from serving.fresh.newer_events import NewerEvents
-from serving.metrics.event_counters import TEXTS, InternalCounters
-from serving.metrics.fast_counters import OverloadCollector
-from serving.metrics.loop_failures import LoopFailures
+from serving.events.follower import EventMetrics
+from serving.events.newer_events import NewerEvents
+from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
+from serving.metrics.collectors import TEXTS, InternalCounters, LoopFailures, OverloadCollector
 from serving.metrics.registry import Metrics
-from serving.near.near_matches import NearMatches
-from serving.near.near_metrics import NearMetrics
+from serving.near.near_matches import NearMatches, NearMetrics
 from serving.quality.results import QualityResults
-from serving.replica.freshness import Nights
-from serving.replica.night_metrics import NightMetrics
-from serving.replica.redis_memory import RedisMemory
-from serving.replica.release_watch import ReleaseWatch
 from serving.usage.l1_advisor import L1Advisor
-from serving.usage.read_counts import ReadHashes
+from serving.usage.request_observer import ReadHashes
 from serving.usage.table_usage import TableUsage
 
 _SUFFIXES = {

@@ -10,17 +10,26 @@ import numpy as np
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
-from cache.format.manifest import Producer, Table, TablePart
-from cache.format.manifest_files import Artefact
-from cache.format.records.codec import encode_numbers
-from cache.format.records.layout import FLAG_LIVE, Layout
+from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Command, L2Result, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.l2.commands import (
+    DONE_MS,
+    DONE_PREFIX,
+    Command,
+    L2Result,
+    Lease,
+    LeaseTake,
+    Overlay,
+    OverlayRead,
+    OverlayWrite,
+    PageRead,
+    Read,
+)
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import DataPlaneStats
-from cache.l2.lease_commands import DONE_MS, DONE_PREFIX, Lease, LeaseTake
+from cache.records import FLAG_LIVE, Layout, encode_numbers
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
-from cache.tiers.results import RecordKey, View
+from cache.tiers.reads import RecordKey, View
 
 T = TypeVar("T")
 NO_FILE = Artefact("none", 0, "")

@@ -16,21 +16,30 @@ import greenlet
 import orjson
 import redis
 
+from cache.control.control_keys import REPLICA_DEAD_S, Control
+from cache.control.states import State, demand, fold
 from cache.errors import Conflict, LarderError, UnknownGeneration
-from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, Table, TablePart
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.layout import Layout
+from cache.format.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
 from cache.format.redis_keys import Keyspace
+from cache.records import Layout
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer, Release, all_releases, newest_release
-from precompute.control.control_keys import REPLICA_DEAD_S, Control
-from precompute.control.states import State, demand, fold
-from precompute.releases import canaries, moves
-from precompute.releases import release as release_module
-from precompute.releases import restore as restore_module
+from precompute.releases import moves
+from precompute.releases import moves as release_module
+from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
-from precompute.releases.release import Releases
-from serving.generations.pointer_rules import as_pointer, judge
+from precompute.releases.moves import Releases
+from serving.generations.holder import as_pointer
+from serving.generations.pointer_follower import judge
 from tests.memory import MemoryRedis, MemoryStore
 
 KEYS = Keyspace("life")
@@ -123,7 +132,7 @@ def modelled() -> Iterator[None]:
     names: list[tuple[Any, str, Any]] = [
         (release_module, "load_missing", load_missing),
         (release_module, "read_manifest", read_manifest),
-        (canaries, "load_missing", load_missing),
+        (moves, "load_missing", load_missing),
         (moves, "read_manifest", read_manifest),
         (sweep_module, "read_manifest", read_manifest),
         (restore_module, "reload", load_missing),
@@ -436,7 +445,7 @@ class Life:
 
     def _do_restore(self, attempt: str) -> None:
         age = self.disasters
-        restore_module.restore(
+        restore_module.restore_redis(
             self.releases(), attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
         )
         if age == self.disasters and not any(actor.age < age for actor in self.actors):
@@ -736,7 +745,7 @@ class Life:
         self.current = Actor("end", 0.0, self.disasters, self.step, self.days)
         ledger = releases.ledger()
         if ledger.live is not None:
-            restore_module.restore(
+            restore_module.restore_redis(
                 releases, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
             )
             self.whole_since = self.disasters

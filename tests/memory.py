@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import redis
 
+from cache.control import control_keys
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
-from precompute.control import control_keys
 
 Watch = Callable[[str, str], None]
 """(command or method, its first key or path): called before it takes effect."""

@@ -12,15 +12,15 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import Producer, Table
-from cache.format.records.layout import Layout
 from cache.model.candidate_search import Searcher
 from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.tower import Histories, Tower
+from cache.records import Layout
 from cache.store.artefacts import sha256_of
 from precompute.bundles.bundle import FILE, Bundle
 from precompute.bundles.index import build_index
 from precompute.bundles.quantize import quantize_tower
-from precompute.reference.spectral import SpectralShape
+from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
 
 USERS, ITEMS = 60, 40

@@ -1,4 +1,4 @@
-"""Settings of the service: the section `[serving]`, and what stands above it."""
+"""Settings of the service: the section `[serving]`, the bounds on what one peer may cost, and near-match reuse."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -7,15 +7,70 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from cache.config.near import NearConfig
-from cache.config.peers import Bounds
 from cache.config.section import UnitInterval, section
 from cache.config.shared import SharedConfig
 from cache.errors import ConfigError
 
+
+@section
+class NearConfig:
+    """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`; a table without a section has none.
+
+    What was found for an input close by answers, marked `near`, where its error is shown to be within the bound.
+    """
+
+    error: Annotated[float, Field(ge=0.0001, le=0.5)] = 0.01
+    """Share of the reused answers that may differ from live's: in the first label, or by more than `overlap` allows."""
+    overlap: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of live's list that a reused one has at least, else it counts as different."""
+    entries: Annotated[int, Field(ge=16, le=65_536)] = 2_048
+    """Number of recent answers that are kept of each kind of input (history, features or both), of each worker: 4 bytes
+    for each dimension of the vector, and 8 for each item of a list."""
+
+
+@section
+class Bounds:
+    """Bounds of one server, in `[serving]`."""
+
+    head_bytes: PositiveInt = 32 << 10
+    """Bytes of a request's target and header fields, trailers included; more is refused with 431, and the connection is
+    closed."""
+    head_fields: PositiveInt = 100
+    """Number of header fields of a request; more is refused like too many bytes."""
+    head_timeout_s: PositiveFloat = 10.0
+    """Seconds that a connection may wait before its first request begins, and each head may take to arrive; then the
+    connection is closed, with 408 if a head had begun. This and the two other times of connections are kept to within a
+    second."""
+    body_timeout_s: PositiveFloat = 10.0
+    """Seconds that a request body may take to arrive whole; then 408 `body_timeout`, and the connection is closed.
+    The rest of a body that is not read because its request is answered has as long."""
+    write_timeout_s: PositiveFloat = 10.0
+    """Seconds in which a peer must take 64 KiB of its answers; a slower one is cut off."""
+    answers_bytes: PositiveInt = 64 << 20
+    """Bytes of answers to all requests of a worker together that peers have not taken yet, where one connection has
+    64 KiB or more of them; beyond it connections whose peers have let theirs wait for a second are cut off, and while
+    that is not enough batches are refused with 503 `overloaded`."""
+    idle_timeout_s: PositiveFloat = 5.0
+    """Seconds that a connection is kept after its last answer."""
+    pipeline_max: PositiveInt = 16
+    """Number of requests of one connection that are not answered yet, of which 64 KiB of bodies may wait; beyond
+    that one more answer is sent and the connection closed."""
+    connections_max: PositiveInt = 8_192
+    """Number of connections of a worker, where as many files may be open (the soft limit is raised as far as the
+    hard one allows, 256 are left for everything else); one more is closed with 503."""
+    connections_new_max: PositiveInt = 4_096
+    """Number of these that have not sent the head of a request so far; for one more the oldest of them is closed."""
+
+
 Precision = Literal["int8", "fp32"]
+
+
 LogForm = Literal["text", "json"]
+
+
 OverlayReads = Literal["auto", "always"]
+
+
 ClientCertificates = Literal["off", "optional", "required"]
 
 

@@ -11,8 +11,8 @@ from cache.config.section import Filled, section
 from cache.config.timetable import Timetable
 from cache.errors import ConfigError
 from cache.format.redis_keys import NAME, Keyspace
+from cache.l2 import sentinel as sentinel_url
 from cache.l2 import slots
-from cache.l2.sentinel import url as sentinel_url
 from cache.store.artefacts import ArtefactStore
 
 _SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES, *sentinel_url.SCHEMES)

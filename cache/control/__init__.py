@@ -1,4 +1,4 @@
-"""Small values that night and day agree on: schedule, steps of a night, splits of keys, hot keys, the staging note.
+"""Control keys in Redis, and the states of a generation that they tell of.
 
-Imports cache.format. Start at `schedule`.
+Start at `states`.
 """

@@ -14,26 +14,92 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.events.history import TimedItems, merge
-from cache.events.new_item_tower import NewItemInputs, NewItemTower
-from cache.events.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merged_lists
-from cache.events.position import Position
-from cache.events.seen import SeenItems, UserInput
-from cache.events.user_events import UserEvent
-from cache.events.user_features import features_with
+from cache.events.event import Position
+from cache.events.new_items import (
+    NO_NEW_ITEMS,
+    EligibleNewItems,
+    NewItemInputs,
+    NewItems,
+    NewItemTower,
+    merged_lists,
+)
+from cache.events.newer_events import UserEvent, features_with
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURED_USERS, Manifest, Table
-from cache.format.records.layout import FLAG_APPROXIMATE
-from cache.model.feature_checks import check_features
-from cache.model.input_preparation import PreparedInput, keep_last_occurrences
+from cache.format.seen_items import SeenItems, UserInput
+from cache.model.input_preparation import PreparedInput, check_features, keep_last_occurrences
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.records import FLAG_APPROXIMATE
 from cache.topk.topk import Scorer
 
+
+class TimedItems(NamedTuple):
+    """Rows of a user: ordinals int64, -1 for an item that the generation does not know, and when each happened, µs."""
+
+    items: NDArray[np.int64]
+    times: NDArray[np.int64]
+
+
+class MergedHistory(NamedTuple):
+    """History int64, oldest first, as models are given it, and all items int64 that the user ever had."""
+
+    model_history: NDArray[np.int64]
+    seen_items: NDArray[np.int64]
+
+
+def merge(
+    published_histories: Sequence[TimedItems], events: Sequence[TimedItems], limit: int
+) -> list[MergedHistory]:
+    """History of each user as a night groups rows, from what one published of them and the events behind its position.
+
+    Of each user `published_histories` has the items oldest first, each once, with when it happened last; `events` are
+    in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
+    again the last row counts; models are given the newest `limit` items. Many users at once pay the fixed cost of
+    numpy's calls once.
+    """
+    parts = [
+        timed_items
+        for pair in zip(published_histories, events, strict=True)
+        for timed_items in pair
+    ]
+    if not parts:
+        return []
+    items = np.concatenate([timed_items.items for timed_items in parts])
+    times = np.concatenate([timed_items.times for timed_items in parts])
+    lengths = [
+        len(history.items) + len(after.items)
+        for history, after in zip(published_histories, events, strict=True)
+    ]
+    users = np.repeat(np.arange(len(lengths)), lengths)
+    order = np.lexsort((times, users))
+    items, users = items[order], users[order]
+    # So wide that -1 is nobody else's item either.
+    pairs = users * (int(items.max(initial=0)) + 2) + items
+    # Not by `np.unique`: for one user its fixed cost is that of everything else here.
+    alike = pairs.argsort(kind="stable")
+    placed = pairs[alike]
+    is_last = np.ones(len(placed), np.bool_)
+    np.not_equal(placed[1:], placed[:-1], out=is_last[:-1])
+    latest_rows = alike[is_last]
+    latest_rows.sort()
+    latest_rows = latest_rows[items[latest_rows] >= 0]
+    items, ends = (
+        items[latest_rows],
+        users[latest_rows].searchsorted(np.arange(len(lengths) + 1)).tolist(),
+    )
+    return [
+        MergedHistory(items[max(start, end - limit) : end], items[start:end])
+        for start, end in pairwise(ends)
+    ]
+
+
 _LONG_AGO_US = -(1 << 62)
+
+
 _NO_ORDINALS = np.empty(0, np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Filters over the attributes of a generation's items, the best of what passes for a vector, and another order of it.
+"""Filters over the attributes of a generation's items, and other orders of a list.
 
-Imports cache.format and cache.model. Start at `expression`, then `masks`; `reranking` stands alone.
+Start at `expression`.
 """

@@ -1,21 +1,182 @@
-"""The item table: an item's ordinal is the position of its hash in the item directory."""
+"""The item table: an item's ordinal is the position of its hash; vectors, and ids as the bytes of answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import eq
 from pathlib import Path
 from typing import NamedTuple, NewType, Self
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_id, hash_ids
-from cache.format.item_json import ItemJsonTexts
 from cache.format.manifest import Manifest
+
+
+class Named(NamedTuple):
+    """The ids of uint32[n, k] ordinals, and where each begins and the last one ends, int32[n * k + 1] as bytes."""
+
+    data: bytes
+    cuts: bytes
+    k: int
+
+    @classmethod
+    def of(cls, data: bytes, sizes: NDArray[np.int32]) -> Self:
+        """Ids from their joined bytes `data` and the size of each in bytes, int32[n, k]."""
+        cuts = np.zeros(sizes.size + 1, np.int32)
+        np.add.accumulate(sizes.ravel(), dtype=np.int32, out=cuts[1:])
+        return cls(data, cuts.tobytes(), sizes.shape[-1])
+
+    @property
+    def sizes(self) -> NDArray[np.int32]:
+        """Bytes of each id, int32[n, k]."""
+        cuts = np.frombuffer(self.cuts, np.int32)
+        sizes: NDArray[np.int32] = cuts[1:] - cuts[:-1]
+        return sizes.reshape(-1, self.k) if self.k else sizes.reshape(0, 0)
+
+
+LONGEST = 61
+"""Bytes of the longest id kept at one width: beyond it, too much of what is gathered would be padding."""
+
+
+KEPT_MAX = 1 << 18
+"""Number of ids kept, at most 16 MB; when it is exceeded, the cache is emptied and starts again."""
+
+
+class TextTable:
+    """Texts of at most `width` bytes, filled up with `pad`, which no text holds; `ids_of` reads those that are new."""
+
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        pad: bytes,
+        write: Callable[[str], bytes],
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+    ) -> None:
+        self.width = width
+        self._pad = pad
+        self._write = write
+        self._ids_of = ids_of
+        self._room = min(count, KEPT_MAX)
+        self._slots = np.zeros(count, np.int32)
+        """Slot of each ordinal in `_texts`; 0: not there."""
+        self._texts = np.zeros(self._room + 1, f"V{width}")
+        self._filled_count = 0
+
+    def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
+        """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
+        slots = self._slots.take(ordinals)
+        if np.count_nonzero(slots) == slots.size:
+            return slots
+        self._read(np.unique(ordinals))
+        slots = self._slots.take(ordinals)
+        return slots if np.count_nonzero(slots) == slots.size else None
+
+    def texts(self, slots: NDArray[np.int32]) -> bytes:
+        """Texts in these slots, one after another, each with its padding."""
+        return self._texts.take(slots).tobytes()
+
+    def _read(self, ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[self._slots[ordinals] == 0]
+        if self._filled_count + len(new) > self._room:
+            self._slots[:], self._filled_count = 0, 0
+            new = ordinals
+        for ordinal, id_ in zip(new.tolist(), self._ids_of(new[: self._room]), strict=False):
+            text = self._write(id_)
+            if len(text) <= self.width:
+                self._filled_count += 1
+                self._texts[self._filled_count] = np.void(text.ljust(self.width, self._pad))
+                self._slots[ordinal] = self._filled_count
+
+
+_PAD, _END = b"\0", b"\n"
+"""Bytes that no JSON string holds as they are."""
+
+
+class ItemJsonRows:
+    """The ids of a catalogue whose longest has `longest` bytes; `ids_of` reads those that are new."""
+
+    def __init__(
+        self, count: int, longest: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
+    ) -> None:
+        self._text_table = TextTable(count, longest + len('"",'), _PAD, _json, ids_of)
+
+    def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
+        """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
+        slots = self._text_table.slots(ordinals)
+        if slots is None:
+            return None
+        size = ordinals.shape[1] * self._text_table.width
+        lines = np.empty((len(ordinals), size + 1), np.uint8)
+        padded_texts = np.frombuffer(self._text_table.texts(slots), np.uint8)
+        lines[:, :-1] = padded_texts.reshape(-1, size)
+        lines[:, 0] = _PAD[0]  # the comma before the first
+        lines[:, -1] = _END[0]
+        return lines.tobytes().translate(None, _PAD).split(_END)[:-1]
+
+
+def _json(id_: str) -> bytes:
+    return b"," + orjson.dumps(id_)
+
+
+TEXTS_MAX = 1 << 18
+"""Number of ids kept as text, about 25 MB; when it is exceeded, the cache is emptied and starts again."""
+
+
+class ItemJsonTexts:
+    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
+
+    JSON of ids none of which is longer than `longest` bytes is kept at one width.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+        longest: int | None = None,
+    ) -> None:
+        self._count = count
+        self._ids_of = ids_of
+        self._json_by_ordinal: NDArray[np.object_] | None = None
+        self._is_known = np.zeros(0, np.bool_)
+        self._cached_count = 0
+        self._lines = None
+        if longest is not None and longest <= LONGEST:
+            self._lines = ItemJsonRows(count, longest, ids_of)
+
+    def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
+        """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
+        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
+            return lines
+        return [b",".join(row) for row in self.rows(ordinals)]
+
+    def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
+        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
+        json_by_ordinal = self._json_by_ordinal
+        if json_by_ordinal is None:
+            json_by_ordinal = self._json_by_ordinal = np.full(self._count, None, object)
+            self._is_known = np.zeros(self._count, np.bool_)
+        if not self._is_known[ordinals].all():
+            self._read(json_by_ordinal, np.unique(ordinals))
+        json_rows: list[list[bytes]] = json_by_ordinal[ordinals].tolist()
+        if self._cached_count > TEXTS_MAX:
+            self._json_by_ordinal, self._cached_count = None, 0
+        return json_rows
+
+    def _read(self, json_by_ordinal: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[~self._is_known[ordinals]]
+        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
+            json_by_ordinal[ordinal] = orjson.dumps(text)
+        self._is_known[new] = True
+        self._cached_count += len(new)
+
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
 """Positions in a generation's item table; -1 = unknown."""
+
 
 ModelIndices = NewType("ModelIndices", NDArray[np.int64])
 """Positions in a bundle's own vocabulary; -1 = the model does not know the item."""

@@ -7,7 +7,11 @@ from typing import Any, Protocol, cast
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import NoPermissionError, ReadOnlyError
 
-from cache.control.hot_keys import (
+from cache.errors import TierUnavailable
+from cache.format.redis_keys import Keyspace
+from cache.l2.errors import as_unavailable
+from cache.l2.resp import SCORED_MEMBERS, TEXT, check_replies, checked, refuse, refusing
+from cache.usage.hot_keys import (
     COLD_WINDOW,
     HOT_WINDOW,
     MEMBERS_MAX,
@@ -18,10 +22,6 @@ from cache.control.hot_keys import (
     Window,
     hottest,
 )
-from cache.errors import TierUnavailable
-from cache.format.redis_keys import Keyspace
-from cache.l2.errors import as_unavailable
-from cache.resp.reply_shapes import SCORED_MEMBERS, TEXT, check_replies, checked, refuse, refusing
 
 CommandArgument = str | bytes | float
 

@@ -1,8 +1,10 @@
-"""Synchronous clients of one server or of a Redis Cluster, and the servers behind a client."""
+"""Synchronous clients of one server or of a Redis Cluster, and a connection of steps, with remedies in its errors."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
@@ -11,14 +13,15 @@ from redis.exceptions import RedisClusterException
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from cache.l2.sentinel.primary import pool_of
-from cache.l2.sentinel.url import is_sentinel
+from cache.errors import ConfigError
+from cache.l2.errors import translated
+from cache.l2.resp import BOUNDED, UNREADABLE, check_replies
+from cache.l2.sentinel import is_sentinel, pool_of
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
-from cache.resp.parsers import BOUNDED
-from cache.resp.reply_shapes import UNREADABLE, check_replies
 
 RETRIES = 2
 """Times that a command is sent again after an error, each time by a new slot map."""
+
 
 Pool = Callable[..., redis.ConnectionPool]
 
@@ -160,3 +163,60 @@ def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
         name = f"primary {join_address(nodes[0].host, nodes[0].port)}"
         fraction_by_server[name] = fraction_by_server.get(name, 0.0) + 1 / SLOTS
     return fraction_by_server
+
+
+class OwnConnections:
+    """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts."""
+
+    def __init__(self) -> None:
+        self._connection_by_pool: dict[Any, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for pool, connection in self._connection_by_pool.items():
+            if kind is not None:  # replies may still be on their way: it serves nothing more
+                connection.disconnect()
+            pool.release(connection)
+
+    def to(self, server: "redis.Redis") -> Any:
+        """The connection to a server, always the same."""
+        pool = server.connection_pool
+        if pool not in self._connection_by_pool:
+            self._connection_by_pool[pool] = pool.get_connection()
+        return self._connection_by_pool[pool]
+
+
+@contextmanager
+def connect(
+    url: str | None, timeout_s: float, variable: str = "REDIS_URL"
+) -> Iterator["redis.Redis"]:
+    """A synchronous client; its errors become TierUnavailable or Refused with a remedy that names the variable."""
+    if not url:
+        raise ConfigError(
+            f"no Redis is configured: set {variable}, or run through a command that starts one"
+        )
+    try:
+        with translated(_without_password(url), variable):
+            client = open_client(
+                url,
+                protocol=3,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=min(timeout_s, 5.0),
+            )
+    except ValueError as error:
+        raise ConfigError(f"{variable} cannot be used: {error}") from error
+    try:
+        with translated(_without_password(url), variable):
+            yield client
+    finally:
+        client.close()
+
+
+def _without_password(url: str) -> str:
+    """A URL without its password."""
+    credentials, at, after = urlsplit(url).netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    netloc = f"{user}@{after}" if at and user else after
+    return urlsplit(url)._replace(netloc=netloc, query="").geturl()

@@ -14,10 +14,11 @@ from redis.asyncio import ConnectionPool
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import (
     Command,
+    Frames,
     L2Result,
+    Lease,
     OverlayWrite,
     Packer,
     PageRead,
@@ -25,16 +26,12 @@ from cache.l2.commands import (
     Read,
     unpack,
 )
-from cache.l2.connection import Pipeline, Replies
 from cache.l2.control_plane import ServerControl
-from cache.l2.data_plane import DataPlaneStats
+from cache.l2.data_plane import Breaker, DataPlaneStats
 from cache.l2.errors import is_redirect
-from cache.l2.lease_commands import Lease
-from cache.l2.pool import SECOND_LOOK_S, PipelinePool, deadline_for
-from cache.l2.replies import Frames
-from cache.l2.sentinel.primary import async_pool_of
-from cache.l2.sentinel.url import is_sentinel
-from cache.resp.parsers import ASYNC_BOUNDED
+from cache.l2.pool import SECOND_LOOK_S, Pipeline, PipelinePool, Replies, deadline_for
+from cache.l2.resp import ASYNC_BOUNDED
+from cache.l2.sentinel import async_pool_of, is_sentinel
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Agreement of two answers to one question, one stored and one recomputed, say: overlap, cosine, errors. Pure."""
 
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +73,13 @@ def worst_errors(
     largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
     errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
     return errors
+
+
+SKEW: Final = "skew"
+
+
+SKEW_COSINE: Final = "skew_cosine"
+
+
+SKEW_DEPTH: Final = 20
+"""Items of a list that `skew` compares at most, by night and by day: shorter lists agree less, by nature."""

@@ -1,31 +1,41 @@
-"""Live inference: tower, candidate search, exact re-score, record. Synchronous; the skew gate runs it too."""
+"""Live inference: the models of a generation opened and warmed; tower, candidate search, exact re-score, record.
+
+A replica opens them here, and so does the gate that judges a generation before it is published.
+"""
 
 import hashlib
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import InvalidInput
+from cache.errors import InvalidInput, LarderError
 from cache.format.item_table import ItemTable
-from cache.format.manifest import Manifest, Model, Table
-from cache.format.records.codec import encode_numbers, encode_topk
-from cache.format.records.layout import FLAG_LIVE, Layout
-from cache.model.candidate_search import Searcher
-from cache.model.feature_checks import stack_features
-from cache.model.input_preparation import HISTORY_LIMIT, LiveInput, PreparedInput, prepare_all
-from cache.model.list_search import ListSearch, Ranked
+from cache.format.manifest import Artefact, Manifest, Model, Table
+from cache.model.candidate_search import ListSearch, Ranked, Searcher
+from cache.model.input_preparation import (
+    HISTORY_LIMIT,
+    LiveInput,
+    PreparedInput,
+    prepare_all,
+    stack_features,
+)
 from cache.model.ranking import Metric, score
 from cache.model.runtime import Accelerator
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
 
 __all__ = ["LiveInput", "ModelPrecision", "Predictor", "PreparedInput"]
 
+
 ModelPrecision = Literal["int8", "fp32"]
+
 
 _NO_ORDINALS = np.empty(0, np.int64)
 
@@ -283,3 +293,115 @@ def _column(input_spec: InputSpec, batch: Sequence[PreparedInput]) -> Histories 
             return stack_features(
                 input_spec, [prepared.features[input_spec.name] for prepared in batch]
             )
+
+
+log = logging.getLogger(__name__)
+
+
+EventModels = TypeVar("EventModels")
+
+
+def live_files(manifest: Manifest, precision: ModelPrecision | None = None) -> Iterator[Artefact]:
+    """Files that only the live path reads: all of them, or those that it runs in one precision."""
+    for model in manifest.models.values():
+        if precision != "int8" or model.int8 is None:
+            yield from model.fp32_files
+        if precision != "fp32" and model.int8 is not None:
+            yield model.int8
+    yield from (index.file for index in manifest.indexes.values())
+
+
+def open_warm(
+    manifest: Manifest,
+    root: Path,
+    items: ItemTable,
+    *,
+    precision: ModelPrecision,
+    threads: int = 1,
+    cores: Sequence[int] = (),
+    accelerator: Accelerator | None = None,
+) -> Predictor:
+    """Open the models of a generation's folder `root` and run each of them once; raises what ONNX Runtime raises."""
+    predictor = Predictor.open(
+        manifest,
+        root,
+        items,
+        precision=precision,
+        threads=threads,
+        cores=cores,
+        accelerator=accelerator,
+    )
+    predictor.warm()
+    return predictor
+
+
+def open_predictor(
+    store: ArtefactStore,
+    manifest: Manifest,
+    items: ItemTable,
+    precision: ModelPrecision,
+    threads: int,
+    cores: Sequence[int],
+    accelerator: Accelerator | None,
+) -> tuple[Predictor | None, str | None, str | None]:
+    """(The warmed predictor or None, why there is none, why it is on the processor though an accelerator is asked)."""
+    root = store.local(generation_path(manifest.generation))
+
+    def open_on(device: Accelerator | None) -> Predictor:
+        return open_warm(
+            manifest,
+            root,
+            items,
+            precision=precision,
+            threads=threads,
+            cores=cores,
+            accelerator=device,
+        )
+
+    try:
+        for artefact in live_files(manifest, precision):
+            fetch_checked(store, manifest.generation, artefact)
+        try:
+            predictor = open_on(accelerator)
+            fallback = predictor.fallback
+        except Exception as error:  # a GPU fails for lack of memory, an operator or a driver
+            if accelerator is None:
+                raise
+            log.warning(
+                "generation %s: models failed on %s",
+                manifest.generation,
+                accelerator.provider,
+                exc_info=error,
+            )
+            predictor = open_on(None)
+            fallback = (
+                f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
+            )
+    except Exception as error:  # a broken model must not take the stored answers along
+        log.exception("generation %s has no working model", manifest.generation)
+        return None, _reason(error), None
+    if fallback is not None:
+        log.warning(
+            "generation %s: live models run on the processor: %s", manifest.generation, fallback
+        )
+    return predictor, None, fallback
+
+
+def open_event_models(
+    store: ArtefactStore,
+    manifest: Manifest,
+    open_models: Callable[[], EventModels],
+    without: EventModels,
+) -> tuple[EventModels, str | None]:
+    """(The models for newer events, or `without` them; why they did not open)."""
+    try:
+        for artefact in [file for model in manifest.models.values() for file in model.fp32_files]:
+            fetch_checked(store, manifest.generation, artefact)
+        return open_models(), None
+    except Exception as error:  # as with the predictor
+        log.exception("generation %s has no working model for newer events", manifest.generation)
+        return without, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, LarderError) else type(error).__name__

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.records.layout import NO_ITEM
+from cache.records import NO_ITEM
 
 Metric = Literal["inner_product", "cosine"]
 

@@ -1,4 +1,4 @@
-/* What replies of a server announce, read before a parser makes room for it: see cache/resp/bounded_reader.py. */
+/* What replies of a server announce, read before a parser makes room for it: see cache/l2/resp.py. */
 #ifndef LARDER_ANNOUNCED_H
 #define LARDER_ANNOUNCED_H
 

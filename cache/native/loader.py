@@ -1,24 +1,58 @@
-"""Loader of a batch's work per record: compiled (`native/columns.c`), or where it was not built `pure`, slower."""
+"""Loader of the compiled functions, or of `pure` where they were not built; the table of numbers they share."""
 
 import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from cache.errors import ConfigError
-from cache.format.records.layout import OFFSETS
 from cache.native import pure
-from cache.native.number_text import DROPPED_BITS, NUMERAL_BYTES
+from cache.records import OFFSETS
+
+if TYPE_CHECKING:
+    kernels = pure
+
+DROPPED_BITS: Final = 13
+"""Number of low bits of a float32, all of them 0 in such a number; a key is what remains."""
+
+
+NUMERAL_BYTES: Final = 16
+"""Bytes for each number: how many follow, 0 where it was not written yet, then its text."""
+
+
+_TOO_LONG: Final = NUMERAL_BYTES
+
+
+class Numerals:
+    """A table of numbers' texts: 8 MiB of address space, of which the system gives only what is written."""
+
+    def __init__(self) -> None:
+        self.table: NDArray[np.uint8] = np.zeros(
+            (1 << (32 - DROPPED_BITS), NUMERAL_BYTES), np.uint8
+        )
+
+    def write(self, keys: Iterable[int]) -> None:
+        """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
+        new = np.unique(np.fromiter(keys, np.uint32))
+        numbers = (new << np.uint32(DROPPED_BITS)).view(np.float32)
+        number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+        for key, text in zip(new.tolist(), number_texts, strict=True):
+            if len(text) < NUMERAL_BYTES:
+                self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+            self.table[key, 0] = min(len(text), _TOO_LONG)
+
 
 VERSION = 6
 """Version of the functions and their arguments: what was built from other sources is left alone."""
 
-_log = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    kernels = pure
+_log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -32,7 +66,7 @@ def __getattr__(name: str) -> ModuleType:
 def load(environ: Mapping[str, str]) -> ModuleType:
     """The compiled functions; `pure` if they are missing, of other sources, or LARDER_COLUMNS is off.
 
-    Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.format.records`.
+    Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.records`.
     """
     mode = environ.get("LARDER_COLUMNS", "auto")
     if mode not in ("auto", "off"):
@@ -56,7 +90,7 @@ def _demand_layout(compiled: Mapping[str, int]) -> None:
     for name, number in compiled.items():
         if described.get(name) != number:
             raise ConfigError(
-                f"cache.native._columns was compiled with {name} = {number}, cache.format.records.layout has "
+                f"cache.native._columns was compiled with {name} = {number}, cache.records has "
                 f"{described.get(name)}: change cache/native/rows.h and install again",
                 name=name,
             )

@@ -15,8 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.records.layout import FORMAT_SHIFT, HEADER_DTYPE, Layout
-from cache.format.records.quantization import dequantize
+from cache.records import FORMAT_SHIFT, HEADER_DTYPE, Layout, dequantize
 
 Buffer = Any
 """An object that lends its bytes as one contiguous buffer for the length of a call."""

@@ -1,4 +1,4 @@
-/* Replies of one length as they lie in what came from a socket. Anybody may have sent it: see cache/l2/replies.py. */
+/* Replies of one length as they lie in what came from a socket. Anybody may have sent it: see cache/l2/commands.py. */
 #ifndef LARDER_REPLIES_H
 #define LARDER_REPLIES_H
 

@@ -4,7 +4,7 @@
 
 #include "taken.h"
 
-/* As cache/format/records/layout.py has them: the loader compares what `columns.c` tells of these. */
+/* As cache/records.py has them: the loader compares what `columns.c` tells of these. */
 #define HEADER 16
 #define FINGERPRINT_AT 0
 #define COUNT_AT 12

@@ -1,4 +1,4 @@
-/* An Arrow stream of one record batch, put together from its columns' buffers: see serving/arrow_ipc/writer.py. */
+/* An Arrow stream of one record batch, put together from its columns' buffers: see serving/arrow/writer.py. */
 #ifndef LARDER_STREAMS_H
 #define LARDER_STREAMS_H
 

@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from cache.process.printable import printable_lines
+from cache.process.command_line import printable_lines
 
 
 class SafeConsole(Console):

@@ -20,10 +20,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import ConfigError
+from cache.l2.resp import BOUNDED, check_replies, info_number
 from cache.process.child_process import GuardedCommand, NamedPipe, WritingEnd
-from cache.process.extras import install_command
-from cache.resp.parsers import BOUNDED
-from cache.resp.reply_shapes import check_replies, info_number
+from cache.process.command_line import install_command
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.

@@ -20,7 +20,7 @@ import orjson
 from cache.errors import Conflict, LarderError, masked
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
-from cache.store.packs import pack, read_files
+from cache.store.write_once import pack, read_files
 
 Audited = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",

@@ -10,7 +10,7 @@ from cache.errors import CorruptArtefact
 from cache.format.ids import canonical_id
 from cache.formats import BLOCKLIST, demand, stamp, version_of
 from cache.store.artefacts import ArtefactStore
-from cache.store.versions import Versioned, Versions
+from cache.store.write_once import Versioned, Versions
 
 
 @dataclass(frozen=True, slots=True)

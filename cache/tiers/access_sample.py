@@ -8,10 +8,9 @@ from itertools import repeat
 import numpy as np
 import xxhash
 
-from cache.mrc.shards import SPACE, Access
-from cache.tiers.batches import RecordKeys
 from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, ReadyAnswer, size_of
-from cache.tiers.results import Hit, ReadResult, RecordKey
+from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
+from cache.usage.miss_ratio_curve import SPACE, Access
 
 TRACE_MAX = 16_384
 """Reads remembered until they are taken; more push out the oldest."""

@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
-from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.host import usable_cores
-from cache.topk.compiled import K_MAX, Kernel, fits, kernel
+from cache.records import NO_ITEM
+from cache.topk.compiled import K_MAX, Kernel, PackedItems, fits, kernel
 from cache.topk.flat import ComparableItems, FlatChunk, Top, chunks
-from cache.topk.packing import PackedItems
 
 _SLAB_USERS = 1024
 _LEAST_USERS = 256

@@ -10,10 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
-from cache.process.interrupts import never_swallowed
+from cache.process.command_line import never_swallowed
 from cache.process.redis_server import redis_url
-from infra.celery.airflow import QUEUES, CeleryAirflow, absolute, celery_airflow, check_installed
-from infra.local.airflow_client import AirflowFailed
+from infra.celery.airflow import (
+    QUEUES,
+    CeleryAirflow,
+    absolute,
+    celery_airflow,
+    check_installed,
+)
+from infra.local.airflow import AirflowFailed
 from precompute.config.settings import night_config
 
 RUN_S = 12 * 3600.0

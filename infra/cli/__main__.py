@@ -10,10 +10,8 @@ from pathlib import Path
 
 from cache.errors import LarderError
 from cache.formats import RELEASE
-from cache.process.printable import printable_lines
-from infra.cli.commands import BY_NAME, lacking
-from infra.cli.help import page
-from infra.cli.settings import FILE
+from cache.process.command_line import printable_lines
+from infra.cli.commands import BY_NAME, FILE, lacking, page
 
 FAILED = 1
 USAGE = 2

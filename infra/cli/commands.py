@@ -1,10 +1,16 @@
-"""Commands of `larder`: a line for each, with its group in the help, its module and the extras that it needs."""
+"""Commands of `larder`: a line for each, with its module and extras; the help of all, and their settings."""
 
-from collections.abc import Mapping
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
-from cache.process.extras import PRECOMPUTE, SERVING, missing
+from cache.process.command_line import PRECOMPUTE, SERVING, missing
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "precompute": PRECOMPUTE,
@@ -16,8 +22,13 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Extra -> modules that tell whether it is installed."""
 
+
 DEMO: Final = ("airflow", "client", "serving")
+
+
 PRECOMPUTES: Final = ("precompute",)
+
+
 NIGHT: Final = "infra.cli.night_commands"
 """Module of the commands that are those of `python -m precompute`, under the same names."""
 
@@ -49,9 +60,10 @@ class CommandEntry:
 GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
 """Groups of the help, in its order."""
 
+
 ENTRIES: Final = (
     CommandEntry("init", "Start", "infra.cli.init.command", "write larder.toml from a look at your files", PRECOMPUTES),
-    CommandEntry("check", "Start", "infra.cli.check.command", "sources, bundle, Redis, Airflow: ok, or what to do"),
+    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, Airflow: ok, or what to do"),
     CommandEntry("import", "Start", "infra.cli.import_model", "a model that another library fitted", PRECOMPUTES),
     CommandEntry("demo", "Start", "infra.demo.__main__", "a night, the service and a roll back, on made-up data", DEMO),
     CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
@@ -63,9 +75,9 @@ ENTRIES: Final = (
     CommandEntry("freshness", "Night"),
     CommandEntry("dags", "Night", "infra.cli.dags"),
     CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP", ("serving",)),
-    CommandEntry("lookup", "Day", "serving.explain.lookup_cli", "ask a running service for one answer"),
+    CommandEntry("lookup", "Day", "serving.cli.lookup", "ask a running service for one answer"),
     CommandEntry("explain", "Day", "serving.explain.cli", "why it is that one"),
-    CommandEntry("top", "Day", "serving.dashboard.terminal.command", "the dashboard in a terminal", ("top",)),
+    CommandEntry("top", "Day", "serving.dashboard.terminal", "the dashboard in a terminal", ("top",)),
     CommandEntry("status", "Day", text="generations, replicas and the next night: is all well?"),
     CommandEntry("publish", "Releases"),
     CommandEntry("roll-back", "Releases"),
@@ -80,7 +92,7 @@ ENTRIES: Final = (
     CommandEntry("unblock", "Care"),
     CommandEntry("erase", "Care"),
     CommandEntry("audit", "Care"),
-    CommandEntry("tokens", "Care", "serving.access.tokens_command"),
+    CommandEntry("tokens", "Care", "serving.cli.tokens"),
     CommandEntry("worklist", "Care"),
     CommandEntry("take-events", "Steps"),
     CommandEntry("begin", "Steps"),
@@ -93,6 +105,7 @@ ENTRIES: Final = (
 )  # fmt: skip
 """All commands, in the order of the help; one more is one more line."""
 
+
 BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 
@@ -102,3 +115,46 @@ def lacking(entry: CommandEntry) -> str | None:
     absent = [extra for extra in extras if missing(command_name, extra, *EXTRAS[extra])]
     modules = (name for extra in absent for name in EXTRAS[extra])
     return missing(command_name, ",".join(absent), *modules)
+
+
+COLUMNS = 79
+
+
+_GROUP, _NAME = 10, 9
+
+
+_START = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
+
+
+_END = """\
+Settings: --config, else LARDER_CONFIG, else larder.toml in this folder.
+larder --version; larder completion bash, zsh or fish."""
+
+
+def page() -> str:
+    """The help as text."""
+    groups = {
+        name: list(group_entries)
+        for name, group_entries in groupby(ENTRIES, lambda entry: entry.group)
+    }
+    lines = [line for name in GROUPS for line in _lines(name, groups[name])]
+    return "\n".join([_START, "", *lines, "", _END])
+
+
+def _lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
+    rows = [f"{entry.name:<{_NAME}} {entry.text}" for entry in entries if entry.text]
+    if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
+        rows += textwrap.wrap(names_without_text, COLUMNS - _GROUP, break_on_hyphens=False)
+    for number, row in enumerate(rows):
+        yield f"{'' if number else group:<{_GROUP}}{row}"
+
+
+FILE = "larder.toml"
+"""Settings in the current folder, where neither --config nor LARDER_CONFIG names another file."""
+
+
+def night_settings() -> "NightConfig":
+    """Settings of the night from LARDER_CONFIG, which `larder` has set, and the environment; raises ConfigError."""
+    from cache.config.night import NightConfig  # pydantic: not for --help
+
+    return NightConfig.configured(os.environ)

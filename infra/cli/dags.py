@@ -12,8 +12,7 @@ from typing import Final, Literal
 
 from cache.errors import ConfigError
 from cache.formats import RELEASE
-from cache.process.command_line import json_text
-from cache.process.extras import install_command
+from cache.process.command_line import install_command, json_text
 
 PACKAGED = Path(__file__).parents[2] / "dags"
 FOLDER = "larder"

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cache.errors import SourceError
-from cache.process.command_line import json_text
-from cache.process.printable import printable_lines
+from cache.process.command_line import json_text, printable_lines
 
 _SETTINGS = ("user_column", "item_column", "timestamp_column", "id_column")
 
@@ -125,7 +124,7 @@ def _clicks(args: argparse.Namespace) -> Any:
     """File of a matrix as it was named, a table with its columns; None without one."""
     if args.clicks is None or args.clicks.endswith(".npz"):
         return args.clicks
-    from cache.config.sections import Sources
+    from cache.config.night import Sources
 
     return Sources(
         interactions=(args.clicks,),
@@ -144,7 +143,7 @@ def _vectors(args: argparse.Namespace) -> "ImportReport":
 
 
 def _implicit(args: argparse.Namespace) -> "ImportReport":
-    from precompute.adapters.implicit_models import from_implicit
+    from precompute.adapters.factorisations import from_implicit
 
     return from_implicit(
         args.model, _clicks(args), to=args.to, user_ids=args.user_ids, item_ids=args.item_ids

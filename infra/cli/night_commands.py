@@ -4,7 +4,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from precompute.cli.card_plan import quick_answer
+from precompute.planning.options import quick_answer
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from cache.errors import ConfigError
-from cache.process.interrupts import never_swallowed
-from infra.cli.settings import night_settings
+from cache.process.command_line import never_swallowed
+from infra.cli.commands import night_settings
 
 LOOK_S = 1.0
 

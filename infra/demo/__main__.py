@@ -11,7 +11,7 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from cache.process.interrupts import never_swallowed
+from cache.process.command_line import never_swallowed
 
 PROG = "python -m infra.demo"
 
@@ -35,10 +35,10 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
     from cache.errors import LarderError
     from infra.demo.checks import InvariantViolation
+    from infra.demo.console import Steps
     from infra.demo.dataset import Plan
     from infra.demo.run import Demo
-    from infra.demo.steps import Steps
-    from infra.local.airflow_client import AirflowFailed
+    from infra.local.airflow import AirflowFailed
     from infra.local.service import ServiceFailed
 
     try:

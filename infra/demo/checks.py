@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.answers.sources import STORED_SOURCES, Source
 from serving.client import Unanswered
+from serving.requests.answers import STORED_SOURCES, Source
 
 VIOLATIONS_MAX = 20
 """Violations told in full; the others are only counted."""

@@ -13,8 +13,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from infra.demo.features.profiles import ITEM_FEATURES, USER_FEATURES, Profiles, profiles_of
-from infra.demo.synthetic import World, synthesize
+from infra.demo.synthetic import (
+    ITEM_FEATURES,
+    USER_FEATURES,
+    Profiles,
+    World,
+    profiles_of,
+    synthesize,
+)
 from precompute.config.settings import Sources
 from precompute.sources.readers import read_interactions
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.model.runtime import ort
-from infra.demo.features.profiles import Features, Profiles
-from serving.answers.sources import STORED_SOURCES
+from infra.demo.synthetic import Features, Profiles
 from serving.client import Answer, AsyncClient, Options, Policy
+from serving.requests.answers import STORED_SOURCES
 
 TOP = 20
 BATCH = 1000

@@ -16,7 +16,7 @@ import orjson
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.http import HttpConnection
-from serving.answers.sources import Source
+from serving.requests.answers import Source
 
 TOPK = "user_topk"
 KINDS = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,

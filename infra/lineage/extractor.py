@@ -15,7 +15,7 @@ from openlineage.client.facet_v2 import (
     symlinks_dataset,
 )
 
-from cache.control.night_steps import NIGHT, PRELIMINARY_STEPS
+from cache.config.timetable import NIGHT, PRELIMINARY_STEPS
 from infra.lineage.step_datasets import Check, FinishedStep, StepDataset, datasets_of
 from precompute.builds.build import Build
 from precompute.config.settings import night_config

@@ -1,4 +1,1 @@
-"""Programs on this machine for as long as a `with` block lasts: Airflow, the lookup service, and a lock on a folder.
-
-Imports `cache` alone. Start reading at `service`, the shorter of the two.
-"""
+"""Programs on this machine for as long as a `with` block lasts: Airflow, the lookup service, and a lock on a folder."""

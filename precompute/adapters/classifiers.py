@@ -21,13 +21,11 @@ from cache.model.tower import Tower
 from cache.model.tower_spec import Dtype, InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
-from precompute.adapters.feature_tables import table_of
 from precompute.adapters.folder import BUNDLE, REPORT, SETTINGS, open_import_folder
-from precompute.adapters.given import ids_of
-from precompute.bundles.bundle_swap import put_in_place
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
-from precompute.bundles.graphs import item_tower
-from precompute.bundles.onnx_model import OnnxModel
+from precompute.adapters.inputs import ids_of, table_of
+from precompute.bundles.bundle import ModelFile, write_bundle
+from precompute.bundles.bundle_store import put_in_place
+from precompute.bundles.onnx_model import OnnxModel, item_tower
 
 FEATURES = "user_features.parquet"
 TOLERANCE = 1e-4

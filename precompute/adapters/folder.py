@@ -19,13 +19,11 @@ from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.process.command_line import json_text
 from cache.store.artefacts import write_atomically
-from precompute.adapters.given import ClickMatrix, Vectors
+from precompute.adapters.inputs import ClickMatrix, Vectors
 from precompute.bundles.agreement import agreement
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_swap import put_in_place
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
-from precompute.bundles.graphs import item_tower
-from precompute.bundles.onnx_model import OnnxModel
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle_store import put_in_place
+from precompute.bundles.onnx_model import OnnxModel, item_tower
 from precompute.bundles.quantize import quantize_tower
 
 BUNDLE, USERS, CLICKS, SETTINGS, REPORT = (

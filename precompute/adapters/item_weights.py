@@ -10,12 +10,11 @@ from scipy.sparse.linalg import svds
 
 from cache.errors import SourceError
 from cache.model.agreement import recalls
-from precompute.adapters.fold_in import HISTORY_MAX
+from precompute.adapters.fold_in import HISTORY_MAX, Fold
 from precompute.adapters.folder import ImportReport
-from precompute.adapters.given import ClickMatrix, Vectors, ids_of
-from precompute.adapters.towers import Fold
+from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import import_vectors
-from precompute.reference.held_out import TOP
+from precompute.bundles.held_out import TOP
 
 EXACT_MAX = 4096
 """Items up to which the weights are kept as they are, with as many dimensions as there are items."""

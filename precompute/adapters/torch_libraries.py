@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.feature_tables import feature_columns
 from precompute.adapters.folder import ImportReport
-from precompute.adapters.given import ClickMatrix, Vectors, ids_of
-from precompute.adapters.torch_export import Example
+from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
+from precompute.adapters.torch_export import TOLERANCE, Example, first_line
 from precompute.adapters.torch_towers import from_torch
-from precompute.adapters.traps import TOLERANCE, first_line
 from precompute.adapters.vectors import NO_NEW_ITEM, import_vectors
 
 _COMPARED = 3

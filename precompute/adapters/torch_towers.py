@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.feature_tables import feature_columns
 from precompute.adapters.fold_in import recall_of
 from precompute.adapters.folder import Imported, ImportReport, write_folder
-from precompute.adapters.given import ClickMatrix, Vectors, ids_of
-from precompute.adapters.torch_export import BoundTower, Example, export
-from precompute.adapters.traps import first_line
+from precompute.adapters.inputs import ClickMatrix, Vectors, feature_columns, ids_of
+from precompute.adapters.torch_export import BoundTower, Example, export, first_line
 from precompute.adapters.vectors import import_vectors
-from precompute.bundles.bundle_writer import ModelFile
+from precompute.bundles.bundle import ModelFile
 
 _INDICES = ("history", "item", "user")
 

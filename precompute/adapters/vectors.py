@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.ranking import Metric
-from precompute.adapters.fold_in import as_by_chance, choose, ridges, share_by_chance
+from precompute.adapters.fold_in import Fold, as_by_chance, choose, ridges, share_by_chance
 from precompute.adapters.folder import Imported, ImportReport, write_folder
-from precompute.adapters.given import ClickMatrix, Vectors, ids_of
-from precompute.adapters.towers import Fold
-from precompute.bundles.bundle_writer import ModelFile
+from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
+from precompute.bundles.bundle import ModelFile
 
 NO_NEW_ITEM = "take in an item that it was not fitted on: it has no vector"
 """Limit of every model whose items have a vector each."""

@@ -1,4 +1,4 @@
 """Build of a generation: where its files lie while the night makes it, and what is swept before and after.
 
-Imports partitions and releases. Start at `build`.
+Start at `build`.
 """

@@ -1,26 +1,142 @@
-"""Build of a generation: where its files and its work files lie while the night makes it."""
+"""Build of a generation: its id and cut, its files on this host and in the store, and what its steps reported."""
 
+import contextlib
+import functools
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import orjson
 
-from cache.errors import BundleError, StoreError, UnknownGeneration
-from cache.format.manifest import CUT_CHARS, Model
-from cache.format.manifest_files import Artefact
+from cache.errors import (
+    BundleError,
+    ConfigError,
+    LarderError,
+    Refused,
+    StoreError,
+    UnknownGeneration,
+)
+from cache.format.manifest import CUT_CHARS, GENERATION, Artefact, AttributeKind, Model
 from cache.formats import FIELD, FORMATS, STAGES, demand, stamp
-from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
-from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.bundles.digests import demand_sha256
+from cache.store.artefacts import (
+    COPY_IDLE_S,
+    ArtefactStore,
+    describe,
+    generation_path,
+    write_atomically,
+)
+from cache.store.releases import all_releases
+from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import kinds_of
-from precompute.releases.cuts import CUT_FORMAT
+from precompute.releases.release_log import ReleaseLog
+from precompute.sources.erasures import ErasedEntities, all_erasures
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+def on_this_host(
+    step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
+) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
+    """A step that first removes this host's old copies, and records that it will have some of its generation.
+
+    One whose generation is retired meanwhile, by a night of newer data, ends with Refused, not with a missing file.
+    """
+
+    @functools.wraps(step)
+    def run(
+        config: NightConfig, build: Mapping[str, Any], /, *arguments: P.args, **options: P.kwargs
+    ) -> R:
+        store, generation = config.store(), str(build["generation"])
+        sweep_copies(store, in_use=[generation])
+        record_copies(store, generation)
+        try:
+            return step(config, build, *arguments, **options)
+        except (LarderError, FileNotFoundError) as error:
+            demand_not_retired(store, generation, error)
+            raise
+
+    return run
+
+
+def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
+    """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
+    try:
+        records = [release for release in all_releases(store) if release.generation == generation]
+    except (LarderError, OSError):
+        return  # the store does not answer: the error itself is what can be told
+    is_retired = bool(records) and records[-1].action == "retire"
+    if is_retired and GENERATION.fullmatch(
+        records[-1].attempt
+    ):  # by a night: any other retirement is a person's
+        newer_generation = records[-1].attempt
+        raise Refused(
+            f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
+            "is left to "
+            "do here",
+            rule="retired", value=generation, threshold=newer_generation,
+        ) from error  # fmt: skip
+
+
+def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
+    """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
+    with contextlib.suppress(StoreError, OSError):
+        store.sweep_host_copies(in_use, cutoff_at=time.time() - COPY_IDLE_S)
+
+
+def record_copies(store: ArtefactStore, generation: str) -> None:
+    """Tell the store, if it is a remote one, that this host is about to have files of a generation."""
+    if store.copies is not None:
+        store.copies.record(generation)
+
+
+AttributeFiles = tuple[AttributeKind, dict[str, str]]
+"""Kind of an attribute, and paths of its files by the names that `cache.format.manifest.Attribute` has for them."""
+
+
+def attribute_paths(attributes: Mapping[str, AttributeFiles]) -> Iterator[str]:
+    """Paths of all files of these attributes."""
+    for _, files in attributes.values():
+        yield from files.values()
+
+
+CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
+"""Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
+
+
+CLOCKS_DIFFER_S: Final = 300.0
+"""Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
+
+
+def demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
+    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
+
+    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
+    """
+    ahead_s = cut.timestamp() - releases.clock()
+    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
+            "published after this one; give a time that has passed",
+            field="data_until",
+        )
+    live = releases.ledger().live
+    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
+            "newer one, or go back with `larder roll-back`",
+            field="data_until",
+            live=live,
+        )
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -175,3 +291,20 @@ def fetch_partition(build: Build, shard: int) -> None:
     """A shard's partition of the sources."""
     for kind in kinds_of(build.need("begin")):
         build.fetch(f"work/partition/{shard:04d}.{kind}")
+
+
+@contextmanager
+def timed(build: Build, step: str) -> Iterator[None]:
+    """Writes when the block began (Unix seconds) and the seconds it took, if it ends well; a step of `TIMED_APART`.
+
+    A repeat that found the work done is shorter, and does not replace what the work took.
+    """
+    began_at, started = time.time(), time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    path = generation_path(build.generation, f"times/{step}.json")
+    with suppress(LarderError, OSError, ValueError, TypeError, KeyError):  # it is for show
+        earlier_times = build.store.read(path)
+        if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < seconds:
+            times = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
+            build.store.write(path, orjson.dumps(times))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from cache.errors import LarderError
-from cache.format.reuse import FACT, NIGHTS
+from cache.reuse import FACT, NIGHTS
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 

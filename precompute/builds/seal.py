@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
-from cache.events.new_item_tower import ITEM_VECTORS
+from cache.config.timetable import NIGHT, SEALED_BY, TIMED_APART
+from cache.events.new_items import ITEM_VECTORS
 from cache.format.manifest import (
     FACET,
     FEATURED_USERS,
@@ -15,23 +15,28 @@ from cache.format.manifest import (
     WITH_EVENTS,
     WITH_FILTERS,
     WITH_WEIGHTS,
+    Artefact,
+    Attribute,
     DirectoryPart,
     EntitySet,
+    EventsRead,
     Index,
+    ItemFiles,
     Manifest,
     Model,
     NamedFilter,
     Producer,
+    SeenPart,
     Table,
     TablePart,
 )
-from cache.format.manifest_files import Artefact, Attribute, EventsRead, ItemFiles, SeenPart
-from cache.format.reuse import FACT as REUSE
 from cache.model.input_preparation import HISTORY_LIMIT
-from cache.model.input_sample import FACT
+from cache.quality.probe import FACT
+from cache.reuse import FACT as REUSE
 from cache.store.artefacts import generation_path
 from precompute.builds.build import (
     Build,
+    attribute_paths,
     cut_of,
     fetch_items,
     open_bundle,
@@ -50,7 +55,6 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions import catalogue
-from precompute.partitions.item_attributes import paths_of
 from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import merged
 
@@ -81,7 +85,7 @@ def seal(build: Build) -> Manifest:
     fetch_items(build)
     attributes = begin_report.get("attributes", {})
     facets = begin_report.get("facets") or steps["embed_items"].get("facets") or {}
-    for file in (catalogue.VECTORS, *paths_of(attributes)):
+    for file in (catalogue.VECTORS, *attribute_paths(attributes)):
         build.fetch(file)
     build.fetch("defaults.json")
     manifest = Manifest(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from cache.errors import ConfigError
 from cache.format.manifest import EntityKind, Producer
-from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
+from cache.records import Layout
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, TableConfig
 

@@ -1,4 +1,4 @@
 """Bulk work on Redis: pages in, read back, out again, never at the expense of readers.
 
-Imports config and control. Start at `load`, then `governor`.
+Start at `load` and `governor`.
 """

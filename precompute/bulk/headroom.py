@@ -1,29 +1,34 @@
-"""Room for one more generation, in Redis and on this host's disk, asked for before anything is written."""
+"""Headroom: room in Redis and on disk for one more generation, and time for its load."""
 
 import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import redis
 
+from cache.config.night import DISK_HEADROOM, REDIS_HEADROOM, NightConfig
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import Refused
-from cache.format.gate_rules import DISK_HEADROOM, REDIS_HEADROOM
 from cache.format.manifest import Manifest
+from cache.l2.resp import info_number, refusing
 from cache.l2.sync_clients import compute_keyspace_shares, masters
-from cache.resp.reply_shapes import info_number, refusing
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
-from precompute.bulk.parts import total_bytes
-from precompute.config.settings import GateThresholds, NightConfig
-from precompute.control.control_keys import Control
-from precompute.control.states import State
+from precompute.bulk.load import total_bytes
+from precompute.config.settings import GateThresholds
 
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
+
 
 REDIS_USED_MAX = GateThresholds().redis_headroom
 """Share of `maxmemory` that may be in use after a load, whatever the gate is set to."""
+
+
 OVERLAY_EXTRA_BYTES = 256
 """Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
 
@@ -112,3 +117,30 @@ def writes_files(
             return step(config, *arguments, **options)
 
     return run
+
+
+MIB: Final = 1 << 20
+
+
+def floor_seconds(config: NightConfig, size_bytes: float) -> float:
+    """Seconds that moving these bytes takes at most beside readers: at `[governor] floor_mib_s`."""
+    return size_bytes / (config.governor.floor_mib_s * MIB)
+
+
+def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
+    """Remark on the limits of `[dag]` that a load, or reading its pages back, may exceed; None where there is none."""
+    seconds = floor_seconds(config, size_bytes)
+    limits = {
+        "load_timeout_s": config.dag.load_timeout_s,
+        "verify_timeout_s": config.dag.verify_timeout_s,
+    }
+    short = {name: limit for name, limit in limits.items() if seconds > limit}
+    if not short:
+        return None
+    allowed = " and ".join(f"{name} ({limit:,.0f} s)" for name, limit in short.items())
+    floor = size_bytes / (min(short.values()) * MIB)
+    return (
+        f"beside busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {seconds:,.0f} s, at floor_mib_s "
+        f"({config.governor.floor_mib_s:g} MiB/s), and Airflow ends a try after {allowed}: raise "
+        f"{' and '.join(short)} in [dag], or floor_mib_s in [governor] beyond {floor:,.3g}"
+    )

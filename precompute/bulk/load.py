@@ -1,34 +1,218 @@
-"""Bulk load: stream page files into Redis, resumable per page; and the way out, page by page."""
+"""Bulk load: page files streamed into Redis, resumable by part and page; and the way out, page by page."""
 
 import mmap
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import redis
+from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
-from cache.format.manifest import Manifest
+from cache.format.manifest import Manifest, Table, TablePart
 from cache.format.redis_keys import Keyspace
-from cache.resp.reply_shapes import refusing
+from cache.l2.resp import checked, refusing
+from cache.l2.sync_clients import OwnConnections, by_server
 from precompute.bulk.governor import Governor
-from precompute.bulk.page_stream import PageStream
-from precompute.bulk.parts import Part, page_keys, parts_of, total_bytes
-from precompute.bulk.readback import BadPage, Progress, verify_part
 
-__all__ = [
-    "BadPage",
-    "Part",
-    "Progress",
-    "load_part",
-    "loaded_pages",
-    "mark_loaded",
-    "page_keys",
-    "parts_of",
-    "total_bytes",
-    "unlink_pages",
-    "verify_part",
-]
+UNANSWERED = 2
+"""Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
+
+BytesProgress = Callable[[int], None]
+
+
+class _Chunk(NamedTuple):
+    """Pages that were sent and wait for their replies, by the connection that each went over."""
+
+    pages_by_connection: list[tuple[Any, list[int]]]
+    pages: int
+    size_bytes: int
+
+
+class PageStream(OwnConnections):
+    """Pages in order; `landed(pages, bytes)` is called as Redis confirms them."""
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        governor: Governor | None,
+        *,
+        chunk_bytes: int,
+        landed: Callable[[int, int], None],
+    ) -> None:
+        super().__init__()
+        self._client, self._governor, self._chunk_bytes = client, governor, chunk_bytes
+        self._landed = landed
+        self._waiting: deque[_Chunk] = deque()
+
+    def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
+        """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
+
+        def resend_page(page: int) -> None:
+            with pages[page * size : (page + 1) * size] as resent_page:
+                self._client.set(names[page], resent_page)
+
+        page = first
+        while page < len(names):
+            piece = None if self._governor is None else self._governor.piece_bytes
+            if self._governor is None or piece is None:
+                page += self._send_whole(names, pages, page, size)
+            else:
+                with pages[page * size : (page + 1) * size] as page_view:
+                    self._send_paced(self._governor, names[page], page, page_view, piece)
+                page += 1
+            if len(self._waiting) >= UNANSWERED:
+                self._await_chunk(resend_page)
+        while self._waiting:
+            self._await_chunk(resend_page)
+
+    def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
+        """Sends a chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
+        chunk = names[page : page + max(1, self._chunk_bytes // size)]
+        with ExitStack() as views:  # an error must not leave the mapped file in use
+            values = [
+                views.enter_context(pages[page_number * size : (page_number + 1) * size])
+                for page_number in range(page, page + len(chunk))
+            ]
+            sent_bytes = sum(len(value) for value in values)
+            if self._governor is not None:
+                self._governor.pace(sent_bytes)
+            sent_pages = []
+            for server, positions in by_server(self._client, chunk):
+                packed: list[bytes | memoryview] = []
+                for position in positions:
+                    value = values[position]
+                    packed += (_head_of_set(chunk[position], len(value)), value, b"\r\n")
+                connection = self.to(server)
+                connection.send_packed_command(packed, check_health=False)
+                sent_pages.append((connection, [page + position for position in positions]))
+        self._track_chunk(_Chunk(sent_pages, len(chunk), sent_bytes))
+        return len(chunk)
+
+    def _send_paced(
+        self, governor: Governor, name: bytes, number: int, page: memoryview, piece: int
+    ) -> None:
+        """Sends a page as one `SET`, whose bytes trickle in.
+
+        Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
+        the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
+        """
+        size = len(page)
+        ((server, _),) = by_server(self._client, [name])
+        connection = self.to(server)
+        for at in range(0, size, piece):
+            with page[at : at + piece] as value:
+                governor.pace(len(value))
+                head = _head_of_set(name, size) if at == 0 else b""
+                end = b"\r\n" if at + piece >= size else b""
+                # One buffer, one packet: at this size a copy costs less than three system calls.
+                packet = b"".join((head, value, end))
+            connection.send_packed_command([packet], check_health=False)
+        self._track_chunk(_Chunk([(connection, [number])], 1, size))
+
+    def _track_chunk(self, chunk: _Chunk) -> None:
+        self._waiting.append(chunk)
+
+    def _await_chunk(self, resend_page: Callable[[int], None]) -> None:
+        """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
+        chunk = self._waiting.popleft()
+        for connection, pages in chunk.pages_by_connection:
+            for page in pages:
+                try:
+                    checked("SET", connection.read_response())
+                except redis.exceptions.AskError:  # MOVED is one, too
+                    resend_page(page)
+        self._landed(chunk.pages, chunk.size_bytes)
+
+
+def _head_of_set(name: bytes, size: int) -> bytes:
+    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of a generation's pages, one shard of one table: the unit of loading, verifying and resuming."""
+
+    table: Table
+    number: int
+
+    @property
+    def pages(self) -> TablePart:
+        """Entry of the part in the manifest."""
+        return self.table.parts[self.number]
+
+    @property
+    def name(self) -> str:
+        """Field of the part in the generation's `loaded` hash."""
+        return f"{self.table.name}/{self.number}"
+
+    @property
+    def progress(self) -> str:
+        """The field that says, while it is being loaded, how many of its pages are."""
+        return f"{self.name}/pages"
+
+    @property
+    def read(self) -> str:
+        """The field that says, while a generation is being verified, under which servers all of it was read back."""
+        return f"{self.name}/read"
+
+    @property
+    def loaded_digest(self) -> bytes:
+        """The value of its field once it is wholly loaded."""
+        return self.pages.sums.sha256.encode()
+
+    def size_of(self, page: int) -> int:
+        """Bytes of its page of that number (from 0)."""
+        part_bytes = self.pages.count * self.table.layout.size_bytes
+        return min(self.table.page_bytes, part_bytes - page * self.table.page_bytes)
+
+    def key(self, keys: Keyspace, generation: str, page: int) -> str:
+        """Redis key of its page of that number (from 0)."""
+        return keys.page(generation, self.table.name, self.pages.first_page + page)
+
+    def read_sums(self, root: Path) -> NDArray[np.uint64]:
+        """uint64[pages]: checksum of each page. Raises CorruptArtefact when the file does not fit the manifest."""
+        sums = np.fromfile(root / self.pages.sums.path, "<u8")
+        if len(sums) != self.pages.pages:
+            raise CorruptArtefact(
+                f"{self.pages.sums.path} holds {len(sums)} checksums for {self.pages.pages} pages"
+            )
+        return sums
+
+
+def parts_of(manifest: Manifest) -> list[Part]:
+    """All parts of all tables."""
+    return [
+        Part(table, number)
+        for table in manifest.stored_tables.values()
+        for number in range(len(table.parts))
+    ]
+
+
+def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
+    """Every page key of a generation, from the manifest alone: no SCAN."""
+    for table in manifest.stored_tables.values():
+        for page in range(table.pages):
+            yield keys.page(manifest.generation, table.name, page)
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Payload of all pages."""
+    return sum(part.pages.file.size_bytes for part in parts_of(manifest))
+
+
+def total_pages(manifest: Manifest) -> int:
+    """Number of pages of all tables."""
+    return sum(table.pages for table in manifest.stored_tables.values())
+
 
 RETIRE_BATCH = 64
+
+
 NOTED_BYTES = 16 << 20
 """Bytes loaded between two notes of how far it is: what a crash costs at most, with what was under way."""
 
@@ -41,7 +225,7 @@ def load_part(
     part: Part,
     *,
     chunk_bytes: int = 1 << 20,
-    progress: Progress = lambda _bytes: None,
+    progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> bool:
     """Stream a part's pages, then mark it loaded; False when it was wholly there. `root` is the generation's folder.

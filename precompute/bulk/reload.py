@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import redis
 
+from cache.control.control_keys import Control
 from cache.errors import Conflict, StoreError
-from cache.format.manifest import Manifest
-from cache.format.manifest_files import Artefact
+from cache.format.manifest import Artefact, Manifest
 from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
 from precompute.bulk.governor import Governor
-from precompute.bulk.load import load_part
-from precompute.bulk.parts import Part, parts_of, total_bytes
-from precompute.bulk.readback import Progress, bad_pages, lengths, sizes, verify_part
-from precompute.control.control_keys import Control
+from precompute.bulk.load import BytesProgress, Part, load_part, parts_of, total_bytes
+from precompute.bulk.readback import bad_pages, lengths, sizes, verify_part
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
@@ -31,7 +29,7 @@ def reload(
     generation: str,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress = lambda _bytes: None,
+    progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> int:
     """Stream the parts that Redis lacks, repair the pages that are not right; bytes of pages.
@@ -197,7 +195,7 @@ def _stream(
     part: Part,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress = lambda _bytes: None,
+    progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> None:
     client, keys, generation = control.client, control.keys, manifest.generation

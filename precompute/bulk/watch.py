@@ -14,11 +14,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from cache.control.control_keys import Control
 from cache.errors import LarderError
-from cache.l2.sync_clients import another, by_server, disconnect, masters
-from cache.resp.reply_shapes import info_number, refusing
-from precompute.bulk.own_connections import OwnConnections
-from precompute.control.control_keys import Control
+from cache.l2.resp import info_number, refusing
+from cache.l2.sync_clients import OwnConnections, another, by_server, disconnect, masters
 
 log = logging.getLogger(__name__)
 

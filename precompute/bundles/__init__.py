@@ -1,4 +1,4 @@
 """Bundles: a team's or the reference models with their vocabulary, their int8 forms, and the index made from them.
 
-Imports sources. Start at `bundle`.
+Start at `bundle`.
 """

@@ -1,6 +1,8 @@
-"""The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
+"""Model bundle: a folder with `bundle.json`, the item ids in the model's own order, and checksummed ONNX files."""
 
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,20 +14,68 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from cachetools import LRUCache, cached
 
 from cache.errors import BundleError
 from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
-from cache.formats import BUNDLE, unread
+from cache.formats import BUNDLE, FORMATS, unread
 from cache.model.ranking import Metric
 from cache.model.tower import Tower
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.digests import demand_sha256
-from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, demand_weights
-from precompute.sources.columns import raws_of
+from cache.store.artefacts import sha256_of, write_atomically
+from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, demand_weights
+from precompute.sources.columns import raws_of, strings_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
+SETTLED_NS = 2_000_000_000
+"""Nanoseconds after a change from which on another one surely gets a new time stamp, whose grain is a clock tick."""
+
+
+FILES_MAX = 256
+
+
+Stamp = tuple[int, int, int, int, int]
+
+
+_digest_by_stamp: LRUCache[Stamp, str] = LRUCache(FILES_MAX)
+
+
+def sha256_unchanged(path: Path) -> str:
+    """SHA-256 of a file, as `sha256_of` gives it; not read again where this process has read these very bytes.
+
+    Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
+    writing to a file or putting another in its place changes it, whatever times a program sets.
+    """
+    file_stat = path.stat()
+    stamp = (
+        file_stat.st_dev,
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_NS
+    return _sha256_once(path, stamp) if is_settled else sha256_of(path)
+
+
+def demand_sha256(path: Path, expected_sha256: str) -> None:
+    """Raises BundleError for a file of a bundle that holds anything else than `bundle.json` says."""
+    if (actual_sha256 := sha256_unchanged(path)) != expected_sha256:
+        raise BundleError(
+            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
+            path=path.name,
+        )
+
+
+@cached(_digest_by_stamp, key=lambda _path, stamp: stamp, lock=threading.Lock())
+def _sha256_once(path: Path, _stamp: Stamp) -> str:
+    return sha256_of(path)
+
+
 FILE = "bundle.json"
+
+
 ITEMS_FILE = "items.parquet"
 
 
@@ -310,3 +360,71 @@ def _read_items(items: ItemsFile) -> Vocabulary:
     if vocabulary is None:
         raise BundleError(f"{name} names an item twice")
     return vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Model to be written into a bundle: ONNX, its specification, and a torch.export archive if any."""
+
+    onnx: OnnxModel
+    spec: TowerSpec
+    entity: EntityKind = "user"
+    labels: tuple[str, ...] = ()
+    program: bytes | None = None
+
+
+def write_bundle(
+    path: Path,
+    *,
+    name: str,
+    version: str,
+    dims: int,
+    item_ids: Sequence[str] | pa.Array,
+    user_tower: ModelFile,
+    item_tower: ModelFile,
+    values: Mapping[str, ModelFile] | None = None,
+    metric: Metric = "inner_product",
+    training: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it; ids may be Arrow strings."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / FILE).unlink(missing_ok=True)
+    pq.write_table(pa.table({"id": strings_of(item_ids)}), path / ITEMS_FILE)
+    data: dict[str, Any] = {
+        "format": FORMATS[BUNDLE].written,
+        "name": name,
+        "version": version,
+        "dims": dims,
+        "metric": metric,
+        "items": {
+            "path": ITEMS_FILE,
+            "count": len(item_ids),
+            "sha256": sha256_of(path / ITEMS_FILE),
+        },
+        "user_tower": _write_model(path, "user_tower", user_tower),
+        "item_tower": _write_model(path, "item_tower", item_tower),
+        "values": {
+            key: {
+                "entity": model.entity,
+                "labels": list(model.labels),
+                **_write_model(path, key, model),
+            }
+            for key, model in (values or {}).items()
+        },
+        "training": dict(training or {}),
+    }
+    write_atomically(path / FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    return Bundle.open(path)
+
+
+def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
+    file = path / f"{name}.onnx"
+    weights = model.onnx.write(file)
+    written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+    if weights is not None:
+        written["weights"] = {"path": weights.name, "sha256": sha256_of(weights)}
+    if model.program is not None:
+        program_path = path / f"{name}.pt2"
+        write_atomically(program_path, model.program)
+        written["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
+    return written

@@ -1,4 +1,4 @@
 """The command line: `python -m precompute`.
 
-Imports every other room. Start at `parser`.
+Start at `parser`.
 """

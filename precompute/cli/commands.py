@@ -1,4 +1,6 @@
-"""Commands of the shell, a function for each: what it does, and what it found to show.
+"""Commands of the shell, a function for each; a step without a function here is run as a night runs it.
+
+A step's module is imported by the command that runs it: each brings libraries that the others do without.
 
 Each imports what it alone needs: libraries that the others do without.
 """
@@ -6,26 +8,175 @@ Each imports what it alone needs: libraries that the others do without.
 import argparse
 import math
 import os
+from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from cache.control.control_keys import Control
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.ids import canonical_id
+from cache.l2.sync_clients import connect
 from cache.process.command_line import NOT_WELL, json_text
-from cache.store.audit import Audited, audited, ids_in_words
+from cache.store.audit import (
+    Audited,
+    AuditRecord,
+    audit_records,
+    audited,
+    entity_digest,
+    ids_in_words,
+)
 from cache.store.blocklist import change_blocklist
-from precompute.builds.night import Night, size_text
-from precompute.cli.console import CommandOutput, OutputContent, err_console, table_of
-from precompute.cli.step_commands import standing_name
+from precompute.cli.console import CommandOutput, OutputContent, err_console, iso, table_of
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.config.validation import demand_reason
-from precompute.control.control_keys import Control, connect
-from precompute.operations.night import run_night
-from precompute.releases.attempts import new_attempt
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import new_attempt, open_releases
+from precompute.releases.release_log import demand_reason
+from precompute.steps.night import Night, run_night, size_text, step_in_night
+
+
+def audit(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> OutputContent | CommandOutput:
+    """All records, or those since a time or about one entity."""
+    earliest_at = 0.0 if arguments.since is None else _moment(arguments.since)
+    about = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    records = [
+        record
+        for record in audit_records(config.store())
+        # One that cannot be read has no time, and is never left out.
+        if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
+        and about in record.subject
+    ]
+    if arguments.json:
+        return CommandOutput(json_text(list(map(asdict, records))))
+    return [_table(records)] if records else ["nothing was written down"]
+
+
+def _moment(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"--since is a time in ISO 8601, not {text!r}", field="since") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _table(records: list[AuditRecord]) -> Table:
+    table = Table("number", "time", "who", "what", "of", "why", "ended")
+    for record in records:
+        outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
+        at = iso(record.at) if record.at else ""
+        table.add_row(
+            str(record.number),
+            at,
+            record.actor,
+            record.action,
+            record.subject,
+            record.reason,
+            outcome_text,
+        )
+    return table
+
+
+def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A step as a night runs it, by its name there."""
+    attempt = getattr(arguments, "attempt", None) or new_attempt()
+    build = _build(arguments) if "generation" in arguments else {}
+    return step_in_night(arguments.step)(
+        Night(config, attempt, progress=progress, build=build)
+    ).result
+
+
+def _build(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"generation": arguments.generation}
+
+
+def standing_name(config: NightConfig, data_until: str | None) -> str:
+    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work.
+
+    `begin` takes the time of Redis instead where that has not come yet: the clock of whoever wrote a file was ahead.
+    """
+    from precompute.bundles.bundle_store import chosen_at
+    from precompute.sources.files import all_files, changed_at
+
+    bundle_at = 0.0 if config.sources.item_vectors else chosen_at(config)  # else it is an input
+    if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
+        return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
+    latest_change_at = max(bundle_at, *map(changed_at, all_files(config)))
+    return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
+
+
+def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A generation named, its inputs pinned."""
+    from precompute.steps import begin as begin_step
+
+    return begin_step.run(
+        config, data_until=arguments.data_until, run_after=None,
+        named=standing_name(config, arguments.data_until), events_until=arguments.events_until,
+        progress=progress,
+    )  # fmt: skip
+
+
+def take_events(
+    config: NightConfig, _arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """The stream's new events, as files in the store."""
+    from precompute.steps import take_events as take_events_step
+
+    return take_events_step.run(config)
+
+
+def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """All shards, assembled; or one of them alone."""
+    from precompute.steps import assemble, embed_items
+    from precompute.steps import score as score_step
+
+    build = _build(arguments)
+    embed_items.run(config, build, progress=progress)
+    shards = range(config.shards) if arguments.shard is None else [arguments.shard]
+    scored = score_step.run(config, build, shards, progress=progress)
+    if arguments.shard is None:
+        assemble.run(config, build)
+    return {
+        "shards": len(scored),
+        "users": sum(shard_counts["users"] for shard_counts in scored),
+        "items": sum(shard_counts["items"] for shard_counts in scored),
+    }
+
+
+def quantize(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """The int8 models' agreement with the others."""
+    from precompute.steps import quantize as quantize_step
+
+    quantize_report = quantize_step.run(config, _build(arguments), progress=progress)
+    return {
+        name: model_report["agreement"] for name, model_report in quantize_report["models"].items()
+    }
+
+
+def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
+    """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
+    from precompute.steps import warm as warm_step
+
+    generation = arguments.generation
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        pointer = Control(client, config.keyspace()).pointer()
+    if pointer is None or pointer.generation != generation:
+        live = "nothing is live" if pointer is None else f"{pointer.generation} is"
+        raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
+    warm_report = warm_step.run(config, _build(arguments))
+    if waiting := warm_report["waiting"]:
+        raise Conflict(
+            f"after {config.warm_timeout_s:g} s {len(waiting)} of {warm_report['replicas']} replicas do not answer "
+            "from "
+            f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
+            waiting=waiting,
+        )
+    return warm_report
 
 
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
@@ -73,7 +224,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
 def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
     """The reference bundle, trained on the configured sources."""
-    from precompute.operations.train import train_reference
+    from precompute.reference.train import train_reference
 
     training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
@@ -109,7 +260,7 @@ def roll_back(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """An earlier generation made live again."""
-    from precompute.operations.roll_back import roll_back as move_back
+    from precompute.releases.recovery import roll_back as move_back
 
     attempt = arguments.attempt or new_attempt()
     return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
@@ -119,8 +270,8 @@ def restore(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """A lost Redis rebuilt from the store, or a strange one made to follow it."""
-    from precompute.operations.adopt import adopt
-    from precompute.operations.restore import restore as restore_redis
+    from precompute.releases.recovery import adopt
+    from precompute.releases.recovery import restore as restore_redis
 
     if arguments.adopt:
         return adopt(config, reason=arguments.reason, attempt=new_attempt(), progress=progress)
@@ -152,7 +303,7 @@ def block(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """Blocks, or unblocks; replicas are told if any can be."""
-    from precompute.erasures.erasure import demand_unerased
+    from precompute.sources.erasures import demand_unerased
 
     items = [canonical_id(item_id) for item_id in arguments.item]
     entities = [canonical_id(entity_id) for entity_id in arguments.entity]
@@ -185,8 +336,7 @@ def status(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> CommandOutput:
     """Status of everything; its code is 3 where something is not well."""
-    from precompute.cli.status_report import LOCATION_VARIABLES, read_state, report
-    from precompute.cli.status_table import render_status
+    from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report
 
     is_placed = (
         arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))

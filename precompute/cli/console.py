@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import import_module
 from typing import Any
 
@@ -21,14 +22,17 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from cache.process.command_line import printable, printable_lines
 from cache.process.console import SafeConsole
-from cache.process.printable import printable, printable_lines
-from precompute.builds.night import size_text
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
+from precompute.steps.night import size_text
 
 PLAIN_COLUMNS = 1_000
+
+
 BYTES = ("load pages", "restore pages")
+
 
 OutputContent = dict[str, Any] | Sequence[Table | str | Text]
 
@@ -42,6 +46,8 @@ class CommandOutput:
 
 
 out_console = SafeConsole()
+
+
 err_console = SafeConsole(stderr=True, soft_wrap=True)
 
 
@@ -152,3 +158,8 @@ def show(output: OutputContent | str, stdout_console: Console) -> None:
         if isinstance(renderable, Table) and not stdout_console.is_terminal:
             renderable.box = None
         console.print(renderable, highlight=False)
+
+
+def iso(at: float) -> str:
+    """Unix seconds as ISO 8601, in UTC."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

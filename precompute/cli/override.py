@@ -9,9 +9,7 @@ from cache.store.audit import audited
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.gates.judge import demand_overridable
-from precompute.releases.attempts import new_attempt
-from precompute.releases.registry import open_releases
-from precompute.releases.release import Releases
+from precompute.releases.moves import Releases, new_attempt, open_releases
 
 
 def override(config: NightConfig, generation: str, *, rule: str, reason: str, attempt: str) -> None:

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from cache.control.night_steps import NIGHT
+from cache.config.timetable import NIGHT
 from precompute.cli.console import CommandPlace
 from precompute.cli.temporary_redis import load_again, prepare_nothing, verify_again
-from precompute.experiments import options as experiments
-from precompute.freshness import options as freshness
+from precompute.evaluation import options as freshness
 from precompute.planning import options as planning
+from precompute.traffic import experiments
 
 PROG = "python -m precompute"
 INSIDE_SCORE = ("embed_items", "assemble")
@@ -49,7 +49,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     def add_step(
         name: str, text: str, *loads: str, command_path: str = ""
     ) -> argparse.ArgumentParser:
-        resolved_path = command_path or "cli.step_commands.step"
+        resolved_path = command_path or "cli.commands.step"
         command = add(name, resolved_path, text, f"steps.{name}", *loads, generation=True)
         command.set_defaults(step=name)
         return command
@@ -65,11 +65,11 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             "train",
             "cli.commands.train",
             "train the reference bundle on the configured sources",
-            ("operations.train",),
+            ("reference.train",),
         ),
         (
             "begin",
-            "cli.step_commands.begin",
+            "cli.commands.begin",
             "name the generation, pin its inputs, partition the sources",
             ("steps.begin",),
         ),
@@ -103,7 +103,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
             )  # fmt: skip
     add(
         "take-events",
-        "cli.step_commands.take_events",
+        "cli.commands.take_events",
         "write the stream's new events into the store, for `begin` to read",
         "steps.take_events",
     )
@@ -117,13 +117,13 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="none")
     command = add_step(
         "score", "score all shards, or one", "steps.embed_items", "steps.assemble",
-        command_path="cli.step_commands.score",
+        command_path="cli.commands.score",
     )  # fmt: skip
     command.add_argument("--shard", type=int)
     command.set_defaults(redis="none")
     add_step("index", "build the FAISS indexes").set_defaults(redis="none")
     add_step(
-        "quantize", "make and compare the int8 models", command_path="cli.step_commands.quantize"
+        "quantize", "make and compare the int8 models", command_path="cli.commands.quantize"
     ).set_defaults(redis="none")
     add_step("load", "stream the pages into Redis")
     add_step("verify", "run the gates", "steps.load").set_defaults(prepare=load_again)
@@ -140,12 +140,10 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command = add_step("publish", "make a verified generation live", "steps.load", "steps.verify")
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)
-    add_step(
-        "warm", "wait until every replica answers from it", command_path="cli.step_commands.warm"
-    )
+    add_step("warm", "wait until every replica answers from it", command_path="cli.commands.warm")
     command = add(
         "canary",
-        "canary.trial.command",
+        "traffic.canary.command",
         "try a verified generation on a share of the requests, then publish or abandon it",
     )
     command.add_argument("action", choices=("start", "status", "publish", "abandon"))
@@ -163,7 +161,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.add_argument("--reason", help="of abandon; kept in the release record")
     command.add_argument("--attempt")
     experiments.add_options(
-        add("experiment", "experiments.command.command", experiments.DESCRIPTION)
+        add("experiment", "traffic.experiment_command.command", experiments.DESCRIPTION)
     )
     command = add(
         "roll-back",
@@ -176,7 +174,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")
     add(
-        "retire", "cli.step_commands.step", "remove generations that nobody needs", "steps.retire"
+        "retire", "cli.commands.step", "remove generations that nobody needs", "steps.retire"
     ).set_defaults(step="retire")
     command = add("restore", "cli.commands.restore", "rebuild a lost Redis from the artefact store")
     command.add_argument(
@@ -200,7 +198,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
         command.set_defaults(unblock=name == "unblock", redis="if running")
     command = add(
         "erase",
-        "cli.erase.erase",
+        "erasure.command.erase",
         "block an entity at once, leave it out of every night from now on, and report when nothing holds it any more",
     )
     command.add_argument("entity", nargs="?", metavar="ENTITY", help="its id")
@@ -231,7 +229,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="if running")
     command = add(
         "worklist",
-        "cli.worklist.worklist",
+        "usage.worklist.worklist",
         "ids that callers ask for and that no night knows, most asked first",
     )
     command.add_argument(
@@ -246,16 +244,16 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     command.set_defaults(redis="if running")
     command = add(
         "audit",
-        "cli.audit.audit",
+        "cli.commands.audit",
         "who published, rolled back, overrode, blocked, erased or changed tokens, and how it ended",
     )
     command.add_argument("--since", metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
     command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
     command.set_defaults(redis="none")
-    command = add("plan", "cli.plan.plan", planning.DESCRIPTION)
-    planning.add_options(command, CommandPlace("cli.card_plan.plan_on_card"))
+    command = add("plan", "planning.command.plan", planning.DESCRIPTION)
+    planning.add_options(command, CommandPlace("planning.options.plan_on_card"))
     command.set_defaults(redis="if running")
-    command = add("freshness", "freshness.command.command", freshness.DESCRIPTION)
+    command = add("freshness", "evaluation.freshness.command", freshness.DESCRIPTION)
     freshness.add_options(command)
     command.set_defaults(redis="none")
     for name in NIGHT:

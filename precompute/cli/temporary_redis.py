@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from cache.control.states import ALLOWED, State
 from cache.process.redis_server import joined_server, redis_url, running_server
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.control.states import ALLOWED, State
-from precompute.releases.attempts import new_attempt
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import new_attempt, open_releases
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 
@@ -45,7 +44,7 @@ def _fill(config: NightConfig, progress: Progress) -> None:
         # What is no pointer is left to the command, which may be the one that removes it.
         empty = not control.client.exists(control.keys.live) and releases.ledger().live is not None
     if empty:
-        from precompute.operations.restore import restore  # most servers are as they should be
+        from precompute.releases.recovery import restore  # most servers are as they should be
 
         restore(config, attempt=new_attempt(), progress=progress)
 

@@ -1,18 +1,19 @@
-"""Settings of this process' night; their model is `cache.config.night`."""
+"""Settings of this process's night, and how many generations it keeps; their model is `cache.config.night`."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from cache.config.gates import GateThresholds
-from cache.config.night import NightConfig, parse_time
-from cache.config.sections import (
+from cache.config.night import (
     FacetConfig,
     FilterConfig,
+    GateThresholds,
     GovernorConfig,
+    NightConfig,
     ReferenceConfig,
     Sources,
     TableConfig,
+    parse_time,
 )
 
 __all__ = [
@@ -34,3 +35,16 @@ def night_config(
 ) -> NightConfig:
     """The configuration of this process: file, then environment, then what the command line said."""
     return NightConfig.configured(environment, path, **overrides)
+
+
+def retained(keep: int) -> int:
+    """Superseded generations that a sweep leaves; the newest one, where a roll back lands, is always among them."""
+    return max(1, keep)
+
+
+def generations_at_peak(keep: int) -> int:
+    """Number of generations in Redis and on each host: live, `retained`, the one being made, and one not published.
+
+    The last is a canary, or what a refused or broken night has left where no sweep may touch it yet.
+    """
+    return 1 + retained(keep) + 1 + 1

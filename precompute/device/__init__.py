@@ -1,4 +1,4 @@
 """Towers and the exact top-K on GPUs, by kernels of its own and by torch.
 
-Imports topk. Start at `scorer`; `fused` and `search` are two ways to the same lists.
+Start at `scorer`; `fused` and `search` are two ways to the same lists.
 """

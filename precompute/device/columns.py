@@ -1,4 +1,4 @@
-"""Items as the columns of a product: in groups that share a bound, laid out as the kernels read them."""
+"""Columns and queries: items as the columns of a product, in groups that share a bound, and users as its rows."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,20 @@ import torch
 
 LANES = 64
 """Groups of a block."""
+
+
 ABREAST, PAIR = 4, 2
 """Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
 a row of a product is then of one group, whose largest needs no other thread."""
 
+
 SPLITS = 8
 """Programs that share the items of the same users."""
+
+
 _GROUP_MOST, _GROUP_LEAST = 64, 4
+
+
 _CANDIDATES = 128
 
 
@@ -114,3 +121,24 @@ def columns_by_rank(
         laid, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], size,
         *(group_values.view(-1, LANES).amax(1) for group_values in (longest, group_residual)),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up.
+
+    `size` float64 [n] are the lengths of the vectors as they came.
+    """
+
+    exact: torch.Tensor
+    cosine_lengths: torch.Tensor | None
+    codes: torch.Tensor
+    length: torch.Tensor
+    residual: torch.Tensor
+    scale: torch.Tensor
+    size: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of these users."""
+        always = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
+        return always if self.cosine_lengths is None else (*always, self.cosine_lengths)

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from precompute.device.columns import LANES, SPLITS, BlockStage, Columns
-from precompute.device.queries import Queries
+from precompute.device.columns import LANES, SPLITS, BlockStage, Columns, Queries
 
 USERS = 256
 """Users of one program of `above`."""

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from precompute.device.columns import Columns
-from precompute.device.exact import WORST, dots, keys_of, scores_of
-from precompute.device.items import DeviceItems
-from precompute.device.queries import Queries
+from precompute.device.columns import Columns, Queries
+from precompute.device.items import WORST, DeviceItems, dots, keys_of, scores_of
 
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""

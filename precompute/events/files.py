@@ -1,4 +1,4 @@
-"""Files of the events that nights took over: each begins behind a position and says in itself where it ends.
+"""Files of the events that nights took over: their names, their rows, and the entities that they set values for.
 
 `<store>/events/<position that it begins behind>.parquet`, written once: the end of the newest is where the next begins,
 so the store alone says what was taken. The name of a merged one tells its end, too (`<begin>_<end>.parquet`): files
@@ -7,33 +7,52 @@ within it count no more.
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from cache.errors import ConfigError, CorruptArtefact, LarderError
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
-from cache.store.artefacts import ArtefactStore
+from cache.events.event import BEGINNING, Event, Position
+from cache.events.new_items import brings_item
+from cache.events.newer_events import AttributeEvents
+from cache.format.directory import map_file
+from cache.format.ids import fingerprints
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import ArtefactStore, write_atomically
 from precompute.config.settings import NightConfig
-from precompute.sources.files import SourceFile, source_file
+from precompute.sources.columns import Ids
+from precompute.sources.features import NO_VALUES, EntityValues, Kind
+from precompute.sources.files import SourceFile, readable, source_file
+from precompute.sources.readers import BATCH_ROWS, INTERACTIONS, Interactions, reading
+from precompute.sources.unusable import EVENTS, UnusableRows
 
 FOLDER: Final = "events"
+
+
 END: Final = b"larder.until"
 """Key of a file's metadata that holds the position of its last event."""
+
+
 SCHEMA: Final = pa.schema([
     ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
 """Columns of a file; `position` is `Position.number`, `event` the JSON of what is no interaction."""
 
+
 _POSITION = r"([0-9]{13})-([0-9]{7})"
+
+
 _NAME = re.compile(rf"{_POSITION}(?:_{_POSITION})?\.parquet")
 
 
@@ -212,3 +231,135 @@ def _source(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
         return store.folder / path
     # Read where it lies: a copy on this host would have to be erased from as well.
     return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())
+
+
+def marks_file(kind: EntityKind) -> str:
+    """Path of the sorted fingerprints of users, or items, in a generation's folder."""
+    return f"work/set_by_events/{kind}.u64"
+
+
+def write_marks(root: Path, kind: EntityKind, raws: Iterable[bytes]) -> str:
+    """Writes the marks of these ids; the path of the file."""
+    entity_fingerprints = np.sort(fingerprints(list(raws)))
+    write_atomically(root / marks_file(kind), entity_fingerprints.astype("<u8").tobytes())
+    return marks_file(kind)
+
+
+def are_marked(path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """bool [n]: the fingerprints among those of a file."""
+    is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(path, "<u8"))
+    return is_marked
+
+
+EVENT_ROWS: Final = f"{EVENTS}.{INTERACTIONS}"
+"""Name of the interactions that events brought in reports."""
+
+
+_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
+
+
+def read_events(files: Sequence[SourceFile], unusable: UnusableRows) -> Iterator[Interactions]:
+    """Batches of the interactions of positive weight; no cut is asked for, since their position decided.
+
+    Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
+    of the sources. Raises SourceError naming a file that cannot be read.
+    """
+    for path in files:
+        with reading(path), readable(path) as raw, pq.ParquetFile(raw) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=_COLUMNS):
+                unusable.looked_at(EVENT_ROWS, len(batch))
+                yield _interactions(batch)
+
+
+def _interactions(batch: Any) -> Interactions:
+    has_both = pc.and_(batch.column("user").is_valid(), batch.column("item").is_valid())
+    rows = batch.filter(pc.and_(has_both, pc.greater(batch.column("weight"), 0.0)))
+    return Interactions(
+        Ids.of(rows.column("user")),
+        Ids.of(rows.column("item")),
+        np.asarray(rows.column("time").cast(pa.int64())),
+        np.asarray(rows.column("position")),
+    )
+
+
+class EventValues(NamedTuple):
+    """Values that events set for users and for items; the newest position counts, whatever a table says.
+
+    Items that events `event_item_ids`, with features or a vector, get a row where no table has one.
+    """
+
+    users: EntityValues = NO_VALUES
+    items: EntityValues = NO_VALUES
+    event_item_ids: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def read(
+        cls,
+        files: Sequence[SourceFile],
+        without: Mapping[Kind, Iterable[bytes]],
+        attributes_by_kind: Mapping[Kind, Collection[str]],
+        behind: int = 0,
+    ) -> Self:
+        """Reads files of events, in the order of their positions, but for who was erased.
+
+        Values count that were set `behind` a position's number. Of the attributes those that are `attributes_by_kind`:
+        whatever else is sent takes no memory, nor anything's place. Raises SourceError naming a file that cannot be
+        read, CorruptArtefact for what is no event.
+        """
+        attribute_events, event_item_ids = AttributeEvents(), set()
+        for position, event in _read_events(files):
+            if event.item is not None and position.number > behind and brings_item(event):
+                event_item_ids.add(event.item)
+            if position.number > behind:  # older ones count for nothing, so they take no memory
+                attribute_events.add(position, _only(event, attributes_by_kind))
+        for kind, raws in without.items():
+            for raw in raws:
+                attribute_events.forget(kind, raw)
+        present_item_ids = frozenset(event_item_ids.difference(without.get("item", ())))
+        return cls(
+            attribute_events.all_values("user", behind),
+            attribute_events.all_values("item", behind),
+            present_item_ids,
+        )
+
+
+def counted_behind(keep_values_days: float, cut_s: float) -> int:
+    """Number of the position behind which events set values that a night with this cut (Unix seconds) counts."""
+    return Position(max(0, int((cut_s - keep_values_days * 86_400) * 1000)), 0).number
+
+
+def brought_vectors(files: Sequence[SourceFile], behind: int = 0) -> dict[bytes, tuple[float, ...]]:
+    """Vectors that events `behind` a position brought along for items, the newest of each, in the order of the ids.
+
+    Raises SourceError naming a file that cannot be read, CorruptArtefact for what is no event.
+    """
+    vector_by_item = {
+        event.item: event.vector
+        for position, event in _read_events(files)
+        if event.item is not None and event.vector is not None and position.number > behind
+    }
+    return dict(sorted(vector_by_item.items()))
+
+
+def _read_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
+    """Events that are no interactions, in the order of their positions."""
+    for path in files:
+        with reading(path), readable(path) as raw, pa.parquet.ParquetFile(raw) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=["position", "event"]):
+                event_batch = batch.filter(batch.column("event").is_valid())
+                numbers, texts = (
+                    event_batch.column(name).to_pylist() for name in ("position", "event")
+                )
+                for number, text in zip(numbers, texts, strict=True):
+                    yield Position.of_number(number), Event.from_bytes(text.encode())
+
+
+def _only(event: Event, attributes_by_kind: Mapping[Kind, Collection[str]]) -> Event:
+    """The event with these values alone, features as attributes."""
+    kind = event.kind
+    if kind == "interaction" or not (values := event.values):
+        return event
+    value_by_attribute = {
+        name: value for name, value in values.items() if name in attributes_by_kind[kind]
+    }
+    return replace(event, attributes=value_by_attribute, features=None)

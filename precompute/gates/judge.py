@@ -1,4 +1,4 @@
-"""Gates: what a generation must prove before it may be published.
+"""Judge: every gate run within its time, on connections of its own, and what its errors mean.
 
 An error of Larder's own, or a file that is missing, is a finding: the gate has failed. What did not answer, and any
 other error, is none (`NotJudged`): a defect of a gate, or damage that only it meets, refuses nothing. Neither lets a
@@ -10,40 +10,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 import redis
 
+from cache.config.night import GateThresholds, GovernorConfig
+from cache.control.control_keys import Control
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import another
 from precompute.builds.seal import WITHOUT_INTERACTIONS
-from precompute.control.control_keys import Control
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.gate import Gate
-from precompute.gates.evidence.leash import GateConnections, OwnPool
-from precompute.gates.evidence.limits import TimeLimits
-from precompute.gates.evidence.verdict import Measurement, Verdict
-from precompute.gates.rules.entities import (
-    coverage_of_live,
-    coverage_of_source,
-    directories_sorted,
-    items_of_live,
-    known_ids,
-    record_ids,
-    unusable_rows,
-)
+from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
+from precompute.gates.rules.checksums import pages_in_redis
 from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
-from precompute.gates.rules.future import heldout_recall
-from precompute.gates.rules.host import disk_headroom, memory_headroom
+from precompute.gates.rules.headroom import (
+    disk_headroom,
+    maxmemory_policy,
+    memory_headroom,
+    redis_headroom,
+)
 from precompute.gates.rules.identity import identity
-from precompute.gates.rules.in_redis import maxmemory_policy, pages_in_redis, redis_headroom
-from precompute.gates.rules.index import index_recall, index_vectors
 from precompute.gates.rules.live import (
     distinct_lists,
+    heldout_recall,
     list_jaccard,
     score_psi,
     single_item,
@@ -56,6 +48,8 @@ from precompute.gates.rules.models import (
     bundle,
     defaults,
     dimension,
+    index_recall,
+    index_vectors,
     int8_agreement,
     int8_cosine,
     int8_overlap,
@@ -63,14 +57,85 @@ from precompute.gates.rules.models import (
     vocabulary,
 )
 from precompute.gates.rules.records import (
+    coverage_of_live,
+    coverage_of_source,
+    directories_sorted,
     empty_lists,
     finite,
+    items_of_live,
+    known_ids,
     lists_whole,
     page_sums,
     record_headers,
+    record_ids,
     short_lists,
+    unusable_rows,
 )
 from precompute.gates.rules.skew import skew, skew_cosine
+
+
+class GateConnections:
+    """All connections of one gate; once it is over there are none, however long its thread goes on."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.pools: list[OwnPool] = []
+
+    def end(self) -> None:
+        """Close what is open and open nothing more."""
+        self.is_over = True
+        for pool in tuple(self.pools):
+            pool.disconnect(inuse_connections=True)
+
+
+class OwnPool(redis.ConnectionPool):
+    """Connections of one gate to one server."""
+
+    def __init__(self, leash: GateConnections, **settings: Any) -> None:
+        self._leash = leash
+        super().__init__(**settings)
+        leash.pools.append(self)
+
+    def get_connection(self, *arguments: Any, **named: Any) -> Any:
+        """Raises ConnectionError once the gate's time is over."""
+        self._demand_time(None)
+        return super().get_connection(*arguments, **named)
+
+    def make_connection(self) -> Any:
+        """A connection that does not come back by itself once the gate's time is over."""
+        connection = super().make_connection()
+        connection.register_connect_callback(self._demand_time)  # type: ignore[no-untyped-call]
+        return connection
+
+    def _demand_time(self, connection: Any) -> None:
+        if self._leash.is_over:
+            if connection is not None:
+                connection.disconnect()
+            raise redis.exceptions.ConnectionError("the gate's time is over")
+
+
+MIB: Final = 1 << 20
+
+
+PASSES: Final = 3
+"""Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Seconds that one gate, and that all of them, may take."""
+
+    gate_s: float
+    total_s: float
+
+    @classmethod
+    def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
+        """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
+        reading_s = size_bytes / (governor.floor_mib_s * MIB)
+        return cls(
+            thresholds.timeout_s + reading_s, thresholds.total_timeout_s + PASSES * reading_s
+        )
+
 
 GATES: Final[tuple[Gate, ...]] = (
     maxmemory_policy,
@@ -118,20 +183,24 @@ GATES: Final[tuple[Gate, ...]] = (
     stale_lists,
     heldout_recall,
 )
-
 """All rules that need an opened generation, in the order in which they are run."""
+
 
 FILES: Final = "files"
 """The rule that every file is as the manifest states: where it fails nothing can be opened."""
 
+
 OPENS: Final = "opens"
 """The rule that the generation can be opened."""
+
 
 LIVE_FILES: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
+
 INTEGRITY: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES, OPENS}
 """Rules on what is simply wrong: nobody may wave it through."""
+
 
 UNANSWERED: Final = (
     redis.exceptions.RedisError,
@@ -142,6 +211,7 @@ UNANSWERED: Final = (
     MemoryError,
 )
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
+
 
 OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""

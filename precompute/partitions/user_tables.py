@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import ErasedEntities
 from precompute.partitions.grouping import first_rows
 from precompute.partitions.shard_files import (
     HASH,
@@ -22,8 +21,15 @@ from precompute.partitions.shard_files import (
     shard_paths,
 )
 from precompute.sources.columns import Ids
-from precompute.sources.event_values import EntityValues, read_set_values, with_event_values
-from precompute.sources.features import demand_type, read_values, without_long_texts
+from precompute.sources.erasures import ErasedEntities
+from precompute.sources.features import (
+    EntityValues,
+    demand_type,
+    read_set_values,
+    read_values,
+    with_event_values,
+    without_long_texts,
+)
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import feature_schema, read_features
 from precompute.sources.unusable import TOO_LONG, UnusableRows

@@ -1,4 +1,4 @@
 """Sizes, memory and times of a night and its service, foretold from a sample of the real inputs.
 
-Imports steps and the rooms below them. Start at `forecast`.
+Start at `forecast`.
 """

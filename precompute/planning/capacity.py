@@ -2,17 +2,23 @@
 
 from dataclasses import dataclass
 
+from cache.control.control_keys import Control
 from cache.errors import Refused
-from cache.l2.sync_clients import compute_keyspace_shares, masters
+from cache.l2.sync_clients import compute_keyspace_shares, connect, masters
 from cache.process.host import disk_free_bytes, memory_available_bytes
 from precompute.bulk.headroom import held_bytes, unevictable_bytes
-from precompute.config.generations_at_peak import generations_at_peak
-from precompute.config.settings import GateThresholds, NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.experiments.room import ArmRoom, arms_room, sum_mapped_bytes
-from precompute.gates.evidence.verdict import Verdict
-from precompute.gates.rules.host import disk_headroom, disk_room, memory_headroom, memory_room
-from precompute.gates.rules.in_redis import memory_limit, redis_headroom, redis_room
+from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
+from precompute.gates.evidence.candidate import Verdict
+from precompute.gates.rules.headroom import (
+    disk_headroom,
+    disk_room,
+    memory_headroom,
+    memory_limit,
+    memory_room,
+    redis_headroom,
+    redis_room,
+)
+from precompute.traffic.experiments import ArmRoom, arms_room, sum_mapped_bytes
 
 GB = 10**9
 

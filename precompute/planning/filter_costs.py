@@ -12,20 +12,19 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.night import LISTS
-from cache.filters.best import SubsetSearch
-from cache.format.records.layout import NO_ITEM
+from cache.filters.filtering import SubsetSearch
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
+from cache.records import NO_ITEM
 from precompute.builds.tables import configured_tables, metric_of
+from precompute.filters.item_attributes import passing_filters
 from precompute.partitions.catalogue import open_items
-from precompute.partitions.named_filters import passing_filters
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sizes import NightShape, Pages
-from precompute.planning.spent import timed
-from precompute.planning.trial import SEARCHED, Trial
-from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.work import ShardWork
+from precompute.planning.trial import SEARCHED, Trial, timed
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.user_reading import read_users
 
 SHORT_LIST_ITEMS: Final = 10
 """Items that a page of an application shows, beside all of a list."""

@@ -1,18 +1,31 @@
-"""The forecast: from a configuration and a sample of its inputs to bytes, minutes and hit rates."""
+"""Forecast of a night and its service from a sample of the inputs: bytes, minutes, copied users, L1 hit rates.
 
-from collections.abc import Iterable, Sequence
+A least-recently-used cache behaves as if each entry stayed for one characteristic time T after its last use, T being
+what makes the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC 2002; why
+it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent of each other.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from math import exp, lgamma
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.model.input_sample import probe_bytes
+from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
 from cache.process.redis_server import server
+from cache.quality.probe import probe_bytes
+from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
+from precompute.adapters.vector_bundle import make_bundle
 from precompute.builds.tables import (
     configured_tables,
     entity_of,
@@ -21,35 +34,338 @@ from precompute.builds.tables import (
     metric_of,
     scored_tables,
 )
-from precompute.builds.vector_bundle import make_bundle
-from precompute.bulk.floor_time import floor_seconds, time_limit_remark
+from precompute.bulk.headroom import floor_seconds, time_limit_remark
 from precompute.bundles.bundle import Bundle
-from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress, quiet
-from precompute.config.settings import NightConfig, parse_time
-from precompute.control.control_keys import connect
-from precompute.device.rates import DeviceRate
+from precompute.config.settings import NightConfig, generations_at_peak, parse_time
 from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.partitions.shard_files import USER_VECTORS
 from precompute.planning.capacity import CapacityLimits, verdicts
-from precompute.planning.copies import CopyingNight, copying_nights, lengths, users_changed
 from precompute.planning.filter_costs import FilterCost, filter_costs
-from precompute.planning.hits import HitRates, Popularity, hits, popularity_of, zipf
-from precompute.planning.memory import step_bytes
 from precompute.planning.options import PlanParameters
-from precompute.planning.rehearsal import page_costs, time_load
-from precompute.planning.sampling import draw
-from precompute.planning.sizes import NightShape
-from precompute.planning.spent import TimeSpent
-from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
-from precompute.scoring.inputs import demand_feature_types
+from precompute.planning.sampling import Sample, draw
+from precompute.planning.sizes import NightShape, step_bytes
+from precompute.planning.trial import (
+    DeviceRate,
+    TimeSpent,
+    Timings,
+    Trial,
+    feature_columns,
+    open_trial,
+    page_costs,
+    time_load,
+    time_scoring,
+)
+from precompute.reuse.lists import ENTERING_MAX
+from precompute.scoring.towers import demand_feature_types
+from precompute.sources.times import MICROSECONDS
+
+ITEMS_CHANGED: Final = (0.0, 0.001, 0.01)
+"""Shares of the items for which a plan shows a night, where none is stated."""
+
+
+USERS_CHANGED: Final = 0.1
+"""Share of the users that is taken where none is stated and the sources have no times."""
+
+
+_DAY_US = 86_400 * MICROSECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingNight:
+    """A night after one that it copies from; shares of the users by the reason for which they are computed.
+
+    With a share of the items these are bounds: as if all of it had left the histories and lists it was in, and as many
+    new items had come into others.
+    """
+
+    items_changed: float
+    inputs: float
+    lost: float
+    entered: float
+    scoring: TimeSpent
+
+    @property
+    def copied(self) -> float:
+        """Share of the users that is copied, at least."""
+        return max(0.0, 1 - self.inputs - self.lost - self.entered)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form for `--json`."""
+        fields = asdict(self)
+        wall_s, cpu_s = fields.pop("scoring")
+        return {**fields, "copied": self.copied, "scoring_s": wall_s, "scoring_cpu_s": cpu_s}
+
+
+def users_changed(
+    stated: float | None, sample: Sample, cutoff_at: datetime | None
+) -> tuple[float, str]:
+    """(share of the users that a night finds changed, in words how it is known)."""
+    if stated is not None:
+        return stated, f"{stated:.1%} of the users changed, as stated"
+    active_share = active_lately(sample, cutoff_at)
+    if active_share is None:
+        return (
+            USERS_CHANGED,
+            f"{USERS_CHANGED:.1%} of the users changed: assumed, nothing has a time",
+        )
+    return (
+        active_share,
+        f"{active_share:.1%} of the users did something in the last day before the cut",
+    )
+
+
+def active_lately(sample: Sample, cutoff_at: datetime | None) -> float | None:
+    """Share of the sample's users with an interaction in the last day before the cut; None where there are no times.
+
+    Without a cut the day ends with the newest interaction.
+    """
+    if not (sample.times > 0).any():
+        return None
+    data_end_us = int(sample.times.max()) + 1
+    end = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS)
+    lately = sample.owners[sample.times >= end - _DAY_US]
+    return len(np.unique(lately)) / len(sample.ids)
+
+
+def touched(items: int, changed_share: float, width: int) -> float:
+    """Share of the lists of `width` items that hold an item of any `changed_share` of all `items`.
+
+    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width where a list is short beside the items.
+    """
+    changed_count, width = changed_share * items, min(width, items)
+    if changed_count + width > items:
+        return 1.0 if changed_count and width else 0.0
+    log_unchanged_ways = lgamma(items - changed_count + 1) - lgamma(
+        items - changed_count - width + 1
+    )
+    return 1 - exp(log_unchanged_ways + lgamma(items - width + 1) - lgamma(items + 1))
+
+
+def copying_night(
+    timings: Timings,
+    shape: NightShape,
+    users_changed: float,
+    items_changed: float,
+    histories: NDArray[np.int64],
+) -> CopyingNight:
+    """The night after one that it copies from, in which these shares of the users and of the items changed.
+
+    `histories` int64 are the numbers of different items that some users had: with one that is gone, inputs differ.
+    """
+    lost_share, entered = _computed(shape, "user", items_changed)
+    touched_history_share = _mean_touched(shape.items, items_changed, histories)
+    stay = (1 - users_changed) * (1 - touched_history_share)
+    inputs, lost_share, entered = 1 - stay, stay * lost_share, stay * entered
+    computed = inputs + lost_share + entered
+    # Who an item may enter is told by the vectors of all users.
+    remaining_share_by_stage = {
+        "tower": 1.0 if items_changed else inputs,
+        "topk": min(1.0, computed + items_changed * (1 - computed)),
+    }
+    busy = timings.stages
+    of_users = sum(remaining_share_by_stage.get(name, 1.0) * busy[name] for name in busy) / max(
+        sum(busy.values()), 1e-9
+    )
+    of_items = min(1.0, items_changed + sum(_computed(shape, "item", items_changed)))
+    scoring = timings.prepare.and_(timings.shards).and_(timings.embed.times(items_changed))
+    scoring = scoring.and_(timings.users.times(of_users)).and_(timings.items.times(of_items))
+    return CopyingNight(items_changed, inputs, lost_share, entered, scoring)
+
+
+def copying_nights(
+    timings: Timings,
+    shape: NightShape,
+    users_changed: float,
+    items_changed: float | None,
+    histories: NDArray[np.int64],
+) -> Sequence[CopyingNight]:
+    """The night for the share of items that is stated, else one for each of ITEMS_CHANGED."""
+    changed_shares = ITEMS_CHANGED if items_changed is None else (items_changed,)
+    return [
+        copying_night(timings, shape, users_changed, changed_share, histories)
+        for changed_share in changed_shares
+    ]
+
+
+def lengths(sample: Sample) -> NDArray[np.int64]:
+    """Numbers of different items that each user of the sample had; int64 [users]."""
+    if not len(sample.owners):
+        return np.zeros(len(sample.ids), np.int64)
+    items = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
+    pairs = np.unique(sample.owners * (int(items.max()) + 1) + items)
+    return np.bincount(pairs // (int(items.max()) + 1), minlength=len(sample.ids))
+
+
+def _mean_touched(items: int, changed_share: float, widths: NDArray[np.int64]) -> float:
+    distinct_widths, counts = np.unique(widths, return_counts=True)
+    touched_shares = [touched(items, changed_share, width) for width in distinct_widths.tolist()]
+    return float(np.dot(touched_shares, counts)) / max(1, len(widths))
+
+
+def _computed(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
+    """(lists that lose an item, lists besides that one may enter) as shares of the lists of users, or of items."""
+    width = sum(
+        layout.width
+        for of, layout in shape.layouts.values()
+        if of == entity and layout.kind == "topk"
+    )
+    lost_share = touched(shape.items, changed_share, width)
+    # A new item is as likely in a list as any, so as many lists are entered as are left.
+    entered = 1.0 if changed_share > ENTERING_MAX and width else lost_share
+    return lost_share, (1 - lost_share) * entered
+
+
+EXACT_RANKS = 10_000
+
+
+BIN_GROWTH = 1.002
+
+
+_CHURNED = (24_000, 28_000, 34_000, 40_000)
+"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte places."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Popularity:
+    """`keys[i]` keys are asked for with probability `shares[i]` each; all together 1."""
+
+    probabilities: NDArray[np.float64]
+    keys: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class HitRates:
+    """Rates, 0 to 1: in the long run, and over the first `requests` of an empty L1; `entries` once it is full."""
+
+    max_bytes: int
+    entries: float
+    steady: float
+    from_cold: float | None
+
+
+def zipf(users: int, exponent: float) -> Popularity:
+    """The user of rank r is asked for in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
+    exact = min(users, EXACT_RANKS)
+    edges = [exact]
+    while edges[-1] < users:
+        edges.append(min(users, max(edges[-1] + 1, int(edges[-1] * BIN_GROWTH))))
+    # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
+    low, high = np.array(edges[:-1], np.float64) + 0.5, np.array(edges[1:], np.float64) + 0.5
+    power = 1 - exponent
+    sums = np.log(high / low) if power == 0 else (high**power - low**power) / power
+    keys = np.concatenate([np.ones(exact), high - low])
+    mass = np.concatenate([np.arange(1, exact + 1, dtype=np.float64) ** -exponent, sums])
+    return Popularity(mass / mass.sum() / keys, keys)
+
+
+def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
+    """Popularity from how often each user seen in a log was asked for, of `users` in all.
+
+    Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
+    user seen gives up the same part of a request for it.
+    """
+    times, keys = np.unique(counts, return_counts=True)
+    requests, seen_count = int(counts.sum()), len(counts)
+    seen_once_count, unseen = int(keys[0]) if times[0] == 1 else 0, max(0, users - seen_count)
+    if not seen_once_count or not unseen:
+        return Popularity(times / requests, keys.astype(np.float64))
+    discount = min(seen_once_count / seen_count, 0.9)
+    request_shares = np.concatenate([times - discount, [discount * seen_count / unseen]]) / requests
+    return Popularity(request_shares, np.concatenate([keys, [unseen]]).astype(np.float64))
+
+
+def hits(
+    popularity: Popularity,
+    max_bytes: int,
+    *,
+    record_bytes: int,
+    answer_bytes: int = 0,
+    requests: float | None = None,
+) -> HitRates:
+    """Hit rates of an L1 of `max_bytes` for one table of records.
+
+    `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
+    request on (0: none is, as for batches).
+    """
+    table = table_bytes()
+    record = record_bytes + OVERHEAD_BYTES + table
+    answer = answer_bytes + READY_BYTES + table if answer_bytes else 0.0
+
+    def contents(time: float) -> tuple[float, float]:
+        """(entries, bytes) expected."""
+        x = popularity.probabilities * time
+        absent_probability = np.exp(-x)
+        if not answer:
+            entries = float(popularity.keys @ (1 - absent_probability))
+            return entries, record * entries
+        # The record is used when it comes and when the answer is made of it; then only the answer is.
+        records = float(popularity.keys @ ((1 + x) * absent_probability * (1 - absent_probability)))
+        answers = float(popularity.keys @ (1 - absent_probability) ** 2)
+        return records + answers, record * records + answer * answers
+
+    time = _characteristic(lambda time: contents(time)[1], max_bytes)
+    everything = float(popularity.keys.sum()) * (2 if answer else 1)
+    entries = everything if math.isinf(time) else contents(time)[0]
+    return HitRates(
+        max_bytes, entries, _steady(popularity, time), _from_cold(popularity, time, requests)
+    )
+
+
+def _characteristic(bytes_at: Callable[[float], float], max_bytes: int) -> float:
+    low, high = 0.0, 60.0  # log2 of requests
+    if bytes_at(2**high) <= max_bytes:
+        return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bytes_at(2**middle) <= max_bytes else (low, middle)
+    return float(2**low)
+
+
+def _steady(popularity: Popularity, time: float) -> float:
+    if math.isinf(time):
+        return 1.0
+    mass = popularity.probabilities * popularity.keys
+    return float(mass @ -np.expm1(-popularity.probabilities * time))
+
+
+def _from_cold(popularity: Popularity, time: float, requests: float | None) -> float | None:
+    """The mean over the first requests: until T the cache has seen as much as it was asked for, then it is full."""
+    if requests is None or requests < 1:
+        return None
+    filling = min(time, requests)
+    first = filling - float(popularity.keys @ -np.expm1(-popularity.probabilities * filling))
+    return (first + (requests - filling) * _steady(popularity, filling)) / requests
+
+
+@functools.cache
+def table_bytes() -> float:
+    """Bytes of an entry in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
+    return fmean(_table_bytes(entries) for entries in _CHURNED)
+
+
+def _table_bytes(entries: int) -> float:
+    entry = Entry(b"", 0)
+    tier = LocalTier(entries * (size_of(entry) + 150))
+    for key in range(4 * entries):
+        tier.put(LocalKey("", "", key), entry)
+    return tier.size_bytes / len(tier) - size_of(entry)
+
 
 DAY_S = 86_400.0
+
+
 MIB = 1 << 20
+
+
 BUSY = 2.0
 """Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
+
+
 COPIED_BYTES = 17
 """Bytes on disk for each user of which a later night may copy: a hash, a digest, a reason."""
+
+
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
 """Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
 

@@ -17,9 +17,9 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
 from precompute.sources.columns import Ids
-from precompute.sources.distinct import Distinct
 from precompute.sources.files import feature_file, source_file
 from precompute.sources.readers import Interactions, read_features, read_interactions
+from precompute.sources.vocabulary import Distinct
 
 SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""

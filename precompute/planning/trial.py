@@ -1,43 +1,162 @@
-"""A trial night over the sample: the night's own steps, timed, for some users and some items."""
+"""Trial night over the sample: the night's own steps and the load of its pages, timed and extrapolated."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
+import redis
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
+from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.redis_keys import Keyspace
+from cache.model.ranking import Metric
+from cache.store.artefacts import generation_path
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build, fetch_items, open_bundle
-from precompute.builds.tables import configured_tables, metric_of
+from precompute.builds.tables import configured_tables, metric_of, records_per_page
+from precompute.bulk.load import total_bytes
+from precompute.bulk.watch import cpu_s
 from precompute.bundles.bundle import Bundle
 from precompute.config.devices import OFF, devices
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.device.rates import DeviceRate, by_rehearsal, by_table
 from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
+from precompute.planning.cards import CARDS, DEFAULT_CARD
 from precompute.planning.sampling import Sample
 from precompute.planning.sizes import NightShape
-from precompute.planning.spent import TimedRun, TimeSpent, grown, timed
 from precompute.scoring.items import score_items
-from precompute.scoring.shard import Scorers
-from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.shard import score_users
-from precompute.scoring.users.work import ShardWork
-from precompute.steps import begin, embed_items
+from precompute.scoring.scorers import Scorers
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.user_reading import read_users
+from precompute.scoring.users import score_users
+from precompute.steps import begin, embed_items, load
 from precompute.steps.score import SHARDS_AT_ONCE
 
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRate:
+    """Lists per second of the GPUs that a night scores on, and in words how that is known."""
+
+    users_per_s: float
+    how: str
+
+
+def by_table(items: int, dims: int, k: int) -> DeviceRate:
+    """Rate of one GPU that was measured, for lists of so many items and dimensions.
+
+    What another K costs was not measured: it counts for nothing, and `how` says so.
+    """
+    card = CARDS[DEFAULT_CARD]
+    return DeviceRate(1 / card.list_seconds(items, dims), f"a table: {card.how(k)}")
+
+
+def by_rehearsal(
+    device: str,
+    users: NDArray[np.float32],
+    items: NDArray[np.float32],
+    metric: Metric,
+    k: int,
+) -> DeviceRate | None:
+    """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
+    if not len(users):
+        return None
+    import torch
+
+    from precompute.device.scorer import DeviceScorer
+
+    scorer = DeviceScorer.of(items, metric, device)
+    if scorer is None:
+        return None
+    measured_rates = []
+    for _ in range(_REPEATS):  # the first warms it
+        started = time.perf_counter()
+        scorer.top(users, min(k, len(items)))
+        measured_rates.append(len(users) / (time.perf_counter() - started))
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return DeviceRate(max(measured_rates), f"a rehearsal on {name} here, {len(users):,} users")
+
+
+Result = TypeVar("Result")
+
+
+class TimeSpent(NamedTuple):
+    """Seconds by the clock, and of processor time of all threads."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def and_(self, other_spent: Self) -> "TimeSpent":
+        """Time of both, one after the other."""
+        return TimeSpent(self.wall_s + other_spent.wall_s, self.cpu_s + other_spent.cpu_s)
+
+    def times(self, factor: float) -> "TimeSpent":
+        """Time of `factor` times as much."""
+        return TimeSpent(self.wall_s * factor, self.cpu_s * factor)
+
+    def in_parallel(self, count: int, at_once: int) -> "TimeSpent":
+        """Time of `count` times as much, `at_once` at a time."""
+        return TimeSpent(self.wall_s * -(-count // at_once), self.cpu_s * count)
+
+
+class TimedRun(NamedTuple):
+    """Time that a run over so many entities or bytes took."""
+
+    amount: float
+    spent: TimeSpent
+
+
+def timed(
+    run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
+) -> tuple[TimeSpent, Result]:
+    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
+    result = run()
+    ended_at = time.perf_counter()
+    return TimeSpent(ended_at - wall, time.process_time() + other_cpu_s() - cpu), result
+
+
+def middle(run_times: Sequence[TimeSpent]) -> TimeSpent:
+    """The median of several runs of the same, each clock by itself."""
+    return TimeSpent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
+
+
+def grown(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
+    """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
+    step = large.amount - small.amount
+    if step <= 0:
+        return large.spent.times(amount / large.amount)
+
+    def on_line(small_run_s: float, after: float) -> float:
+        slope = max(0.0, after - small_run_s) / step
+        return max(0.0, after + slope * (amount - large.amount))
+
+    return TimeSpent(*map(on_line, small.spent, large.spent))
+
+
 PROBE = 256
+
+
 REPEATS = 3
+
+
 SEARCHED = 1024
+
+
 LARGEST = 1 << 16
+
+
 EVER = "2000-01-01T00:00:00Z"
 """Cut that names the trial's generation; nothing is cut off by it."""
 
@@ -280,3 +399,73 @@ def _note(
         f"** {exponent:.2f}; if "
         f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"
     )
+
+
+GENERATION = "20000101T000000Z-000000000000"
+
+
+LARGEST_BYTES = 256 << 20
+
+
+def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> dict[int, int]:
+    """Memory that Redis takes for a page of each size: key, entry, value and what its allocator rounds up."""
+    costs = {}
+    for size in sorted(set(sizes)):
+        # As long a key as any: allocators round up.
+        name = keys.page(GENERATION, "user_topk", 100)
+        client.set(name, bytes(size))
+        memory_bytes: Any = client.memory_usage(name)
+        costs[size] = int(memory_bytes)
+        client.delete(name)
+    return costs
+
+
+def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> TimeSpent:
+    """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
+
+    As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
+    """
+    payload_share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
+    small, large = (
+        _load(config, shape, run_share, client) for run_share in (payload_share / 4, payload_share)
+    )
+    return grown(small, large, shape.payload_bytes)
+
+
+def _load(
+    config: NightConfig, shape: NightShape, payload_share: float, client: "redis.Redis"
+) -> TimedRun:
+    build = Build.of(config, {"generation": GENERATION})
+    manifest = _manifest(config.namespace, shape, payload_share, build.root)
+    build.store.write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
+    run_times = []
+    for _ in range(REPEATS):
+        client.flushall(asynchronous=False)
+        spent, _ = timed(
+            lambda: load.run(config, {"generation": GENERATION}),
+            lambda: cpu_s(cast(Any, client.info("cpu"))),
+        )
+        run_times.append(spent)
+    client.flushall(asynchronous=False)
+    return TimedRun(total_bytes(manifest), middle(run_times))
+
+
+def _manifest(namespace: str, shape: NightShape, payload_share: float, folder: Path) -> Manifest:
+    """All tables in all their parts, each with this share of its records, in files that take no room."""
+    tables = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (entity, layout) in shape.layouts.items():
+        records = shape.users if entity == "user" else shape.items
+        count = round(records * payload_share / shape.shards)
+        file = Artefact(f"{name}.pages", count * layout.size_bytes, "")
+        with (folder / file.path).open("wb") as pages:
+            pages.truncate(file.size_bytes)
+        per_page = records_per_page(layout, shape.page_bytes)
+        parts = tuple(
+            TablePart(part * -(-count // per_page), -(-count // per_page), count, file, file)
+            for part in range(shape.shards)
+        )
+        tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts, ())
+    none = Artefact("none", 0, "")
+    items = ItemFiles(none, none, none, none, 0, 0)
+    return Manifest(namespace, GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none, ())

@@ -1,4 +1,4 @@
 """Releases: which generation is live, by which moves, written down first.
 
-Imports bulk, config and control. Start at `release_log`, then `moves`.
+Start at `release_log` and `moves`.
 """

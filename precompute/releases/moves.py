@@ -1,21 +1,25 @@
-"""A move of the pointer: what every one demands of a generation, and the compare-and-set that makes it."""
+"""Moves of the pointer: publish, roll back and canaries, each checked and made by compare-and-set."""
 
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from cache.errors import Conflict, UnknownGeneration
+from cache.control.control_keys import MOVES as MOVE_FORMATS
+from cache.control.control_keys import Control, RegistryRow, demand_readers
+from cache.control.states import ALLOWED, State, demand, fold
+from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.format.manifest import CUT_CHARS
 from cache.formats import FORMATS, MANIFEST, RELEASE
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
-from cache.store.releases import MOVES, Action, Pointer
-from precompute.control.reader_formats import MOVES as MOVE_FORMATS
-from precompute.control.reader_formats import demand_readers
-from precompute.control.rows import RegistryRow
-from precompute.control.states import ALLOWED, State, demand, fold
-from precompute.releases.judgements import Judgements
-from precompute.releases.release_log import ReleaseView, standing
+from cache.store.releases import MOVES, Action, Canary, Pointer, Release
+from precompute.bulk.governor import Governor
+from precompute.bulk.load import unlink_pages
+from precompute.bulk.reload import load_missing, repair
+from precompute.config.settings import NightConfig
+from precompute.releases.release_log import LOOK_TRIES, Judgements, ReleaseView, standing
 
 Report = Mapping[str, Any]
 """Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
@@ -124,3 +128,391 @@ def files_of(generation: str) -> Iterator[None]:
             f"the files of {generation} are gone, so it cannot be made live: {error.message}",
             generation=generation,
         ) from error
+
+
+Repeatable = Literal["publish", "roll_back", "canary", "end_canary"]
+
+
+_PUBLISHED = (State.LIVE, State.SUPERSEDED)
+
+
+def earlier(
+    history: Sequence[Release],
+    action: Repeatable,
+    attempt: str,
+    generation: str | None,
+    percent: float | None = None,
+) -> Pointer | None:
+    """The pointer that this very attempt made, None when it has yet to act. `history`: settled, oldest first.
+
+    What a later publish superseded was done all the same. Raises Conflict when it was undone since. A verification
+    after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
+    """
+    own_release = next(
+        (
+            release
+            for release in reversed(history)
+            if release.is_done and (release.action, release.attempt) == (action, attempt)
+            and generation in (None, release.generation) and percent in (None, release.percent)
+        ),
+        None,
+    )  # fmt: skip
+    if own_release is None:
+        return None
+    later = [
+        release for release in history if release.epoch > own_release.epoch and _counts(release)
+    ]
+    if (undone := _undone(own_release, history, later)) is None:
+        return Pointer(
+            own_release.generation, own_release.epoch, own_release.previous, attempt, own_release.at
+        )
+    if action in ("publish", "canary") and any(
+        release.action == "verify"
+        and release.generation == own_release.generation
+        and release.epoch > undone.epoch
+        for release in later
+    ):
+        return None
+    action_text = undone.action.replace("_", " ")
+    raise Conflict(
+        f"this attempt did it at epoch {own_release.epoch}; since then {action_text} of {undone.generation} at epoch "
+        f"{undone.epoch}: "
+        "use a new attempt",
+        epoch=own_release.epoch, undone=undone.epoch,
+    )  # fmt: skip
+
+
+def _counts(release: Release) -> bool:
+    return release.is_done or release.action == "verify"
+
+
+def _undone(
+    own_release: Release, history: Sequence[Release], later: Sequence[Release]
+) -> Release | None:
+    """The record that took its effect away."""
+    match own_release.action:
+        case "publish":
+            return _taken_back(own_release, history, later)
+        case "roll_back":
+            former_live_id = fold(
+                [release for release in history if release.epoch < own_release.epoch]
+            ).live
+            back = (
+                release
+                for release in later
+                if release.action in MOVES and release.generation == former_live_id
+            )
+            return next(back, None) or _taken_back(own_release, history, later)
+        case "canary":
+            ends = (
+                release
+                for release in later
+                if release.action in MOVES or release.action == "end_canary"
+            )
+            end = next(ends, None)
+            return None if end is None or end.action == "publish" else end
+    repeat_releases = (
+        release
+        for release in later
+        if release.action == "canary"
+        or (
+            own_release.abandoned
+            and release.action == "verify"
+            and release.generation == own_release.generation
+        )
+    )
+    is_tried_out = fold(history).canary is not None
+    return next(
+        (release for release in repeat_releases if is_tried_out or release.action == "verify"), None
+    )
+
+
+def _taken_back(
+    own_release: Release, history: Sequence[Release], later: Sequence[Release]
+) -> Release | None:
+    """The last roll back since that took what was made live away, or jumped over it, unless it is back."""
+
+    def state_until(epoch: int) -> State | None:
+        about = [
+            release
+            for release in history
+            if release.epoch <= epoch and not _retires(release, own_release)
+        ]
+        return fold(about).state(own_release.generation)
+
+    if not later or state_until(later[-1].epoch) in _PUBLISHED:
+        return None
+    return next(
+        (
+            release
+            for release in reversed(later)
+            if release.action == "roll_back" and state_until(release.epoch - 1) in _PUBLISHED
+            and state_until(release.epoch) is State.ROLLED_BACK
+        ),
+        None,
+    )  # fmt: skip
+
+
+def _retires(release: Release, own_release: Release) -> bool:
+    return release.action == "retire" and release.generation == own_release.generation
+
+
+def new_attempt() -> str:
+    """Names an attempt made from a shell."""
+    return f"shell-{uuid.uuid4().hex[:12]}"
+
+
+class Canaries(Moves):
+    """Starts and ends the one canary that a namespace may have."""
+
+    def start_canary(
+        self,
+        generation: str,
+        percent: float,
+        attempt: str,
+        *,
+        verified: Report | None = None,
+        event: str = "",
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+
+        `verified`: see `prepare`.
+
+        Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+        """
+        if not 0 < percent <= 100:
+            raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
+        view = self.view()
+        if earlier(view.history, "canary", attempt, generation, percent) is not None:
+            return MoveResult(_followed(view), has_moved=False)
+        live = self._demand_canary(generation, view, verified)
+        if view.ledger.canary is not None and view.ledger.canary.percent == percent:
+            return MoveResult(live, has_moved=False)
+        with files_of(generation):
+            load_missing(self.control, self.store, generation, governor=governor)
+        view = self.view()
+        live = self._demand_canary(generation, view, verified)
+        release = self.record(
+            "canary",
+            generation,
+            attempt=attempt,
+            previous=live.previous,
+            percent=percent,
+            rule=event,
+            expected=view.epoch,
+        )
+        to = replace(
+            live, epoch=release.epoch, attempt=attempt,
+            canary=Canary(generation, percent, release.at, event),
+        )  # fmt: skip
+        return self._commit(to, view, {}, "canary", live=False)
+
+    def _demand_canary(
+        self, generation: str, view: ReleaseView, verified: Report | None
+    ) -> Pointer:
+        view.demand_agreement()
+        running = view.ledger.canary
+        if running is not None and running.generation != generation:
+            raise Conflict(
+                f"{running.generation} is being tried out: end that canary first",
+                generation=running.generation,
+            )
+        if view.pointer is None:
+            raise Conflict("nothing is live that a canary could be compared with: publish it")
+        demand("canary", generation, view.state(generation))
+        self._demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
+        self._know(generation, view)
+        return view.pointer
+
+    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
+        """Let the live generation answer every request again; an abandoned canary needs another verification."""
+        view = self.view()
+        running = view.ledger.canary
+        if earlier(view.history, "end_canary", attempt, None) is not None:
+            return MoveResult(_followed(view), has_moved=False)
+        if running is None:
+            raise Conflict("no generation is being tried out")
+        return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
+
+    def _end_canary(
+        self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
+    ) -> MoveResult:
+        view.demand_agreement()
+        live, generation = _followed(view), running.generation
+        release = self.record(
+            "end_canary",
+            generation,
+            attempt=attempt,
+            reason=reason,
+            previous=live.previous,
+            abandoned=abandon,
+            expected=view.epoch,
+        )
+        rows = {generation: RegistryRow(State.ABANDONED, release.at, reason)} if abandon else {}
+        to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
+        return self._commit(to, view, rows, "end_canary", live=False)
+
+    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
+        """Refuses as any refusal does; a canary ends first, so that no request is answered from it any more."""
+        for _ in range(LOOK_TRIES):
+            view = self.view()
+            running = view.ledger.canary
+            try:
+                if running is not None and running.generation == generation:
+                    self._end_canary(running, view, attempt=attempt, reason=reason, abandon=True)
+                return super().refuse(generation, reason=reason, attempt=attempt)
+            except Conflict:
+                canary = self.view().ledger.canary
+                if canary is None or canary.generation != generation:
+                    raise  # it is no canary that stands in the way
+        raise Conflict(
+            f"{generation} was tried out again each time it was to be refused; try again"
+        )
+
+
+def _followed(view: ReleaseView) -> Pointer:
+    if view.pointer is None:
+        raise Conflict("Redis has lost its pointer: run `larder restore` first")
+    return view.pointer
+
+
+class Releases(Canaries):
+    """The release history of one namespace and the moves that add to it."""
+
+    def prepare(
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: Report | None = None,
+        governor: Governor | None = None,
+    ) -> MoveResult | None:
+        """Stream what Redis misses of a generation to be published; what happened if it was published already.
+
+        With verify's report (`verified`), Conflict when something else is live than what it was compared with.
+        """
+        view = self.view()
+        if (earlier_pointer := earlier(view.history, "publish", attempt, generation)) is not None:
+            return MoveResult(earlier_pointer, has_moved=False)
+        if (live := self._demand_publish(generation, view, verified)) is not None:
+            return MoveResult(live, has_moved=False)
+        with files_of(generation):
+            load_missing(self.control, self.store, generation, governor=governor)
+        return None
+
+    def publish(
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: Report | None = None,
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
+        moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
+        if moved is not None:
+            return moved
+        view = self.view()
+        if (live := self._demand_publish(generation, view, verified)) is not None:
+            return MoveResult(live, has_moved=False)
+        return self._move("publish", generation, view, attempt=attempt, governor=governor)
+
+    def _demand_publish(
+        self, generation: str, view: ReleaseView, verified: Report | None
+    ) -> Pointer | None:
+        if view.pointer is not None and view.pointer.generation == generation:
+            return view.pointer
+        view.demand_agreement()
+        demand("publish", generation, view.state(generation))
+        self._demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
+        self._demand_readers(generation)
+        # No page may belong to a generation that the registry does not know.
+        self._know(generation, view)
+        return None
+
+    def roll_back(self, *, to: str | None, reason: str, attempt: str) -> MoveResult:
+        """Make an earlier generation live again; the one rolled back can never return without re-verification.
+
+        Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
+        a second however large it is; `mend` is to be called after it.
+        """
+        view = self.view()
+        if (earlier_pointer := earlier(view.history, "roll_back", attempt, to)) is not None:
+            return MoveResult(earlier_pointer, has_moved=False)
+        target = to or view.ledger.previous
+        if target is None:
+            raise Conflict("there is no earlier generation to roll back to")
+        if (live := self._demand_roll_back(target, view)) is not None:
+            return MoveResult(live, has_moved=False)
+        rolled_back_id = view.ledger.live
+        with files_of(target):
+            self.check_manifest(target, view.history)
+            load_missing(self.control, self.store, target, is_urgent=True)
+        view = self.view()
+        if view.ledger.live != rolled_back_id:
+            raise Conflict(
+                f"{view.ledger.live} became live while {target} was being checked; is it to be rolled back as well?"
+            )
+        if (live := self._demand_roll_back(target, view)) is not None:
+            return MoveResult(live, has_moved=False)
+        return self._move("roll_back", target, view, attempt=attempt, reason=reason)
+
+    def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
+        """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
+
+        Does nothing for a generation that is not live by now.
+        """
+        if (pointer := self.control.pointer()) is None or pointer.generation != generation:
+            return []
+        return repair(self.control, self.store, generation, governor=governor)
+
+    def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
+        if view.pointer is not None and view.pointer.generation == target:
+            return view.pointer
+        view.demand_agreement()
+        demand("roll_back", target, view.ledger.state(target))
+        self._demand_readers(target)
+        self._know(target, view)
+        return None
+
+    def _move(
+        self,
+        action: Action,
+        generation: str,
+        view: ReleaseView,
+        *,
+        attempt: str,
+        reason: str = "",
+        governor: Governor | None = None,
+    ) -> MoveResult:
+        with files_of(generation):
+            manifest = read_manifest(self.store, generation)
+        after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
+        previous, published_at = after.previous, self.clock()
+        release = self.record(
+            action,
+            generation,
+            attempt=attempt,
+            reason=reason,
+            previous=previous,
+            expected=view.epoch,
+        )
+        to = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
+        try:
+            return self._commit(to, view, rows, action)
+        except Conflict as error:
+            if error.details.get("state") == State.RETIRED:
+                # Pages loaded for this move while a retirement removed them: nobody else would remove them.
+                unlink_pages(self.control.client, self.control.keys, manifest, governor=governor)
+            raise
+
+
+@contextmanager
+def open_releases(config: NightConfig) -> Iterator[Releases]:
+    """Opens the release history for the length of a step, over a connection of its own."""
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        yield Releases(config.store(), Control(client, config.keyspace()))

@@ -11,9 +11,8 @@ from redis.retry import Retry
 
 from cache.errors import Conflict
 from cache.format.manifest import GENERATION
+from cache.l2.resp import bound_replies, check_replies, info_number, refusing
 from cache.l2.sync_clients import masters
-from cache.resp.parsers import bound_replies
-from cache.resp.reply_shapes import check_replies, info_number, refusing
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog

@@ -9,13 +9,11 @@ from typing import Any
 
 import redis
 
-from cache.config.sections import FlipConfig
-from cache.control.staging_note import Staging
+from cache.config.night import FlipConfig
+from cache.control.control_keys import REPLICA_DEAD_S, Control, Replica, Staging
 from cache.errors import Conflict
-from cache.resp.reply_shapes import TEXT_OR_NOTHING, checked
+from cache.l2.resp import TEXT_OR_NOTHING, checked
 from precompute.config.progress import Progress, quiet
-from precompute.control.control_keys import REPLICA_DEAD_S, Control
-from precompute.control.rows import Replica
 
 LEASE_S = 60.0
 """Seconds that replicas hold a generation for a publisher that says nothing more, because it died."""

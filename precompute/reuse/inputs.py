@@ -10,10 +10,9 @@ from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, parse_time
-from precompute.erasures.erasure import ErasedEntities
-from precompute.events.reading import EVENT_ROWS
+from precompute.events.files import EVENT_ROWS
 from precompute.partitions.catalogue import item_texts
-from precompute.partitions.earlier import POPULARITY, UNKNOWN, UNKNOWN_SEED, EarlierPartition
+from precompute.partitions.partition import POPULARITY, UNKNOWN, UNKNOWN_SEED, EarlierPartition
 from precompute.partitions.shard_files import (
     PARTITION,
     POSITION,
@@ -25,8 +24,9 @@ from precompute.partitions.user_tables import USER_ROWS, VECTOR_ROWS
 from precompute.reuse.base import BaseGeneration
 from precompute.reuse.items import places_of_items, turned
 from precompute.sources.columns import text_hashes
-from precompute.sources.formats import INTERACTIONS
+from precompute.sources.erasures import ErasedEntities
 from precompute.sources.plausibility import RowCounts
+from precompute.sources.readers import INTERACTIONS
 
 ERASED: Final = "other erasures than the base left out"
 LATE: Final = "the base left out interactions from after its cut"

@@ -9,18 +9,17 @@ from numpy.typing import NDArray
 from cache.errors import CorruptArtefact, UnknownGeneration
 from cache.format.directory import map_file
 from cache.format.item_table import ItemTable
-from cache.format.records.layout import ABSENT
 from cache.model.tower import Histories
+from cache.records import ABSENT
 from precompute.builds.build import Build, shard_report
-from precompute.builds.filtered_items import allowed_items
 from precompute.builds.tables import layout_of, metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
-from precompute.reuse.base import BaseGeneration
-from precompute.reuse.computed_by import computed_by
+from precompute.filters.item_attributes import allowed_items
+from precompute.reuse.base import BaseGeneration, table_records
 from precompute.reuse.items import ItemChanges, digests_file, same_inputs, turned
-from precompute.reuse.kept_shard import table_records
 from precompute.reuse.lists import ENTERING_MAX, could_enter, floors, holds_lost, renumbered
+from precompute.reuse.reproducibility import computed_by
 from precompute.reuse.shard_reuse import ListRule
 
 

@@ -17,8 +17,8 @@ from precompute.builds.build import Build
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
 from precompute.reuse.base import BaseGeneration
-from precompute.reuse.computed_by import computed_by
 from precompute.reuse.digests import Digests, mixed, of_columns
+from precompute.reuse.reproducibility import computed_by
 
 BASE_ITEMS_FILE = "work/base_items.i64"
 """Ordinals that the base's items have in this night, -1 for one that is gone; int64 [base items]."""

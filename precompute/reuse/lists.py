@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
+from cache.records import Layout
 
 ENTERING_MAX: Final = 1 / 16
 """Share of the items that may be new or changed: with more of them nearly every list is touched."""

@@ -1,4 +1,4 @@
 """A shard scored: inputs bound to towers, users compared with items, pages of records written.
 
-Imports builds, topk and device. Start at `users`.
+Start at `users`.
 """

@@ -13,9 +13,8 @@ from cache.filters.attributes import NO_CODE, AttributeColumn, ItemAttributes
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.manifest import FACET
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric, score, unit
+from cache.records import NO_ITEM, encode_topk
 from cache.store.artefacts import write_atomically
 from cache.topk.topk import Scorer
 from precompute.builds.build import Build, cut_of
@@ -24,8 +23,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.grouping import sort_unique
-from precompute.scoring.shard import described
-from precompute.scoring.tables import GrowingFile, PageFile
+from precompute.scoring.pages import GrowingFile, PageFile, described
 
 FILE = "defaults.json"
 VALUES_MAX: Final = 1_000_000

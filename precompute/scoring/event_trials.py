@@ -12,28 +12,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.events.new_item_tower import OUTPUT_MAX
-from cache.format.records.layout import Layout
-from cache.format.records.quantization import unfit
+from cache.events.new_items import OUTPUT_MAX
 from cache.model.tower import Histories, Tower, run_apart
 from cache.process.host import usable_cores
+from cache.records import Layout, unfit
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import ErasedEntities
+from precompute.events.files import EventValues, brought_vectors, counted_behind
 from precompute.partitions.catalogue import feature_inputs
-from precompute.scoring.inputs import bind
+from precompute.scoring.towers import bind
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows
-from precompute.sources.event_values import (
+from precompute.sources.erasures import ErasedEntities
+from precompute.sources.features import (
     EntityValues,
-    EventValues,
     Kind,
-    brought_vectors,
-    counted_behind,
     digest_of,
+    read_values,
     with_event_values,
 )
-from precompute.sources.features import read_values
 from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import EVENTS, NOT_FINITE, Case, UnusableRows

@@ -1,18 +1,25 @@
-"""Samples of a build's real inputs: what towers are calibrated, compared and probed with."""
+"""Samples of a build's inputs, real or drawn, on which live models are calibrated, compared and probed."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
-from cache.format.item_table import ItemTable
-from cache.model.input_sample import USERS_MAX, probe_part
+from cache.errors import BundleError, SourceError
+from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from precompute.builds.build import Build, fetch_partition
+from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.quality.probe import USERS_MAX, probe_part
+from precompute.builds.build import Build, fetch_model, fetch_partition
+from precompute.bundles.agreement import agreement, select_rows
 from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.device.towers import DeviceTower
+from precompute.bundles.index import exact_neighbours
+from precompute.bundles.quantize import quantize_tower
+from precompute.partitions.catalogue import ItemFeatures
 from precompute.partitions.shard_files import (
     HASH,
     PARTITION,
@@ -29,14 +36,54 @@ from precompute.partitions.shard_input import (
     users_alone,
 )
 from precompute.reuse.base import BaseGeneration
-from precompute.reuse.regrouping import ROWS, is_regrouped_alike
-from precompute.scoring.drawn_histories import with_drawn_histories
-from precompute.scoring.inputs import bind, computes_featured, usable_inputs
-from precompute.scoring.shard import item_inputs, open_item_features
-from precompute.scoring.towers import open_tower
+from precompute.reuse.reproducibility import ROWS, is_regrouped_alike
+from precompute.scoring.items import item_inputs, open_item_features
+from precompute.scoring.towers import (
+    DeviceTower,
+    bind,
+    computes_featured,
+    open_tower,
+    usable_inputs,
+)
+
+DRAWN_USERS_MAX: Final = 512
+
+
+DRAWN_LONGEST: Final = 50
+
+
+def with_drawn_histories(
+    entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int
+) -> ShardInput:
+    """At most 512 of the users with a vector, spread evenly, each with 1 to 50 of the 100 items that suit it best.
+
+    Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
+    numbers than it was made for.
+    """
+    with_vector = np.flatnonzero(entities.has_vector)
+    sample_points = np.linspace(0, len(with_vector) - 1, min(DRAWN_USERS_MAX, len(with_vector)))
+    rows = with_vector[np.unique(sample_points.astype(np.int64))]
+    user_vectors = entities.vectors
+    assert user_vectors is not None  # noqa: S101 - else none had one
+    rng = np.random.default_rng(seed)
+    histories = [
+        rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_LONGEST, endpoint=True)]
+        for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[rows], metric)
+    ]
+    return ShardInput(
+        ids=entities.ids.take(pa.array(rows)),
+        hashes=entities.hashes[rows],
+        indptr=np.cumsum([0, *map(len, histories)]),
+        ordinals=np.concatenate(histories),
+        features={name: column.take(pa.array(rows)) for name, column in entities.features.items()},
+        history_limit=entities.history_limit,
+        vectors=user_vectors[rows],
+    )
+
 
 SEED = 0
 """Seed of histories that are drawn; the gates draw others."""
+
 
 FIRST_SLICES = 4
 """Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
@@ -183,3 +230,114 @@ def _some_users(build: Build) -> ShardInput:
             history_limit=build.config.history_limit,
             answers_without_history=computes_featured(build),
         )
+
+
+SAMPLE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """Int8 form of a model, if it has one, and how far that agrees with fp32."""
+
+    int8: bool
+    agreement: Mapping[str, Any]
+
+
+def quantize_models(
+    bundle: Bundle,
+    folder: Path,
+    items: ItemTable,
+    sample_for: Callable[[BundleModel], ShardInput],
+    *,
+    item_features: Mapping[str, ItemFeatures],
+) -> dict[str, LiveModel]:
+    """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
+
+    `sample_for` gives a user model entities of which some have its inputs.
+    """
+    live_model_by_name = {}
+    for model in bundle.models:
+        if model.entity == "user":
+            inputs, exclusions = _user_inputs(model, items, sample_for(model))
+        else:
+            inputs, exclusions = _item_inputs(model, items, item_features[model.name]), None
+        fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
+        inputs, exclusions = _with_answers(Tower.open(fp32, model.spec), inputs, exclusions)
+        try:
+            quantize_tower(fp32, model.spec, inputs, int8)
+        except BundleError as error:
+            live_model_by_name[model.name] = LiveModel(
+                False, {"precision": "fp32", "why": error.message}
+            )
+            continue
+        ranks_items = model.name == bundle.user_tower.name
+        facts = agreement(
+            Tower.open(fp32, model.spec),
+            Tower.open(int8, model.spec),
+            inputs,
+            np.asarray(items.vectors) if ranks_items else None,
+            metric=bundle.metric,
+            excluded=exclusions if ranks_items else None,
+        )
+        live_model_by_name[model.name] = LiveModel(
+            True,
+            {
+                "precision": "int8",
+                **facts,
+                "fp32_bytes": sum(path.stat().st_size for path, _, _ in model.files),
+                "int8_bytes": int8.stat().st_size,
+            },
+        )
+    return live_model_by_name
+
+
+def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
+    """float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in full precision."""
+    tower = bundle.user_tower
+    if lacks_histories(build, tower):
+        return given_vectors(build)
+    fetch_model(build, tower)
+    inputs, _ = _user_inputs(tower, items, sample_inputs(build, items, tower))
+    vectors = Tower.open(build.root / f"models/{tower.name}.fp32.onnx", tower.spec).run(inputs)
+    return vectors[np.isfinite(vectors).all(axis=1)]
+
+
+def _user_inputs(
+    model: BundleModel, items: ItemTable, sample: ShardInput
+) -> tuple[Inputs, Histories]:
+    usable, histories, features = usable_inputs(items, sample, {model.name: model.spec})
+    if not len(usable):
+        raise BundleError(
+            f"no entity of the sample has the inputs that {model.name} wants", model=model.name
+        )
+    rows = _spread(usable)
+    inputs = bind(
+        model.spec,
+        histories=histories.select_rows(rows),
+        features={name: value[rows] for name, value in features[model.name].items()},
+    )
+    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(rows)
+
+
+def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most SAMPLE of the rows, spread evenly."""
+    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)))
+    return rows[np.unique(sample_points.astype(np.int64))]
+
+
+def _with_answers(
+    tower: Tower, inputs: Inputs, exclusions: Histories | None
+) -> tuple[Inputs, Histories | None]:
+    """Inputs without the rows whose output is not finite: they have no record, and calibrate nothing."""
+    rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if len(rows) == rows_of(inputs):
+        return inputs, exclusions
+    return select_rows(inputs, rows), None if exclusions is None else exclusions.select_rows(rows)
+
+
+def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
+    usable_ordinals = np.flatnonzero(features.usable())
+    if not len(usable_ordinals):
+        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
+    rows = _spread(usable_ordinals)
+    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))

@@ -1,38 +1,93 @@
-"""Scoring the items of one shard: each table's records, computed or copied, into pages."""
+"""Items of a night: laid out as a catalogue, embedded, and scored into pages."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints
-from cache.format.item_table import ItemTable
-from cache.model.tower import AnyTower, Histories
+from cache.format.item_table import ItemTable, Ordinals
+from cache.model.tower import AnyTower, Histories, Inputs, Tower
+from cache.model.tower_spec import TowerSpec
+from cache.process.host import usable_cores
 from precompute.builds.build import Build, cut_of
-from precompute.builds.filtered_items import allowed_items
 from precompute.builds.tables import layout_of, metric_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.devices import device_of
 from precompute.config.progress import Progress
-from precompute.config.settings import TableConfig
-from precompute.events.marks import are_marked, marks_file
-from precompute.partitions.catalogue import VECTORS, open_items
-from precompute.partitions.item_features import ItemFeatures
+from precompute.config.settings import NightConfig, TableConfig
+from precompute.events.files import are_marked, marks_file
+from precompute.filters.item_attributes import allowed_items
+from precompute.partitions import catalogue
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES,
+    VECTORS,
+    ItemFeatures,
+    open_items,
+    write_item_features,
+)
 from precompute.reuse.base import BaseGeneration
 from precompute.reuse.item_records import ItemRecords, item_records
-from precompute.scoring.encoding import Answers, encode, finite_rows
-from precompute.scoring.shard import (
-    Scorers,
-    ScoringDevice,
-    described,
-    item_chunks,
-    item_outputs,
-    open_item_features,
-)
-from precompute.scoring.tables import PageFile
+from precompute.reuse.items import CopiedVectors, write_item_digests
+from precompute.scoring.pages import Answers, PageFile, described, encode, finite_rows
+from precompute.scoring.scorers import Scorers, ScoringDevice
+from precompute.scoring.towers import bind, run_named
+from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.unusable import NOT_FINITE, UNFIT, UnusableRows
+
+CHUNK = 16_384
+"""Entities scored at once: enough for the matrix product, bounded in memory."""
+
+
+def embed_catalogue(
+    tower: AnyTower,
+    items: ItemTable,
+    features: ItemFeatures,
+    kept_vectors: CopiedVectors | None = None,
+) -> Iterator[NDArray[np.float32]]:
+    """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
+    for rows in item_chunks(np.arange(items.count)):
+        if kept_vectors is None:
+            yield item_outputs(tower, items, features, rows)[0]
+            continue
+        base_ordinals = kept_vectors.base_ordinals[rows]
+        vectors = np.asarray(kept_vectors.vectors[base_ordinals])
+        if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
+            vectors[uncopied_rows] = item_outputs(tower, items, features, rows[uncopied_rows])[0]
+        yield vectors
+
+
+def item_outputs(
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """(outputs of a model of items for some, which of them have all inputs); raises SourceError naming an item."""
+    inputs, usable = item_inputs(tower.spec, items, features, rows)
+    return run_named(tower, inputs, lambda row: f"item {items.id_of(rows[row])!r}"), usable
+
+
+def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:
+    """Feature inputs of all items as `begin` pinned them."""
+    file = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
+    return ItemFeatures.open(file, spec, count)
+
+
+def item_inputs(
+    spec: TowerSpec, items: ItemTable, features: ItemFeatures, rows: NDArray[np.int64]
+) -> tuple[Inputs, NDArray[np.bool_]]:
+    """(inputs of some items for a model of items, which of them have all)."""
+    values, usable = features.of(rows)
+    return bind(spec, features=values, index=items.to_model(Ordinals(rows))), usable
+
+
+def item_chunks(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Pieces of rows that are scored at once."""
+    for start in range(0, len(rows), CHUNK):
+        yield rows[start : start + CHUNK]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,3 +230,76 @@ def score_items(
         "tables": entry_by_table,
         "unusable": work.unusable.to_json(),
     }
+
+
+def lay_out_items(
+    config: NightConfig,
+    bundle: Bundle,
+    root: Path,
+    *,
+    erased: Collection[bytes],
+    unusable: UnusableRows,
+    base: BaseGeneration | None = None,
+    values: EntityValues = NO_VALUES,
+    event_item_ids: Collection[bytes] = (),
+) -> tuple[dict[str, Any], str | None]:
+    """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
+
+    Features have the `values` that events set, also those of items that these `event_item_ids`. Vectors that `base` has
+    are known to be finite. An item whose vector is not is left out, and noted as an output of the item tower; raises
+    SourceError where that is every item.
+    """
+    laid = catalogue.write_catalogue(
+        config,
+        bundle,
+        root,
+        erased=erased,
+        values=values,
+        event_item_ids=event_item_ids,
+        unusable=unusable,
+    )
+    items = catalogue.open_items(root, laid)
+    columns = write_item_features(
+        config, bundle, items, root, values=values, event_item_ids=event_item_ids, unusable=unusable
+    )
+    write_item_digests(bundle, items, root)
+    is_nonfinite = _not_finite(config, bundle, items, root, base)
+    source = f"outputs of {bundle.item_tower.name}"
+    unusable.looked_at(source, items.count)
+    if is_nonfinite.any():
+        of_events = np.zeros(items.count, np.bool_)
+        ordinals = items.ordinals_of(list(values))
+        of_events[ordinals[ordinals >= 0]] = True
+        unusable.note_rows(
+            source, {NOT_FINITE: is_nonfinite}, lambda row: {"item": items.id_of(row)}, of_events
+        )
+        unusable.demand_some(source, f"the {source}")
+        left_out = catalogue.item_texts(items).filter(pa.array(is_nonfinite))
+        laid = catalogue.write_catalogue(
+            config,
+            bundle,
+            root,
+            erased=erased,
+            left_out=left_out,
+            values=values,
+            event_item_ids=event_item_ids,
+        )
+        items = catalogue.open_items(root, laid)
+        columns = write_item_features(
+            config, bundle, items, root, values=values, event_item_ids=event_item_ids
+        )
+        write_item_digests(bundle, items, root)
+    return laid, columns
+
+
+def _not_finite(
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path, base: BaseGeneration | None
+) -> NDArray[np.bool_]:
+    model, threads = bundle.item_tower, config.threads or usable_cores()
+    kept_vectors = CopiedVectors.of(base, bundle, items, root, device_of(config.device, 0))
+    tower = Tower.open(model.path, model.spec, threads=threads)
+    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
+    nonfinite_masks = [
+        ~finite_rows(vectors) for vectors in embed_catalogue(tower, items, features, kept_vectors)
+    ]
+    return np.concatenate(nonfinite_masks)

@@ -1,24 +1,193 @@
-"""The towers of a night: on the processor by ONNX Runtime, or on a GPU, where one of their two forms runs there."""
+"""Towers of a night: inputs bound by name, run on the processor or on a GPU, compared with their ONNX file."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import LarderError, SourceError
+from cache.errors import BundleError, ConfigError, LarderError, SourceError
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.manifest import FEATURED_USERS
 from cache.model.runtime import Accelerator
-from cache.model.tower import AnyTower, Inputs, Tower, rows_of, rows_taken
+from cache.model.tower import (
+    AnyTower,
+    Histories,
+    Inputs,
+    Tile,
+    Tower,
+    repeated,
+    rows_of,
+    rows_taken,
+)
+from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
-from precompute.bundles.bundle import BundleModel
-from precompute.bundles.digests import demand_sha256
+from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.devices import AUTO, share_memory
-from precompute.device.towers import DeviceTower, OnnxOnGpu, OnTheDevice
+from precompute.config.settings import NightConfig
+from precompute.partitions.shard_input import ShardInput
+from precompute.sources.features import demand_type, read_values
+from precompute.sources.files import feature_file
+from precompute.sources.readers import feature_schema
 from precompute.sources.unusable import format_case_value
 
+AGREEMENT = 1e-4
+"""Largest deviation of a tower on a device from its ONNX file on the processor, relative to the largest number of the
+row: what the gates `exact_numbers` and `item_vectors` allow."""
+
+
+LENGTH_AGREEMENT = 8e-6
+"""Length of the deviation of a user's vector, relative to the vector's. Two scores of a list then differ by twice this
+at most, which together with the rounding of their sums is what the gate `exact_lists` allows."""
+
+
+OF_DEVICE = Tile(1 << 14, 1 << 27)
+"""Tile of a GPU: a whole chunk of users with short histories, 512 MiB of float32 for what is gathered."""
+
+
+_OF_VECTORS = "user_tower"
+
+
+_COMPARED = 64
+
+
 _log = logging.getLogger(__name__)
+
+
+class OnTheDevice(Protocol):
+    """A form of a model on its device."""
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """Outputs of each batch of inputs, in its own order; raises MemoryError where the device has no room."""
+
+
+class OnnxOnGpu:
+    """The ONNX file itself, by ONNX Runtime's provider for the GPU."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self._names = [input_spec.name for input_spec in tower.spec.inputs]
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """Outputs of each batch; raises MemoryError where the provider's arena is full."""
+        for feed in feeds:
+            try:
+                yield self._tower.fed(dict(zip(self._names, feed, strict=True)))
+            except Exception as error:  # ONNX Runtime's errors share no base class of their own
+                if "allocate" not in str(error) and "out of memory" not in str(error):
+                    raise
+                raise MemoryError(str(error)) from error
+
+
+class DeviceTower:
+    """A model on a device, fed like its ONNX file, and compared with it on the first rows that it is given.
+
+    Where it `may_stay`, because nobody asked for this form of it, it runs on the processor if they disagree.
+    """
+
+    def __init__(
+        self, name: str, tower: Tower, running: OnTheDevice, *, may_stay: bool = False
+    ) -> None:
+        self.spec = tower.spec
+        self._name = name
+        self._tower = tower
+        self._running = running
+        self._names = [input_spec.name for input_spec in tower.spec.inputs]
+        self._tile = OF_DEVICE
+        self._is_compared = False
+        self._may_stay = may_stay
+        self._stays = False
+
+    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+        """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
+        outputs = None
+        try:
+            if not (self._is_compared or self._stays):
+                self._compare(inputs)
+            if not self._stays:
+                outputs = self._tried(inputs)
+        except BundleError as error:
+            if not self._may_stay:
+                raise
+            self._stay(error.message)
+        except RuntimeError as error:
+            from precompute.device.failures import is_of_device  # torch: here it was used
+
+            if not is_of_device(error):
+                raise
+            self._stay(str(error))
+        return self._tower.run(inputs) if outputs is None else outputs
+
+    def _stay(self, reason: str) -> None:
+        self._stays = True
+        _log.warning("%s stays on the processor: %s", self._name, reason)
+
+    def _tried(self, inputs: Inputs) -> NDArray[np.float32] | None:
+        """Outputs of the device; None where it has no room for one row."""
+        outputs = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        while True:
+            tile = self._tile
+            try:
+                self._fill(outputs, inputs, tile)
+            except MemoryError as error:
+                if tile.rows == 1:
+                    _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
+                    return None
+                self._tile = tile.halved()  # of several callers each halves what it tried
+                _log.info("%s: out of memory with %s; going on with half", self._name, tile)
+            else:
+                return outputs
+
+    def _fill(self, outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
+        numbers: list[NDArray[np.int64]] = []
+
+        def feeds() -> Iterator[Sequence[NDArray[Any]]]:
+            for rows, feed in self._tower.batches(inputs, tile=tile):
+                numbers.append(rows)
+                yield [feed[name] for name in self._names]
+
+        for batch_index, batch_outputs in enumerate(self._running.outputs(feeds())):
+            outputs[numbers[batch_index]] = batch_outputs[: len(numbers[batch_index])]
+
+    def _compare(self, inputs: Inputs) -> None:
+        """Compares a few rows, but for those that are finite on neither: they get no answer."""
+        rows = np.arange(min(_COMPARED, rows_of(inputs)))
+        probe_inputs = rows_taken(inputs, rows)
+        expected_outputs, device_outputs = self._tower.run(probe_inputs), self._tried(probe_inputs)
+        if device_outputs is None:
+            return
+        finite = np.isfinite(expected_outputs).all(axis=1)
+        has_same_finite_rows = np.array_equal(finite, np.isfinite(device_outputs).all(axis=1))
+        expected_outputs, off = (
+            expected_outputs[finite],
+            device_outputs[finite] - expected_outputs[finite],
+        )
+        largest = _worst(np.abs(off).max(axis=1), np.abs(expected_outputs).max(axis=1))
+        self._demand(
+            largest if has_same_finite_rows else float("nan"), AGREEMENT, "a row's largest number"
+        )
+        if self._name == _OF_VECTORS:
+            lengths = _worst(np.linalg.norm(off, axis=1), np.linalg.norm(expected_outputs, axis=1))
+            self._demand(lengths, LENGTH_AGREEMENT, "a vector's length")
+        self._is_compared = len(expected_outputs) > 0
+
+    def _demand(self, error: float, threshold: float, of: str) -> None:
+        if error <= threshold:
+            return
+        raise BundleError(
+            f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {of}, at most "
+            f"{threshold:g} is allowed: export both from the same weights in float32, or set device to `off`",
+            model=self._name,
+            value=error,
+            threshold=threshold,
+        )
+
+
+def _worst(errors: NDArray[np.float32], sizes: NDArray[np.float32]) -> float:
+    return float((errors / np.maximum(sizes, np.float32(1e-30))).max(initial=0))
 
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
@@ -42,7 +211,7 @@ def _on_device(build: Build, model: BundleModel, device: str) -> OnTheDevice | s
     """The form of a model that runs on a device, or why none does."""
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
-        from precompute.bundles.program import Program
+        from precompute.device.program import Program
 
         return Program.open(
             model.program, [input_spec.name for input_spec in model.spec.inputs], device
@@ -105,3 +274,88 @@ def _raises(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
     except Exception:
         return True
     return False
+
+
+def bind(
+    spec: TowerSpec,
+    *,
+    histories: Histories | None = None,
+    features: Mapping[str, NDArray[Any]] | None = None,
+    index: NDArray[np.int64] | None = None,
+) -> Inputs:
+    """A tower's inputs by name; `features` are by input name already."""
+    bound: dict[str, Histories | NDArray[Any]] = {}
+    for input_spec in spec.inputs:
+        if input_spec.bind == "history":
+            if histories is None:
+                raise ConfigError(
+                    f"input {input_spec.name!r} wants a history, which this entity does not have"
+                )
+            bound[input_spec.name] = histories
+        elif input_spec.bind == "item_index":
+            if index is None:
+                raise ConfigError(
+                    f"input {input_spec.name!r} wants an item index, which this entity does not have"
+                )
+            bound[input_spec.name] = index
+        else:
+            bound[input_spec.name] = (features or {})[input_spec.name]
+    return bound
+
+
+def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
+    """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
+    for model in bundle.models:
+        for feature in model.spec.features:
+            path = feature_file(config, model.entity, str(feature.column))
+            kind = feature_schema(path, (str(feature.column),)).field(str(feature.column)).type
+            demand_type(kind, feature, f"{path}, for {model.name}")
+
+
+def computes_featured(build: Build) -> bool:
+    """True if the night computes users whom the feature table alone names; its `begin` decided."""
+    return bool(build.need("begin").get(FEATURED_USERS, False))
+
+
+Features = dict[str, dict[str, NDArray[Any]]]
+"""Features by model and input name: two models may give one input name to different columns."""
+
+
+def inputs_of(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[dict[str, NDArray[np.bool_]], Histories, Features]:
+    """(which rows have every input of each model, histories in model indices, features).
+
+    Feature values of rows that are not usable mean nothing.
+    """
+    indices = items.to_model(Ordinals(entities.ordinals))
+    is_usable_item = (indices >= 0) & _recent(entities)
+    running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
+    histories = Histories(running_counts[entities.indptr], indices[is_usable_item])
+    usable: dict[str, NDArray[np.bool_]] = {}
+    features: Features = {name: {} for name in specs}
+    for model, spec in specs.items():
+        usable[model] = np.ones(len(entities.ids), np.bool_)
+        if spec.history is not None and not (entities.answers_without_history and spec.features):
+            usable[model] &= np.diff(histories.indptr) > 0
+        for feature in spec.features:
+            values = read_values(entities.features[str(feature.column)], feature)
+            usable[model] &= values.usable
+            features[model][feature.name] = values.numbers
+    return usable, histories, features
+
+
+def usable_inputs(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[NDArray[np.int64], Histories, Features]:
+    """(rows with every input of all these models, the rest as `inputs_of`)."""
+    usable, histories, features = inputs_of(items, entities, specs)
+    rows = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *usable.values()])
+    return np.flatnonzero(rows), histories, features
+
+
+def _recent(entities: ShardInput) -> NDArray[np.bool_]:
+    """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
+    lengths = np.diff(entities.indptr)
+    from_end = repeated(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
+    return np.asarray(from_end <= entities.history_limit, np.bool_)

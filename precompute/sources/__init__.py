@@ -1,4 +1,4 @@
 """A team's Parquet and CSV files as columns: ids, features, times, interactions, and the rows that nobody can use.
 
-Imports config. Start at `readers`.
+Start at `readers`.
 """

@@ -14,11 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from cache.config.sections import Sources
+from cache.config.night import Sources
 from cache.errors import SourceError
-from precompute.sources import unread
-from precompute.sources.files import SourceFile, readable
-from precompute.sources.unread import UTF_8_MARK
+from precompute.sources import files
+from precompute.sources.files import UTF_8_MARK, SourceFile, readable
 
 PIECE_BYTES = 1 << 21
 """Bytes of a file that are parsed at once, more where one row is longer."""
@@ -304,7 +303,7 @@ class CsvFile:
 
     def _read_header(self) -> tuple[bytes, Piece]:
         start = self._read(PIECE_BYTES)
-        if reason := unread.of_text(start):
+        if reason := files.unreadable_by_text(start):
             raise SourceError(f"{self._path} {reason}")
         while start.startswith(UTF_8_MARK):
             start = start.removeprefix(UTF_8_MARK)

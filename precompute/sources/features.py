@@ -1,16 +1,23 @@
-"""Feature columns as the arrays that models want, and which of their rows cannot be used."""
+"""Feature columns as the arrays that models want, and values set later put into them."""
 
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
-from precompute.sources.columns import UnusableMaskByReason, as_rows, is_text, is_utf_8
+from precompute.sources.columns import Ids, UnusableMaskByReason, as_rows, is_text, is_utf_8
+from precompute.sources.unusable import EVENTS, UnusableRows
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
@@ -137,3 +144,179 @@ def _scalars(column: Any, spec: InputSpec) -> FeatureValues:
     return FeatureValues(
         numbers, missing, {} if fits.all() else {f"{spec.column}: {reason}": ~fits}
     )
+
+
+Kind = Literal["user", "item"]
+
+
+EntityValues = Mapping[bytes, Mapping[str, Any]]
+"""Newest values by id and attribute, None for one that was cleared."""
+
+
+NO_VALUES: Final[EntityValues] = MappingProxyType({})
+
+
+_FeatureBatch = tuple[Ids, dict[str, Any]]
+
+
+def digest_of(values: EntityValues, columns: Iterable[str]) -> str:
+    """Digest of the values of some attributes; empty where none was set."""
+    attribute_names = set(columns)
+    values_by_id = {
+        raw.decode(): of_entity
+        for raw, value_by_attribute in values.items()
+        if (
+            of_entity := {
+                name: value for name, value in value_by_attribute.items() if name in attribute_names
+            }
+        )
+    }
+    canonical_json = orjson.dumps(values_by_id, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(canonical_json).hexdigest() if values_by_id else ""
+
+
+def with_event_values(
+    batches: Iterable[_FeatureBatch],
+    values: EntityValues,
+    *,
+    kind: Kind,
+    unusable: UnusableRows,
+    inputs: Iterable[InputSpec] = (),
+    adds: Collection[bytes] = (),
+) -> Iterator[_FeatureBatch]:
+    """Batches of a feature table whose columns have the values that events set.
+
+    A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
+    there is none, as for one that was cleared. Of ids that no row has it `adds` a row for these.
+    """
+    remaining_batches = iter(batches)
+    first = next(remaining_batches, None) if values else None
+    if first is None:
+        yield from remaining_batches
+        return
+    types = {name: column.type for name, column in first[1].items()}
+    columns = read_set_values(types, values, kind, list(inputs), unusable)
+    raws = sorted(set().union(*columns.values()))
+    names = pa.array([raw.decode() for raw in raws], pa.string())
+    has_row = np.zeros(len(raws), np.bool_)
+    for ids, column_by_name in chain([first], remaining_batches):
+        codes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=names), -1))
+        has_row[codes[codes >= 0]] = True
+        rows = codes[ids.codes]
+        yield (
+            ids,
+            {
+                name: _set(column, rows, raws, columns[name])
+                for name, column in column_by_name.items()
+            },
+        )
+    if adds and (more := [raw for raw in _rows_of_new(raws, has_row, columns) if raw in adds]):
+        ids = Ids.of(pa.array([raw.decode() for raw in more], pa.string()))
+        yield (
+            ids,
+            {
+                name: _array([columns[name].get(raw) for raw in more], type_)
+                for name, type_ in types.items()
+            },
+        )
+
+
+def _rows_of_new(
+    raws: Sequence[bytes], has_row: Any, columns: Mapping[str, Mapping[bytes, Any]]
+) -> list[bytes]:
+    """Ids that no row had, and that have a value."""
+    return [
+        raw
+        for raw, is_there in zip(raws, has_row.tolist(), strict=True)
+        if not is_there
+        and any(value_by_id.get(raw) is not None for value_by_id in columns.values())
+    ]
+
+
+def read_set_values(
+    types: Mapping[str, Any],
+    values: EntityValues,
+    kind: Kind,
+    inputs: Sequence[InputSpec],
+    unusable: UnusableRows,
+) -> dict[str, dict[bytes, Any]]:
+    """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
+    columns: dict[str, dict[bytes, Any]] = {name: {} for name in types}
+    reasons_by_column: dict[str, dict[bytes, str]] = {name: {} for name in types}
+    for raw, value_by_attribute in values.items():
+        for name in value_by_attribute.keys() & types.keys():
+            fits = _fitting(value_by_attribute[name], types[name])
+            columns[name][raw] = fits[0] if fits else None
+            if not fits:
+                reasons_by_column[name][raw] = f"{name}: no {types[name]}"
+    for spec in inputs:
+        if value_by_id := columns.get(str(spec.column)):
+            unfit = read_values(
+                _array(list(value_by_id.values()), types[str(spec.column)]), spec
+            ).unusable_mask_by_reason
+            for reason, rows in unfit.items():
+                for row in np.flatnonzero(rows).tolist():
+                    reasons_by_column[str(spec.column)].setdefault(list(value_by_id)[row], reason)
+    for name, value_by_id in columns.items():
+        if value_by_id:
+            unusable.looked_at(f"{EVENTS}.{name}", len(value_by_id))
+        for raw, reason in reasons_by_column[name].items():
+            value_by_id[raw] = None
+            unusable.note(f"{EVENTS}.{name}", reason, 1, [{kind: raw.decode()}])
+    return columns
+
+
+def _set(column: Any, rows: Any, raws: Sequence[bytes], value_by_id: Mapping[bytes, Any]) -> Any:
+    """The column with the values of these ids; `rows` has the place of each row's id among them, -1 for another."""
+    changed_rows = [
+        row for row in np.flatnonzero(rows >= 0).tolist() if raws[rows[row]] in value_by_id
+    ]
+    if not changed_rows:
+        return column
+    new_values = _array([value_by_id[raws[rows[row]]] for row in changed_rows], column.type)
+    take_indexes = np.arange(len(column))
+    take_indexes[changed_rows] = len(column) + np.arange(len(changed_rows))
+    return pa.concat_arrays([column, new_values]).take(pa.array(take_indexes))
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode().cast(kind)
+    return pa.array(values, kind)
+
+
+def _fitting(value: Any, kind: Any) -> tuple[Any] | None:
+    """The value as Arrow takes it for a type that features have, in a tuple; None if it is of another kind."""
+    if value is None:
+        return (None,)
+    if pa.types.is_dictionary(kind):
+        return _fitting(value, kind.value_type)
+    fitted_value: Any
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        if not isinstance(value, list):
+            return None
+        parts = [_fitting(element, kind.value_type) for element in value]
+        fitted_value = (
+            None
+            if None in parts
+            else [fitted_element[0] for fitted_element in parts if fitted_element]
+        )
+    elif is_text(kind):
+        fitted_value = value if isinstance(value, str) else None
+    else:
+        fitted_value = _number(value, kind)
+    if fitted_value is None:
+        return None
+    try:
+        pa.scalar(fitted_value, kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return None
+    return (fitted_value,)
+
+
+def _number(value: Any, kind: Any) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if pa.types.is_integer(kind):
+        return int(value) if float(value).is_integer() else None
+    return float(value) if pa.types.is_floating(kind) else None

@@ -1,15 +1,21 @@
-"""The files that the sources name: on this host, or behind any fsspec URL."""
+"""Files that the sources name, on this host or behind an fsspec URL: which of them are data, and their digest.
+
+A folder is read with its subfolders, also one that a wildcard matches. Notes of other programs are no data; tables
+whose log says which of their files count are refused.
+"""
 
 import hashlib
 import os
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol, Self
 
 import fsspec
 import pyarrow as pa
@@ -18,17 +24,245 @@ from cache.errors import LarderError, SourceError, StoreError
 from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
-from precompute.sources.folders import (
-    Entry,
-    LocalStorage,
-    Selection,
-    demand_plain_folder,
-    is_data,
-    select,
+
+_NOTE_BEGINNINGS: Final = (".", "~", "#")
+"""Hidden files and folders, lock files of office programs (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
+
+
+_NOTE_ENDINGS: Final = (
+    "~", ".bak", ".crc", ".crdownload", ".lck", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp", "._COPYING_",
+)  # fmt: skip
+"""Endings of backups, locks, checksums, and of files that are still being written."""
+
+
+_NOTE_FOLDERS: Final = frozenset({"lost+found"})
+
+
+_WILDCARD: Final = re.compile(r"[*?\[]")
+
+
+_RECURSIVE: Final = "**"
+
+
+_ICEBERG_METADATA: Final = re.compile(
+    r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text"
 )
+
+
+_MARKERS: Final = {
+    "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
+}  # fmt: skip
+"""Folders that only a table of this kind has."""
+
+
+class Entry(NamedTuple):
+    """File or folder by its path below the folder that was listed, with slashes."""
+
+    path: str
+    is_folder: bool
+
+
+class Storage(Protocol):
+    """What lists folders: this host's file system, or one behind a URL. Paths are the storage's own, with slashes."""
+
+    def children(self, folder: str) -> Iterable[Entry]:
+        """Files and folders right in a folder; none where there is no such folder."""
+        ...
+
+    def descendants(self, folder: str) -> Iterable[Entry]:
+        """Files and folders at any depth of a folder; what lies in notes of other programs may be left out."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """True if there is a file or a folder of this path."""
+        ...
+
+
+def is_data(name: str, *, is_folder: bool = False) -> bool:
+    """True if a file, or a folder, of this name holds data: names of notes begin or end as such notes do.
+
+    Folders such as `_day=1` are values of a partition.
+    """
+    if name.startswith("_"):
+        return is_folder and "=" in name
+    if name.startswith(_NOTE_BEGINNINGS):
+        return False
+    return name not in _NOTE_FOLDERS if is_folder else not name.endswith(_NOTE_ENDINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Paths below `folder` that a pattern names, sorted; `notes` matched it, too, but are no data."""
+
+    folder: str
+    paths: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def select(storage: Storage, folder: str, pattern: str) -> Selection:
+    """The data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder's.
+
+    Raises SourceError for a table whose log says which of its files count.
+    """
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    folder, parts = _without_fixed(storage, folder, parts)
+    tables: dict[str, str] = {}
+    literal = frozenset(part for part in parts if not _WILDCARD.search(part))
+    data_paths: set[str] = set()
+    notes: set[str] = set()
+    for entry in _walk(storage, folder, "", parts):
+        if (marked := _marked_table(entry)) is not None:
+            tables[marked[0]] = marked[1]
+        *folders, name = path = entry.path.split("/")
+        if entry.is_folder or not _is_named(path, parts):
+            continue
+        holds_data = (name in literal or is_data(name)) and all(
+            part in literal or is_data(part, is_folder=True) for part in folders
+        )
+        (data_paths if holds_data else notes).add(entry.path)
+    for table, kind in tables.items():
+        if any(_is_within(path, table) for path in data_paths):
+            raise refused_table(f"{folder}/{table}".rstrip("/"), kind)
+    by_parts = sorted(data_paths, key=lambda path: path.split("/"))
+    return Selection(folder, tuple(by_parts), tuple(sorted(notes)))
+
+
+def demand_plain_folder(storage: Storage, folder: str, *, checked_folders: set[str]) -> None:
+    """Raises SourceError if a folder, or one above it, is a table whose log says which of its files count.
+
+    Folders that are `checked_folders` are not looked at again, and those looked at become so.
+    """
+    path = PurePosixPath(folder)
+    for folder_path in (path, *path.parents):
+        if str(folder_path) in checked_folders:
+            return
+        checked_folders.add(str(folder_path))
+        try:
+            kind = _kind_of_table(storage, str(folder_path))
+        except Exception:  # who may read the files may not be allowed to look at folders above them
+            return
+        if kind is not None:
+            raise refused_table(str(folder_path), kind)
+
+
+def refused_table(folder: str, kind: str) -> SourceError:
+    """Error for a table whose log says which of its files count."""
+    return SourceError(
+        f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
+        "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
+        path=folder,
+    )
+
+
+def tables_among(entries: Iterable[Entry]) -> dict[str, str]:
+    """Folder -> kind of each table that entries show by its log."""
+    return dict(filter(None, map(_marked_table, entries)))
+
+
+def _without_fixed(storage: Storage, folder: str, parts: Sequence[str]) -> tuple[str, list[str]]:
+    """(folder that a pattern's first parts name, parts behind them); a name with brackets may be that of a folder."""
+    remaining_parts = list(parts)
+    while remaining_parts:
+        part = remaining_parts[0]
+        joined = part if not folder else f"{folder.rstrip('/')}/{part}"
+        if _WILDCARD.search(part) and ("*" in part or not storage.exists(joined)):
+            break
+        folder, remaining_parts = joined, remaining_parts[1:]
+    return folder, remaining_parts or [_RECURSIVE]
+
+
+def _is_named(path: Sequence[str], parts: Sequence[str]) -> bool:
+    """True if a path, or a folder above it, is what a pattern's parts name."""
+    if not parts or not path:
+        return not parts
+    if parts[0] == _RECURSIVE:
+        return any(_is_named(path[skipped:], parts[1:]) for skipped in range(len(path)))
+    return fnmatchcase(path[0], parts[0]) and _is_named(path[1:], parts[1:])
+
+
+def _walk(storage: Storage, root: str, below: str, parts: Sequence[str]) -> Iterator[Entry]:
+    """What may be named by the rest of a pattern, and beside it what tells a table by its log."""
+    folder = f"{root.rstrip('/')}/{below}".rstrip("/") or root
+    prefix = f"{below}/" if below else ""
+    if not parts or parts[0] == _RECURSIVE:
+        for entry in storage.descendants(folder):
+            yield Entry(prefix + entry.path, entry.is_folder)
+        return
+    for entry in storage.children(folder):
+        yield Entry(prefix + entry.path, entry.is_folder)
+        if entry.is_folder and entry.path == "metadata":
+            for metadata_entry in storage.children(f"{folder}/metadata"):
+                yield Entry(f"{prefix}metadata/{metadata_entry.path}", metadata_entry.is_folder)
+        if entry.is_folder and fnmatchcase(entry.path, parts[0]):
+            yield from _walk(storage, root, prefix + entry.path, parts[1:])
+
+
+def _marked_table(entry: Entry) -> tuple[str, str] | None:
+    """(folder of the table, its kind) if an entry belongs to the log of one."""
+    *above, name = entry.path.split("/")
+    if entry.is_folder and name in _MARKERS:
+        return "/".join(above), _MARKERS[name]
+    if not entry.is_folder and above[-1:] == ["metadata"] and _ICEBERG_METADATA.fullmatch(name):
+        return "/".join(above[:-1]), "an Iceberg table"
+    return None
+
+
+def _kind_of_table(storage: Storage, folder: str) -> str | None:
+    for name, kind in _MARKERS.items():
+        if storage.exists(f"{folder}/{name}"):
+            return kind
+    metadata = storage.children(f"{folder}/metadata")
+    is_iceberg = any(_ICEBERG_METADATA.fullmatch(entry.path) for entry in metadata)
+    return "an Iceberg table" if is_iceberg else None
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return not folder or path.startswith(f"{folder}/")
+
+
+class LocalStorage:
+    """File system of this host; links are followed, but for one to a folder above it."""
+
+    def children(self, folder: str) -> Iterator[Entry]:
+        """Files and folders right in a folder."""
+        yield from (Entry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _scan(folder))
+
+    def descendants(self, folder: str) -> Iterator[Entry]:
+        """Files and folders at any depth; what lies in notes of other programs is left out."""
+        return self._below(folder, "", frozenset({os.path.realpath(folder)}))
+
+    def exists(self, path: str) -> bool:
+        """True if there is a file or a folder of this path."""
+        return Path(path).exists()
+
+    def _below(self, folder: str, prefix: str, above: frozenset[str]) -> Iterator[Entry]:
+        for dir_entry in sorted(_scan(folder), key=lambda dir_entry: dir_entry.name):
+            path, is_folder = prefix + dir_entry.name, dir_entry.is_dir()
+            if not is_folder and not dir_entry.is_file():
+                continue
+            yield Entry(path, is_folder)
+            if is_folder and is_data(dir_entry.name, is_folder=True):
+                real = os.path.realpath(dir_entry.path)
+                if real not in above:  # a link to a folder above it
+                    yield from self._below(dir_entry.path, f"{path}/", above | {real})
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        raise SourceError(
+            f"{folder} cannot be listed: {error.strerror}; may this user read it?", path=folder
+        ) from None
+
 
 COPY_BYTES_LEAST = 4096
 """Bytes of a file from which on another one with the same bytes is a copy of it."""
+
+
 COPIES_LOOKED_AT = 20
 """Files of equal sizes that a look before a night compares."""
 
@@ -302,3 +536,126 @@ def _file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise SourceError(f"cannot open {url.partition('://')[0]}:// sources: {error}") from error
     return fs, path
+
+
+UTF_8_MARK: Final = b"\xef\xbb\xbf"
+
+
+IS_UTF_16: Final = "is UTF-16: convert it to UTF-8, e.g. with iconv -f utf-16 -t utf-8"
+
+
+NOT_GZIP: Final = (
+    "is not compressed with gzip, as its name says: give it another name, or compress it"
+)
+
+
+IS_JSON: Final = "JSON is not read: write it as Parquet or CSV"
+
+
+_CONVERT: Final = "write it as Parquet or CSV"
+
+
+_UNPACK: Final = "this compression is not read: unpack it, or compress it with gzip"
+
+
+_OF_ENDINGS: Final = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".jl", ".geojson"), IS_JSON),
+    **dict.fromkeys((".orc", ".avro", ".feather", ".arrow"), f"only Parquet, CSV and lines are read: {_CONVERT}"),
+    **dict.fromkeys((".xls", ".xlsx", ".xlsm", ".ods"), "spreadsheets are not read: save the sheet as CSV in UTF-8"),
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".h5", ".hdf5", ".sqlite", ".sqlite3", ".db", ".duckdb", ".npy", ".npz", ".mat", ".rds",
+         ".xml", ".html", ".yaml", ".yml", ".sql"),
+        f"it is not read: {_CONVERT}",
+    ),
+    **dict.fromkeys(
+        (".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".rar", ".br", ".snappy"), _UNPACK
+    ),
+}  # fmt: skip
+"""Ending -> why files of such names are not read, and what to do."""
+
+
+_MAGIC: Final = (
+    (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
+    (b"\x1f\x8b", "is compressed with gzip by its first bytes: rename it to end in .gz, such as .csv.gz"),
+    (b"\x28\xb5\x2f\xfd", "is compressed as zstd: unpack it, or compress it with gzip"),
+    (b"BZh91AY&SY", "is compressed as bzip2: unpack it, or compress it with gzip"),
+    (b"\xfd7zXZ\x00", "is compressed as xz: unpack it, or compress it with gzip"),
+    (b"\x04\x22\x4d\x18", "is compressed as lz4: unpack it, or compress it with gzip"),
+    (b"PK\x03\x04", "is an archive or a spreadsheet by its first bytes: unpack it, or save the sheet as CSV in UTF-8"),
+    (b"ARROW1\x00", f"is an Arrow file by its first bytes: {_CONVERT}"),
+    (b"Obj\x01", f"is Avro by its first bytes: {_CONVERT}"),
+    (b"SQLite format 3\x00", f"is an SQLite database by its first bytes: {_CONVERT}"),
+)  # fmt: skip
+
+
+_UTF_32_MARKS: Final = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
+
+
+_UTF_16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
+
+
+_PAGE_STARTS: Final = (b"<!doctype", b"<html", b"<?xml")
+
+
+_BLANKS: Final = b" \t\r\n"
+
+
+def is_gzip(path: Path) -> bool:
+    """True if a file begins as those do that gzip wrote."""
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def unreadable_by_name(name: str) -> str | None:
+    """Reason why files of this name are not read, None if the name does not say that."""
+    base_name = name.lower().removesuffix(".gz")
+    return next(
+        (reason for ending, reason in _OF_ENDINGS.items() if base_name.endswith(ending)), None
+    )
+
+
+def holds_data_unread(name: str) -> bool:
+    """True if a file is one of data by its name, though it is not read: others, such as settings, may be JSON, too."""
+    base_name = name.lower().removesuffix(".gz")
+    if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
+        return True
+    stem = base_name.rpartition(".")[0]
+    return _OF_ENDINGS.get(f".{base_name.rpartition('.')[2]}") == _UNPACK and stem.endswith(
+        (".csv", ".tsv", ".parquet", ".txt", ".json", ".jsonl", ".ndjson")
+    )
+
+
+def unreadable_by_text(head: bytes) -> str | None:
+    """Reason why a file that begins with these bytes is no table in UTF-8 as text, None if it may be one."""
+    for magic, reason in _MAGIC:
+        if head.startswith(magic):
+            return reason
+    if head.startswith(_UTF_32_MARKS):
+        return "is UTF-32: convert it to UTF-8, e.g. with iconv -f utf-32 -t utf-8"
+    if head.startswith(_UTF_16_MARKS):
+        return IS_UTF_16
+    begin = head[:4096]
+    while begin.startswith(UTF_8_MARK):
+        begin = begin.removeprefix(UTF_8_MARK)
+    if b"\x00" in begin.partition(b"\n")[0]:
+        return "has zero bytes in its first line: if it is UTF-16, convert it, e.g. with iconv -f utf-16le -t utf-8"
+    start = begin.lstrip(_BLANKS)
+    if start.lower().startswith(_PAGE_STARTS):
+        return "is a page of HTML or XML: is it what you meant to download?"
+    if (start[:1] == b"{" and start[1:].lstrip(_BLANKS)[:1] in (b'"', b"}")) or (
+        start[:1] == b"[" and start[1:].lstrip(_BLANKS)[:1] in (b"{", b"[", b'"')
+    ):
+        return f"looks like JSON: {IS_JSON}"
+    return None
+
+
+def looks_like_rows(head: bytes) -> str | None:
+    """Sign between the fields of text whose first lines all have it equally often, None if there is none."""
+    lines = [line for line in head.split(b"\n")[:20] if line.strip()]
+    if len(lines) > 2 and not head.endswith(b"\n"):
+        lines.pop()
+    for sign in (b"::", b"\t", b",", b";", b"|", b"\x01"):
+        counts = {line.count(sign) for line in lines}
+        if len(counts) == 1 and counts != {0} and (len(lines) > 1 or sign == b"\t"):
+            return sign.decode()
+    return None

@@ -1,11 +1,13 @@
-"""What interactions are like: figures that `begin` counts once, and what looks odd about them, in words.
+"""Plausibility of interactions: figures that `begin` counts once, and what looks odd about them.
 
 Nothing of this refuses a night: a person may know why it is right.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -13,31 +15,55 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
-from precompute.sources.readers import Interactions
+from cache.config.night import Sources
+from cache.errors import LarderError, SourceError
+from precompute.sources.readers import INTERACTIONS, Interactions, read_interactions
+from precompute.sources.unusable import HEADER, UnusableRows, remedy
 
 JUDGED_ROWS: Final = 20
 """Rows below which shares of rows say nothing."""
+
+
 ONE_ID_SHARE: Final = 0.2
 """Share of all rows that one user, or one item, seldom has: such an id often stands for a missing one."""
+
+
 ONCE_SHARE: Final = 0.9
 """Share of distinct items among rows from which on nearly each item comes once."""
+
+
 LISTS_SHARE: Final = 0.5
 """Share of fields with several words from which on a column may hold lists."""
+
+
 OLDEST_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 """Times that are all older were written in another unit than they are read in."""
+
+
 FEW_USERS: Final = 100
+
+
 FEW_ITEMS: Final = 20
 """Numbers of users and items below which the shares that gates judge vary by chance."""
+
+
 LEAST_USERS: Final = 2
+
+
 LEAST_ITEMS: Final = 2
 """Numbers of users and items below which there is nothing to learn and nothing to recommend."""
+
+
 _SEVERAL_WORDS: Final = r"\S[\s,;|]+\S"
 
 
 _NO_TIME_US: Final = int(np.iinfo(np.int64).min)
+
+
 _BUCKETS: Final = 1024
 """Counters of users' rows, by the first bits of the hash: another user seldom shares that of one with many rows."""
+
+
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
 
 
@@ -192,3 +218,28 @@ def hold_lists(texts: Any) -> bool:
     if len(several) < LISTS_SHARE * len(texts):
         return False
     return bool(pc.count_distinct(several).as_py() >= ONCE_SHARE * len(several))
+
+
+def first_rows_in_words(
+    sources: Sources, base: Path, reported_reasons: Collection[str] = (HEADER,)
+) -> list[str]:
+    """Sentences on what a night makes of the first rows: that it refuses them, which it leaves out, how it reads them.
+
+    Empty where it reads them all as they are. Reasons that were `reported_reasons` already are left out.
+    """
+    unusable, odd = UnusableRows(), list[str]()
+    try:
+        for rows in islice(read_interactions(sources, base, unusable=unusable), 1):
+            shape = Shape.of_batch(rows)
+            # Lists in fields were told by the look at the columns already.
+            odd = [] if shape.holds_lists else odd_in_words(shape)
+    except LarderError as error:
+        return [f"a night refuses the interactions: {error.message}"]
+    report = unusable.to_json().get(INTERACTIONS, {})
+    reasons = report.get("reasons", {})
+    left_out = [
+        f"of the first {report['rows']:,} rows, {reason['rows']:,} cannot be used: {reason_text}{remedy(reason_text)}"
+        for reason_text, reason in reasons.items()
+        if reason_text not in reported_reasons
+    ]
+    return [*left_out, *unusable.remarks(INTERACTIONS), *odd]

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cache.errors import Conflict
-from precompute.builds.build import Build, shard_report
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
-from precompute.builds.step_times import timed
+from precompute.builds.build import Build, on_this_host, shard_report, timed
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
+from precompute.steps.night import Night, StepRow
 
 
 @writes_files

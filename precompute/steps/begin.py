@@ -1,60 +1,116 @@
-"""A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
+"""Step `begin`: the generation named, its inputs and its bundle pinned, its catalogue and partition laid out."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from cache.errors import ConfigError, Conflict
-from cache.events.position import Position
+from cache.control.control_keys import demand_readers, demand_readers_of_night
+from cache.control.states import State, demand
+from cache.errors import ConfigError, Conflict, Refused, SourceError, StoreError
+from cache.events.event import Position
 from cache.format.manifest import FEATURED_USERS, MANIFEST_FORMAT
 from cache.formats import MANIFEST
-from cache.store.artefacts import generation_path
-from precompute.builds.build import Build, cut_of, generation_id
-from precompute.builds.copies import record_copies, sweep_copies
-from precompute.builds.night import Night, StepRow
-from precompute.builds.pinning import changed_or_broken, pin_bundle, unchanged_sources
+from cache.store.artefacts import generation_path, take_file
+from precompute.adapters.vector_bundle import vector_bundle
+from precompute.builds.build import (
+    Build,
+    attribute_paths,
+    cut_of,
+    demand_publishable,
+    generation_id,
+    record_copies,
+    sweep_copies,
+)
 from precompute.builds.seal import WRITERS, manifest_format
-from precompute.builds.sweeping import sweep
-from precompute.builds.vector_bundle import vector_bundle
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig, parse_time
-from precompute.control.reader_formats import demand_readers, demand_readers_of_night
-from precompute.control.states import State, demand
-from precompute.erasures.erasure import ErasedEntities, all_erasures
-from precompute.erasures.host_records import note_left_out
-from precompute.events.files import EventFiles, event_files
-from precompute.events.marks import write_marks
-from precompute.events.reading import EVENT_ROWS
+from precompute.erasure.holders import note_left_out
+from precompute.events.files import EVENT_ROWS, EventFiles, event_files, write_marks
+from precompute.filters.item_attributes import named_filters, passing_filters, write_item_attributes
 from precompute.partitions import catalogue
-from precompute.partitions.earlier import write_counts
 from precompute.partitions.holdout import Holdout
-from precompute.partitions.item_attributes import paths_of, write_item_attributes
-from precompute.partitions.named_filters import named_filters, passing_filters
-from precompute.partitions.partition import PartitionResult, partition
+from precompute.partitions.partition import PartitionResult, partition, write_counts
 from precompute.partitions.shard_files import TOUCHED
-from precompute.releases.cuts import demand_publishable
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
+from precompute.releases.sweep import sweep
 from precompute.reuse.base import BaseGeneration, choose_base, settings_digest
 from precompute.reuse.inputs import earlier_partition, partition_files
 from precompute.reuse.items import digests_files
-from precompute.reuse.words import base_in_words
+from precompute.reuse.reasons import base_in_words
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import compute_popularity_scores, write_defaults, write_facets
 from precompute.scoring.event_trials import unlisted_in_words, values_of_night
-from precompute.scoring.inputs import demand_feature_types
-from precompute.scoring.item_catalogue import lay_out_items
-from precompute.sources.files import InputFiles, copies_in_words, digest_of, pin
-from precompute.sources.formats import INTERACTIONS
+from precompute.scoring.items import lay_out_items
+from precompute.scoring.towers import demand_feature_types
+from precompute.sources.erasures import ErasedEntities, all_erasures
+from precompute.sources.files import InputFiles, SourceFile, copies_in_words, digest_of, pin
 from precompute.sources.plausibility import RowCounts, Shape, demand_least, remarks
+from precompute.sources.readers import INTERACTIONS
 from precompute.sources.unusable import UnusableRows, merged
 from precompute.steps import take_events
+from precompute.steps.night import Night, StepRow
+
+
+@contextmanager
+def unchanged_sources(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError if one of the files became another meanwhile, whatever their reader made of it.
+
+    Files that arrive meanwhile are none of them: they are for the next night.
+    """
+    with changed_or_broken(digest, files):
+        yield
+    if not _are_same(digest, files):
+        raise _sources_changed_error()
+
+
+@contextmanager
+def changed_or_broken(digest: str, files: Sequence[SourceFile]) -> Iterator[None]:
+    """Raises StoreError in place of an error of files that became others meanwhile: what is written over passes."""
+    try:
+        yield
+    except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
+        if _are_same(digest, files):
+            raise
+        raise _sources_changed_error() from error
+
+
+def _are_same(digest: str, files: Sequence[SourceFile]) -> bool:
+    try:
+        return pin(files)[0] == digest
+    except (SourceError, OSError):
+        return False
+
+
+def _sources_changed_error() -> StoreError:
+    return StoreError("the source files changed while the night read them; run the night again")
+
+
+def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
+    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
+
+    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
+    """
+    for model in bundle.models:
+        for source, name, _ in model.files:
+            take_file(source, build.path(name))
+    # From where all other steps open them: what does not open there fails here, not hours later.
+    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
+    names = sorted(
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file()
+    )
+    for name in names:
+        take_file(bundle.path / name, build.path(f"bundle/{name}"))
+    return names
+
 
 ERASURE_LOOKS = 10
 
@@ -399,7 +455,7 @@ def _prepare(
         *kept_files,
         *(touched if partitioned.took_over else []),
         *([item_columns] if item_columns else []),
-        *paths_of(attributes), *fingerprint_files,
+        *attribute_paths(attributes), *fingerprint_files,
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip

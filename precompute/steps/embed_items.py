@@ -8,9 +8,7 @@ import numpy as np
 
 from cache.errors import CorruptArtefact, Refused, UnknownGeneration
 from cache.format.item_table import ItemTable
-from precompute.builds.build import Build, fetch_items, open_bundle
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from precompute.builds.build import Build, attribute_paths, fetch_items, on_this_host, open_bundle
 from precompute.builds.tables import metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
@@ -18,10 +16,9 @@ from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.partitions.item_attributes import paths_of
 from precompute.reuse.base import BaseGeneration
-from precompute.reuse.computed_by import computed_by
 from precompute.reuse.items import CopiedVectors, digests_files, write_changes
+from precompute.reuse.reproducibility import computed_by
 from precompute.scoring.defaults import FILE as DEFAULTS
 from precompute.scoring.defaults import (
     favourites_of,
@@ -29,11 +26,11 @@ from precompute.scoring.defaults import (
     write_defaults,
     write_facets,
 )
-from precompute.scoring.input_samples import regrouped_alike
-from precompute.scoring.live_models import sample_user_vectors
-from precompute.scoring.shard import embed_catalogue, open_item_features
-from precompute.scoring.tables import GrowingFile
+from precompute.scoring.input_samples import regrouped_alike, sample_user_vectors
+from precompute.scoring.items import embed_catalogue, open_item_features
+from precompute.scoring.pages import GrowingFile
 from precompute.scoring.towers import open_tower
+from precompute.steps.night import Night, StepRow
 
 
 @writes_files
@@ -122,7 +119,7 @@ def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> Step:
     )
     build.finish(DEFAULTS)
     attributes = build.need("begin").get("attributes", {})
-    for path in paths_of(attributes) if build.config.facets else ():
+    for path in attribute_paths(attributes) if build.config.facets else ():
         build.fetch(path)
     return write_facets(build, attributes, items, mean_scores(items, users, bundle.metric))
 

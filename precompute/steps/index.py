@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from precompute.builds.build import Build, fetch_items, open_bundle
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from precompute.builds.build import Build, fetch_items, on_this_host, open_bundle
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.index import build_index
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.scoring.live_models import sample_user_vectors
+from precompute.scoring.input_samples import sample_user_vectors
+from precompute.steps.night import Night, StepRow
 
 
 @writes_files

@@ -4,23 +4,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from cache.control.control_keys import Control
+from cache.control.states import State, demand
 from cache.format.manifest import Manifest
-from precompute.builds.build import Build
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow, size_text
+from precompute.builds.build import Build, on_this_host, timed
 from precompute.builds.seal import seal
-from precompute.builds.step_times import timed
-from precompute.builds.sweeping import sweep
-from precompute.bulk.floor_time import time_limit_remark
 from precompute.bulk.governor import open_governor
-from precompute.bulk.headroom import demand_redis, held_bytes
+from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control
-from precompute.control.states import State, demand
-from precompute.releases.registry import open_releases
-from precompute.releases.sweep import note_loaded
+from precompute.releases.moves import open_releases
+from precompute.releases.sweep import note_loaded, sweep
+from precompute.steps.night import Night, StepRow, size_text
 
 
 @on_this_host

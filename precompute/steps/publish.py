@@ -3,23 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cache.control.control_keys import Control
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.manifest import Manifest, Table
 from cache.store.artefacts import fetch_checked
 from cache.store.audit import audited
-from precompute.builds.build import Build
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from precompute.builds.build import Build, on_this_host, timed
 from precompute.builds.seal import seal
-from precompute.builds.step_times import timed
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
 from precompute.releases.replication import confirm, run_ids
 from precompute.releases.staging import StagingNote, staged
+from precompute.steps.night import Night, StepRow
 
 
 @on_this_host

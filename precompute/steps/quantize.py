@@ -5,18 +5,28 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cache.model.input_sample import FILE as PROBE
-from cache.model.input_sample import write_probe
-from precompute.builds.build import Build, fetch_items, fetch_model, model_entry, open_bundle
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from cache.quality.probe import FILE as PROBE
+from cache.quality.probe import write_probe
+from precompute.builds.build import (
+    Build,
+    fetch_items,
+    fetch_model,
+    model_entry,
+    on_this_host,
+    open_bundle,
+)
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.scoring.input_samples import lacks_histories, probe_inputs, sample_inputs
-from precompute.scoring.live_models import quantize_models
-from precompute.scoring.shard import open_item_features
+from precompute.scoring.input_samples import (
+    lacks_histories,
+    probe_inputs,
+    quantize_models,
+    sample_inputs,
+)
+from precompute.scoring.items import open_item_features
+from precompute.steps.night import Night, StepRow
 
 
 @writes_files

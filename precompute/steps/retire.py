@@ -1,20 +1,52 @@
-"""Retirement: what no reader and no roll back needs any more is removed."""
+"""Step `retire`: what no reader and no roll back needs any more removed, leftovers of killed programs with it."""
 
 from dataclasses import replace
 
-from precompute.builds.leftovers import sweep_leftovers
-from precompute.builds.night import Night, StepRow
-from precompute.builds.sweeping import sweep
+from cache.control.states import UNFINISHED
+from cache.store.artefacts import COPY_IDLE_S
 from precompute.bulk.governor import open_governor
+from precompute.bundles.bundle_store import heal, sweep_bundles, sweep_training
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.control.connection import connect_events
-from precompute.erasing.erasing import settle
-from precompute.events.stores import EventStores
-from precompute.events.trimming import trim
-from precompute.experiments.exposures import erased_users, gather
-from precompute.releases.registry import open_releases
-from precompute.releases.sweep import drop_old_rows
+from precompute.erasure.erasing import settle
+from precompute.erasure.holders import sweep_notes
+from precompute.events.stores import connect_events
+from precompute.events.stream import EventStores, trim
+from precompute.releases.moves import open_releases
+from precompute.releases.release_log import ReleaseLog
+from precompute.releases.sweep import drop_old_rows, sweep
+from precompute.steps.night import Night, StepRow
+from precompute.traffic.exposures import erased_users, gather
+
+UNFINISHED_S = 86_400.0
+"""Seconds that nothing must have touched an unfinished file before it counts as left over."""
+
+
+def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
+    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
+    store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
+    view = releases.view()
+    held_generations = {
+        generation
+        for replica in releases.control.replicas()
+        for generation in replica.held_generations
+    }
+    needed_generations = {
+        generation for generation, row in view.rows.items() if row.state in UNFINISHED
+    }
+    needed_generations |= {
+        *held_generations,
+        *filter(None, (view.ledger.live, view.ledger.previous)),
+    }
+    heal(bundle)
+    swept = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))
+    sweep_notes(store, needed_generations)
+    return (
+        swept
+        + store.sweep_unfinished(cutoff_at=now_s - UNFINISHED_S)
+        + sweep_bundles(store)
+        + sweep_training(bundle, changed_before_s=now_s - UNFINISHED_S)
+    )
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:

@@ -7,20 +7,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from typing import Any
 
-from precompute.builds.build import Build, fetch_items, shard_report
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from precompute.builds.build import Build, fetch_items, on_this_host, shard_report
 from precompute.builds.reuse_fact import users_by_reason
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.reuse.computed_by import computed_by
-from precompute.reuse.kept_shard import reasons_file
-from precompute.reuse.words import users_in_words
+from precompute.reuse.base import reasons_file
+from precompute.reuse.reasons import users_in_words
+from precompute.reuse.reproducibility import computed_by
 from precompute.scoring.items import score_items
-from precompute.scoring.shard import Scorers
-from precompute.scoring.users.shard import score_users
+from precompute.scoring.scorers import Scorers
+from precompute.scoring.users import score_users
+from precompute.steps.night import Night, StepRow
 
 SHARDS_AT_ONCE = 2
 """Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""

@@ -6,25 +6,22 @@ of that one reads the same events.
 
 from datetime import UTC, datetime
 
+from cache.control.states import UNFINISHED
 from cache.errors import ConfigError
-from cache.events.position import Position
+from cache.events.event import Position
 from cache.format.manifest import GENERATION
 from precompute.builds.build import Build
-from precompute.builds.night import Night
 from precompute.bulk.headroom import writes_files
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
-from precompute.control.connection import connect_events
-from precompute.control.states import UNFINISHED
-from precompute.erasures.erasure import ErasedEntities, all_erasures
 from precompute.events.files import event_files
-from precompute.events.forgetting import forget_in_files
-from precompute.events.merging import merge
-from precompute.events.stores import EventStores
-from precompute.events.taking import take_events
-from precompute.releases.registry import open_releases
+from precompute.events.stores import connect_events
+from precompute.events.stream import EventStores, forget_in_files, merge, take_events
+from precompute.releases.moves import open_releases
 from precompute.reuse.base import settings_digest
+from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import all_files, pin
+from precompute.steps.night import Night
 
 
 @writes_files

@@ -6,26 +6,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from cache.control.states import State, demand
 from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refused
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
-from precompute.builds.build import Build, erased_from, fetch_partition
-from precompute.builds.copies import on_this_host
-from precompute.builds.night import Night, StepRow
+from precompute.builds.build import Build, erased_from, fetch_partition, on_this_host
 from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.control.states import State, demand
-from precompute.events.marks import marks_file
-from precompute.experiments.room import ArmRoom, arms_room
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.limits import TimeLimits
+from precompute.events.files import marks_file
+from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Measurement, Verdict
 from precompute.gates.judge import (
     FILES,
     GATES,
@@ -33,20 +28,22 @@ from precompute.gates.judge import (
     LIVE_FILES,
     OPENS,
     GateRaised,
+    TimeLimits,
     asked_of,
     is_unanswered,
     overridden,
     run_gates,
     run_within,
 )
-from precompute.gates.rules.files import files
+from precompute.gates.rules.checksums import files
 from precompute.partitions import catalogue, holdout
-from precompute.releases.registry import open_releases
-from precompute.releases.release import Releases
+from precompute.releases.moves import Releases, open_releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
 from precompute.sources.plausibility import few_in_words
 from precompute.steps import load
+from precompute.steps.night import Night, StepRow
+from precompute.traffic.experiments import ArmRoom, arms_room
 
 
 @on_this_host

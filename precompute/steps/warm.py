@@ -4,14 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cache.control.control_keys import Control, Replica
+from cache.l2.sync_clients import connect
 from cache.store.releases import Pointer
-from precompute.builds.build import Build
-from precompute.builds.night import Night, StepRow
-from precompute.builds.step_times import timed
+from precompute.builds.build import Build, timed
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import Replica
+from precompute.steps.night import Night, StepRow
 
 WARM_POLL_S = 0.1
 

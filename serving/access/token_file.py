@@ -1,4 +1,4 @@
-"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them; no token stands in it.
+"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them.
 
 A token is 256 random bits, so its plain SHA-256 can be neither reversed nor guessed: a slow hash protects passwords,
 which people choose.
@@ -11,24 +11,46 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
 
 from cache.config.section import section
 from cache.errors import ConfigError
-from cache.store.local_files import open_draft
+from cache.store.artefacts import open_draft
 from serving.access.quota import QuotaLimits
-from serving.access.scopes import SCOPES
+
+Scope = Literal["read", "score", "feedback", "events", "explain", "admin"]
+
+
+SCOPES: Mapping[Scope, str] = {
+    "read": "lookups, and which generations are served",
+    "score": "candidates put in order",
+    "feedback": "reports of what came of answers",
+    "events": "events of users and items, taken in",
+    "explain": "why an entity is answered as it is",
+    "admin": "the dashboard's data",
+}
+"""Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation ask for none."""
+
 
 TOKENS_MAX = 256
+
+
 FILE_BYTES_MAX = 1 << 20
+
+
 VERSION = 1
+
+
 DEFAULT = "default"
 """Name of the one token of `LARDER_TOKEN`; none in the file may have it."""
 
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -1,26 +1,94 @@
-"""Admission control under overload: live inference is left out first, requests are refused last.
+"""Admission control under overload (CoDel), and the samples of the queues that it follows.
 
 Three queues say how the process is doing: the event loop's (how long a turn takes: what is ready now is handled after
 it), the model's, and the requests under way below L1.
 """
 
+import asyncio
+import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from math import inf
 from typing import Literal
 
-from serving.admission.codel import Valve
+from cache.process.background_loops import BackgroundLoops
 from serving.admission.work_pacer import WorkPacer
 
+_CLOSE_MOST, _OPEN = 0.1, 0.1
+
+
+_SHUT = 0.001
+
+
+class Valve:
+    """Valve that admits a share, 0 to 1, of some work and follows one queue.
+
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
+    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
+    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
+    to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which doubles
+    until a queue stands again (TCP's slow start): what is over is over within half a second.
+    """
+
+    def __init__(self, target: float, interval_s: float) -> None:
+        self.target = target
+        self.admitted_share = 1.0
+        self.wait = 0.0
+        """The shortest wait of the interval before, in the unit of `target`."""
+        self._interval_s = interval_s
+        self._shortest_wait, self._interval_began_at = inf, 0.0
+        self._step, self._credit = _OPEN, 0.0
+
+    def observe(self, wait: float, now_s: float) -> None:
+        """Takes one sample of the wait, in the unit of `target`; `now_s` in seconds.
+
+        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
+        that where samples are rare each of them is judged.
+        """
+        if self._shortest_wait == inf:
+            self._interval_began_at = now_s
+        self._shortest_wait = min(self._shortest_wait, wait)
+        if now_s - self._interval_began_at < self._interval_s:
+            return
+        self.wait = self._shortest_wait
+        if self.wait <= self.target:
+            self.admitted_share = min(1.0, self.admitted_share + self._step)
+            self._step = min(1.0, 2 * self._step)
+        else:
+            self._step = _OPEN
+            self.admitted_share *= max(_CLOSE_MOST, self.target / self.wait)
+            if self.admitted_share < _SHUT:
+                self.admitted_share = 0.0
+        self._shortest_wait, self._interval_began_at = wait, now_s
+
+    def admit(self) -> bool:
+        """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
+        if self.admitted_share >= 1.0:
+            return True
+        self._credit += self.admitted_share
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
+
+
 Stage = Literal["live", "queue", "late", "full", "gone"]
+
+
 STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full", "gone")
 """Kinds of shed work: an inference; a request that would cost much while leaving live out is not enough; one whose
 deadline is over before its answer; one beyond `requests_max`; one whose client has closed the connection.
 """
 
+
 LEFT_OUT = 0.05
 """The share of live at which leaving it out has been tried: what stands even then is more than all can be given."""
 
+
 URGENT = 5
 """Multiple of the loop's target: a turn that long leaves no time for trying."""
+
 
 MODEL_TARGET = 1 / 3
 """Part, 0 to 1, of an input's time for live inference that it may spend in a standing queue of the model."""
@@ -99,3 +167,60 @@ class Admission:
         is_queue_standing = self.loop.admitted_share <= LEFT_OUT or turn_s > URGENT * target
         self.costly.observe(turn_s if is_queue_standing else min(turn_s, target), now_s)
         self.model.observe(model_wait, now_s)
+
+
+Observe = Callable[[float, float, float], None]
+
+
+@dataclass(slots=True, eq=False)
+class LoopLagSampler:
+    """Periodic sampler: calls `observe` with the seconds of one turn of the event loop, `model_wait()` and the time.
+
+    A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is
+    read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks; after
+    a turn that took longer than their distance the next one is looked at as well, or a queue would slow its own judge.
+    """
+
+    observe: Observe
+    model_wait: Callable[[], float]
+    _: KW_ONLY
+    every_s: float
+    timer: Callable[[], float] = time.monotonic
+    loops: BackgroundLoops = field(default_factory=BackgroundLoops)
+    _task: asyncio.Task[None] | None = field(init=False, default=None)
+
+    def start(self) -> None:
+        """Start sampling, on the running event loop."""
+        self._task = self.loops.start("loop_lag", self._sample)
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _sample(self) -> None:
+        """Observe the turn after a pause, and each turn after that until one is short."""
+        await asyncio.sleep(self.every_s)
+        # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
+        loop, turn_began_at = asyncio.get_running_loop(), self.timer()
+        done_future: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            nonlocal turn_began_at
+            if done_future.done():  # the task was cancelled meanwhile
+                return
+            now_s = self.timer()
+            turn_s, turn_began_at = now_s - turn_began_at, now_s
+            try:
+                self.observe(turn_s, self.model_wait(), now_s)
+            except Exception as error:
+                done_future.set_exception(error)
+                return
+            if turn_s > self.every_s:
+                loop.call_soon(end)
+            else:
+                done_future.set_result(None)
+
+        loop.call_soon(end)
+        await done_future

@@ -10,17 +10,15 @@ service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, Gener
 try:
     import httpx as _httpx  # noqa: F401
 except ModuleNotFoundError:
-    from cache.process.extras import install_command as _install_command
+    from cache.process.command_line import install_command as _install_command
 
     raise ModuleNotFoundError(
         f"serving.client needs httpx, not installed here: {_install_command('client')}",
         name="httpx",
     ) from None
 
-from serving.answers.fields import Answer, Ranking
-from serving.answers.sources import Source
-from serving.client.answers import Generations, Held
-from serving.client.calls import Entity, Id, Options
+from serving.client.answers import EventReceipt, EventRejection, Generations, Held
+from serving.client.calls import Entity, Id, NewEvent, Options
 from serving.client.clients import AsyncClient, Client
 from serving.client.errors import (
     DeadlineExceeded,
@@ -36,8 +34,8 @@ from serving.client.errors import (
     Unavailable,
     Unreachable,
 )
-from serving.client.events import EventReceipt, EventRejection, NewEvent
 from serving.client.sender import Pace, Policy
+from serving.requests.answers import Answer, Ranking, Source
 
 __all__ = [
     "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "EventReceipt", "EventRejection", "Forbidden",

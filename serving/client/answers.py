@@ -1,23 +1,29 @@
-"""Results that a caller of the client gets: frozen, read from JSON, numbers as read-only float32 arrays. Pure."""
+"""Results that a caller of the client gets, read from JSON or Arrow. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import orjson
 
-from serving.answers.fields import Answer, Numbers, Origin, Ranking, fields_of
-from serving.answers.sources import Source
+from serving.arrow.reader import Unsupported, read
+from serving.arrow.schema import Malformed
 from serving.client.errors import Garbled
+from serving.requests.answers import Answer, Numbers, Origin, Ranking, Source, fields_of
 
 _T = TypeVar("_T", bound=Origin)
+
+
 _ARRAYS = frozenset(
     answer_field.name
     for declared in (Answer, Ranking)
     for answer_field in fields_of(declared)
     if answer_field.type is Numbers
 )
+
+
 _SOURCES: Mapping[str, Source] = {source.value: source for source in Source}
 
 
@@ -139,3 +145,72 @@ def _value(name: str, value: Any) -> Any:
     numbers = np.array(value, np.float32)
     numbers.setflags(write=False)
     return numbers
+
+
+def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
+    """The answers of one batch of `count` entities, in their order. Raises Garbled."""
+    try:
+        frame = read(raw, count)
+    except (Malformed, Unsupported) as error:
+        raise Garbled(
+            f"the body is no Arrow IPC stream: {error}; it begins {raw[:80]!r}"
+        ) from error
+    if frame.rows != count:
+        raise Garbled(f"{count} entities were asked, and {frame.rows} answers came")
+    answer_fields = Answer.__dataclass_fields__
+    names = [name for name in frame.columns if name in answer_fields and name != "id"]
+    table = frame.metadata.get("table")
+
+    def answer(id_: str | None, *values: Any) -> Answer:
+        field_values = {
+            name: value for name, value in zip(names, values, strict=True) if value is not None
+        }
+        field_values["source"] = source_of(field_values["source"])
+        return Answer(id=id_, table=table, **field_values)  # type: ignore[arg-type]
+
+    try:
+        return list(
+            starmap(answer, zip(*(frame.columns[name] for name in ("id", *names)), strict=True))
+        )
+    except (KeyError, TypeError) as error:
+        raise Garbled(f"this is no answer of the service: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EventRejection:
+    """Event that was not accepted: its place among those sent, why, and in words."""
+
+    index: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventReceipt:
+    """Numbers of events that were accepted and that were there before; those rejected, how the others are kept
+    (`always`, `everysec`, `none`, `unknown`), and the position of the newest."""
+
+    accepted: int
+    repeated: int
+    rejected: tuple[EventRejection, ...]
+    durability: str
+    position: str | None
+
+
+def read_receipt(raw: bytes) -> EventReceipt:
+    """Outcome of the events of one request. Raises Garbled."""
+    body = read_json(raw)
+    try:
+        rejected = tuple(
+            EventRejection(rejection["index"], rejection["reason"], rejection["detail"])
+            for rejection in body["rejected"]
+        )
+        return EventReceipt(
+            int(body["accepted"]),
+            int(body["repeated"]),
+            rejected,
+            str(body["durability"]),
+            body["position"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Garbled(f"this is no answer to events: {error!r}") from error

@@ -2,14 +2,22 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 import orjson
 
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
+from serving.arrow.schema import MEDIA_TYPE, Field
+from serving.arrow.writer import stream, whole_texts
+
+
+def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
+    """The body that asks for `ids`; options are the schema's metadata."""
+    column = whole_texts([entity_id.encode() for entity_id in ids])
+    return stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
+
 
 Id = str | int
 
@@ -215,3 +223,72 @@ def _table(table: str | None) -> str:
 def _post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
     content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     return Call("POST", path, None, content, is_repeatable)
+
+
+BODY_BYTES: Final = 4 << 20
+"""Bytes of events in one request: the service takes 8 MiB unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """Event to send: a user did something with an item, or values are set for a user alone or an item alone.
+
+    `id` makes a repetition none: the same one when it is sent again. `time` is ISO 8601, a datetime or Unix seconds.
+    """
+
+    id: Id
+    user: Id | None = None
+    item: Id | None = None
+    time: str | float | datetime | None = None
+    type: str | None = None
+    weight: float | None = None
+    attributes: Mapping[str, Any] | None = None
+    features: Mapping[str, Any] | None = None
+    vector: Sequence[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of the fields that are set."""
+        body: dict[str, Any] = {
+            name: as_id(value)
+            for name in ("id", "user", "item")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("time", "type", "weight", "attributes", "features", "vector"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        return body
+
+
+class EventsCall(NamedTuple):
+    """Request with some of the events, the first of them the `at`-th of all."""
+
+    at: int
+    call: Call
+
+
+def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
+    """Requests with all events in their order, each of at most `max_batch` events and `BODY_BYTES`.
+
+    Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
+    """
+    calls: list[EventsCall] = []
+    bodies: list[bytes] = []
+    size_bytes = 0
+    for index, event in enumerate(events):
+        try:
+            body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError as error:
+            raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
+        if bodies and (len(bodies) == max_batch or size_bytes + len(body) > BODY_BYTES):
+            calls.append(_call(index, bodies))
+            bodies, size_bytes = [], 0
+        bodies.append(body)
+        size_bytes += len(body) + 1
+    if bodies:
+        calls.append(_call(len(events), bodies))
+    return calls
+
+
+def _call(end: int, bodies: Sequence[bytes]) -> EventsCall:
+    body = b'{"events":[' + b",".join(bodies) + b"]}"
+    return EventsCall(end - len(bodies), Call("POST", "/v1/events", None, body))

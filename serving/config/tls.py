@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from cache.config.serving import ClientCertificates, ServingConfig
 from cache.errors import ConfigError
-from cache.store.local_files import file_version
+from cache.store.artefacts import file_version
 
 _FILE_BYTES_MAX = 1 << 20
 _MODES = {

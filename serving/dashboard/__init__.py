@@ -1,4 +1,4 @@
-"""The built-in dashboard: what all workers and replicas count, as one JSON document and one page.
+"""The built-in dashboard: what all workers and replicas count, as one JSON document, one page, and in a terminal.
 
-Imports serving.events and the rooms below it. Start at `service`.
+Start at `service`.
 """

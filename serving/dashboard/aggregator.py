@@ -1,35 +1,177 @@
-"""Reads what all workers told Redis, adds it up, and remembers of old bins only what is drawn."""
+"""Figures of all workers: read from Redis, added up, and kept as what is drawn."""
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import xxhash
 
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
-from serving.dashboard.counters import Counts, is_count, merged, unpack
-from serving.dashboard.publisher import MetricsPublisher
-from serving.dashboard.series import DrawnBin, row
-from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
-from serving.events import overview
-from serving.usage.l1_curve import merge_curves
+from serving.dashboard import counters
+from serving.dashboard.counters import (
+    ANSWERS,
+    BIN_S,
+    BINS_MAX,
+    MISSES,
+    REQUESTS,
+    STAGES,
+    TAKEN_IN,
+    Counts,
+    MetricsPublisher,
+    by,
+    histograms,
+    is_count,
+    merged,
+    start_of,
+    unpack,
+)
+from serving.events.counts import ACCEPTED, REPEATED
+from serving.metrics.collectors import quantile
+from serving.metrics.registry import STAGES as STAGE_NAMES
+from serving.requests.answers import Source
+from serving.usage.l1_advisor import merge_curves
+
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
+
+
+REASONS_MAX = 20
+"""Miss reasons shown by name, the most frequent ones; the others are summed up as `other`."""
+
+
+Quantiles = dict[str, float | None]
+
+
+class DrawnBin(NamedTuple):
+    """A bin as it is drawn: seconds by source and quantile, seconds spent by stage."""
+
+    requests: int
+    answers: dict[str, int]
+    seconds: dict[str, Quantiles]
+    stages: dict[str, float]
+    misses: dict[str, int]
+    events: dict[str, int]
+
+
+EMPTY = DrawnBin(0, {}, {}, {}, {}, {})
+
+
+REJECTED = "rejected"
+
+
+def row(counts: Mapping[str, int], bounds: Sequence[float]) -> DrawnBin:
+    """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
+    return DrawnBin(
+        counts.get(REQUESTS, 0),
+        by(counts, ANSWERS),
+        quantiles(counts, bounds),
+        {stage: micro / 1e6 for stage, micro in by(counts, STAGES).items()},
+        by(counts, MISSES),
+        events_in(counts),
+    )
+
+
+def events_in(counts: Mapping[str, int]) -> dict[str, int]:
+    """Events accepted, repeated and rejected; nothing where none came."""
+    results = by(counts, TAKEN_IN)
+    if not results:
+        return {}
+    event_counts = {name: results.pop(name, 0) for name in (ACCEPTED, REPEATED)}
+    return {**event_counts, REJECTED: sum(results.values())}
+
+
+def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Quantiles]:
+    """Quantiles in seconds by source; only sources that answered."""
+    return {
+        source: {
+            name: _short(quantile(bounds, buckets, fraction))
+            for name, fraction in QUANTILES.items()
+        }
+        for source, buckets in histograms(counts).items()
+    }
+
+
+def _short(seconds: float | None) -> float | None:
+    """Rounds to three digits: more than the error of a quantile leaves true would only be sent."""
+    return None if seconds is None else float(f"{seconds:.3g}")
+
+
+def series(rows: Mapping[int, DrawnBin], end_bin_start: int) -> dict[str, Any]:
+    """Every bin from the oldest known up to, without, `end_bin_start`; a bin that was not written has zeros."""
+    starts = range(min(rows, default=end_bin_start), end_bin_start, BIN_S)
+    drawn_bins = [rows.get(start, EMPTY) for start in starts]
+    reasons = _reasons(drawn_bins)
+    misses = {
+        reason: [drawn_bin.misses.get(reason, 0) for drawn_bin in drawn_bins] for reason in reasons
+    }
+    named = (
+        (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
+    )
+    other_misses = [
+        sum(n for name, n in drawn_bin.misses.items() if name not in misses)
+        for drawn_bin in drawn_bins
+    ]
+    return {
+        "step_s": BIN_S,
+        "at": list(starts),
+        "requests": [drawn_bin.requests for drawn_bin in drawn_bins],
+        "answers": {
+            source.value: [drawn_bin.answers.get(source, 0) for drawn_bin in drawn_bins]
+            for source in Source
+        },
+        "seconds": {
+            source.value: {
+                name: [drawn_bin.seconds.get(source, {}).get(name) for drawn_bin in drawn_bins]
+                for name in QUANTILES
+            }
+            for source in Source
+        },
+        "stages": {
+            stage: [drawn_bin.stages.get(stage, 0.0) for drawn_bin in drawn_bins]
+            for stage in STAGE_NAMES
+        },
+        "misses": misses | ({"other": other_misses} if any(other_misses) else {}),
+        "events": {
+            name: [drawn_bin.events.get(name, 0) for drawn_bin in drawn_bins] for name in named
+        },
+    }
+
+
+def _reasons(rows: Sequence[DrawnBin]) -> list[str]:
+    sums: dict[str, int] = {}
+    for drawn_bin in rows:
+        for reason, n in drawn_bin.misses.items():
+            sums[reason] = sums.get(reason, 0) + n
+    return sorted(sums, key=lambda reason: (-sums[reason], reason))[:REASONS_MAX]
+
 
 LATELY_BINS = 30
 """Bins of the last five minutes: what is said of the present is said of these."""
+
+
 _FRESH_BINS = 6
+
+
 _ALL_AGAIN_S = 60.0
 """Seconds between two readings of all bins: older than a minute they hardly change, and late tellings are seen then."""
+
+
 _PIECE = 64
+
+
 TIMEOUT_S = 2.0
+
+
 SILENT_S = 10.0
 """Seconds without a telling after which a worker is not shown."""
 
 
 _TEXTS = ("generation", "stale", "degraded", "failed")
+
+
 _NUMBERS = (
     "since", "epoch", "live_queued", "under_way", "requests_max", "queue_seconds",
     "l1_bytes", "l1_budget_bytes", "l1_entries",
@@ -182,8 +324,8 @@ def _can_be_shown(row: Mapping[str, Any]) -> bool:
         and isinstance(counts, dict)
         and all(map(is_count, counts.values()))
         and isinstance(events, dict)
-        and _has_kinds(events, overview.TEXTS, overview.NUMBERS)
-        and _adds_up(overview.merge_rows, events)
+        and _has_kinds(events, counters.TEXTS, counters.NUMBERS)
+        and _adds_up(counters.merge_rows, events)
         and _adds_up(merge_curves, row.get("advisor"))
     )
 

@@ -1,27 +1,44 @@
-"""Counters of a worker: a flat table of whole numbers that add up over time, workers and replicas. Pure.
+"""Counters of a worker in bins of ten seconds, its view of events, and their publication in Redis.
 
 Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
-`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
+`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.collectors`), `x` what was shed under
 overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<event>` what was reported of it,
 `v:<result>` events by what became of them, `y:<reason>` requests and pieces of the inbox refused whole, `w` answers
 with newer events, `c` lists of these compared with the night's, and `d` how much of them was not in it, in millionths.
 """
 
+import asyncio
+import logging
 from collections import Counter as Sum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Any, Final, cast
 
 import orjson
 
+from cache.errors import TierUnavailable
+from cache.events.event import Position
+from cache.l2.control_plane import CommandArgument, ControlPlane
+from serving.events.counts import TEXTS as GAUGES
 from serving.events.counts import EventCounts
+from serving.events.follower import EventFollower
+from serving.events.intake import EventIntake
+from serving.generations.holder import GenerationHolder
 from serving.metrics.registry import Metrics, counts_of
 
 Counts = dict[str, int]
 
+
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
+
+
 ARMS, EVENTS = "n:", "f:"
+
+
 TAKEN_IN, REFUSED, NEWER_EVENT_ANSWERS, COMPARED, CHANGED_PPM = "v:", "y:", "w", "c", "d"
+
+
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, ARMS, EVENTS)
 
 
@@ -133,3 +150,220 @@ def unpack(blob: bytes) -> Counts:
     except (ValueError, TypeError, AttributeError):
         return {}
     return counts if min(buckets, default=0) >= 0 and all(map(is_count, counts.values())) else {}
+
+
+BIN_S = 10
+
+
+HISTORY_S = 3_600
+
+
+BINS_MAX = HISTORY_S // BIN_S + 2
+"""Bins kept: an hour of whole ones, the one that runs, and one more for clocks that are apart."""
+
+
+def start_of(at: float) -> int:
+    """Start of the bin that a moment lies in, both in Unix seconds."""
+    return int(at // BIN_S) * BIN_S
+
+
+class TimeBins:
+    """Bins of one worker, `BINS_MAX` at most, each packed (some hundred bytes); Redis may lack `unpublished_starts`."""
+
+    def __init__(self) -> None:
+        self.packed: dict[int, bytes] = {}
+        self.unpublished_starts: set[int] = set()
+
+    def add(self, at: float, delta: Mapping[str, int]) -> None:
+        """Counts what came around a moment of Redis' clock; the oldest bin goes when there are too many."""
+        if not delta:
+            return
+        start = start_of(at)
+        earlier_counts: Counts = unpack(self.packed[start]) if start in self.packed else {}
+        self.packed[start] = pack(merged((earlier_counts, delta)))
+        self.unpublished_starts.add(start)
+        while len(self.packed) > BINS_MAX:
+            oldest = min(self.packed)
+            del self.packed[oldest]
+            self.unpublished_starts.discard(oldest)
+
+    def mark_unpublished(self) -> None:
+        """Marks all bins as untold: Redis may have lost all of them."""
+        self.unpublished_starts = set(self.packed)
+
+
+log = logging.getLogger(__name__)
+
+
+LIFE_S = HISTORY_S + 300
+"""Seconds that a key stays in Redis from its last change on."""
+
+
+GONE_S = 60.0
+"""Seconds without a telling after which a worker is taken out of the table of workers."""
+
+
+AT_ONCE = 64
+"""Bins told in one go: all of them are told again when Redis came back empty."""
+
+
+_SWEEP = 30
+"""Tellings between two looks for workers that are gone."""
+
+
+TIMEOUT_S = 2.0
+
+
+class MetricsPublisher:
+    """Publisher of one worker. It writes the state as it is, under the worker's name: told twice it stays the same.
+
+    `about` is what the worker says of itself beside its counts, JSON-able.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        name: str,
+        clock: Callable[[], float],
+        read_counts: Callable[[], Counts],
+        about: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.name = name
+        self.bins = TimeBins()
+        self.trouble: str | None = None
+        self._control, self._keys, self._clock = control, control.keyspace, clock
+        self._collect_counts, self._about = read_counts, about
+        self._noted_at = self._started_at = clock()
+        self._noted_counts: Counts = read_counts()
+        self._is_known = False
+        self._publish_count = 0
+
+    def note(self) -> dict[str, Any]:
+        """Counts what came since the last call into the bin of the time between; this worker's row as of now."""
+        now_s, counts = self._clock(), self._collect_counts()
+        self.bins.add((self._noted_at + now_s) / 2, difference(counts, self._noted_counts))
+        self._noted_at, self._noted_counts = now_s, counts
+        return {"at": now_s, "since": self._started_at, **self._about(), "counts": totals(counts)}
+
+    async def publish(self) -> None:
+        """Notes, and writes what Redis does not have yet; a Redis that is away is told later."""
+        row, bins = self.note(), self.bins
+        # A copy: what is noted while Redis answers is not told yet.
+        starts = {
+            start: bins.packed[start]
+            for start in sorted(bins.unpublished_starts, reverse=True)[:AT_ONCE]
+        }
+        commands: list[tuple[CommandArgument, ...]] = [
+            ("HSET", self._keys.workers, self.name, orjson.dumps(row)),
+            ("EXPIRE", self._keys.workers, LIFE_S),
+        ]
+        for start, blob in starts.items():
+            key = self._keys.bin(start)
+            commands += ("HSET", key, self.name, blob), ("EXPIRE", key, LIFE_S)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                is_new = (await self._control.execute_all(commands))[0]
+                await self._sweep(row["at"])
+        except (TierUnavailable, TimeoutError) as error:
+            self._failed(str(error) or f"no reply within {TIMEOUT_S} s")
+            return
+        bins.unpublished_starts -= {
+            start for start, blob in starts.items() if bins.packed.get(start) is blob
+        }
+        if self.trouble is not None or (is_new and self._is_known):
+            bins.mark_unpublished()  # it may be another Redis, or an emptied one
+        self.trouble, self._is_known = None, True
+
+    def _failed(self, trouble: str) -> None:
+        if self.trouble is None:
+            log.warning("the dashboard shows this worker alone: %s", trouble)
+        self.trouble = trouble
+
+    async def _sweep(self, now_s: float) -> None:
+        self._publish_count += 1
+        if self._publish_count % _SWEEP:
+            return
+        (rows,) = await self._control.execute_all([("HGETALL", self._keys.workers)])
+        gone_workers = [name for name, raw in rows.items() if published_at(raw) < now_s - GONE_S]
+        if gone_workers:
+            await self._control.execute_all([("HDEL", self._keys.workers, *gone_workers)])
+
+    async def sign_off(self) -> None:
+        """Takes this worker out of the table: its counts leave `/metrics` as well."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._control.execute_all([("HDEL", self._keys.workers, self.name)])
+        except (TierUnavailable, TimeoutError):
+            log.debug("not signed off: readers leave out who tells nothing")
+
+
+def published_at(raw: bytes) -> float:
+    """Unix seconds at which a worker's row was told; 0 for one that cannot be read."""
+    try:
+        return float(orjson.loads(raw)["at"])
+    except (ValueError, TypeError, KeyError):
+        return 0.0
+
+
+TEXTS: Final = ("durability", "demanded", "counted_until", "published_until")
+"""Fields of a worker's row that are texts; positions are those of Redis."""
+
+
+NUMBERS: Final = (*GAUGES, "lag_s", "users", "held_bytes", "held_max_bytes")
+"""Fields of a worker's row that are numbers."""
+
+
+_Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EventOverview:
+    """Overview of one worker: what it takes in, what it counts, and what its live generation has."""
+
+    intake: EventIntake
+    follower: EventFollower
+    holder: GenerationHolder
+
+    def to_json(self) -> dict[str, Any]:
+        """The worker's row; what was not looked at yet is left out."""
+        redis, newer_events, served = (
+            self.intake.redis,
+            self.follower.newer_events,
+            self.holder.served,
+        )
+        published = None if served is None else served.live.manifest.events
+        return {
+            **self.intake.counts.gauges,
+            "durability": None
+            if redis.found_durability is None
+            else redis.found_durability.persistence,
+            "demanded": redis.demanded,
+            "lag_s": round(self.follower.lag_s(), 3),
+            "users": len(newer_events.users),
+            "held_bytes": newer_events.size_bytes,
+            "held_max_bytes": self.follower.limit_bytes,
+            "counted_until": str(Position.of_number(newer_events.users.last)),
+            "published_until": None if published is None else published.until,
+        }
+
+
+def merge_rows(worker_rows: Sequence[_Row | None]) -> dict[str, Any] | None:
+    """Events of all workers by their rows, each as bad and as far as the last of them; None where nobody tells any."""
+    rows = [row for row in worker_rows if row]
+    if not rows:
+        return None
+    worst = min(rows, key=lambda row: 1.0 if row.get("up") is None else float(row["up"]))
+    numbers = {name: max(_present_values(rows, name), default=None) for name in NUMBERS}
+    return numbers | {
+        "up": None if worst.get("up") is None else bool(worst["up"]),
+        "durability": worst.get("durability"),
+        "demanded": worst.get("demanded"),
+        **{
+            name: min(_present_values(rows, name), key=Position.parse, default=None)
+            for name in ("counted_until", "published_until")
+        },
+    }
+
+
+def _present_values(rows: Sequence[_Row], name: str) -> list[Any]:
+    return [row[name] for row in rows if row.get(name) is not None]

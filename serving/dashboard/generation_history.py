@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from cache.control.night_steps import NIGHT, TIMED_APART
+from cache.config.timetable import NIGHT, TIMED_APART
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
-from cache.format.reuse import Reuse
+from cache.reuse import Reuse
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import MOVES, POINTED, Release
 

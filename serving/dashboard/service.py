@@ -10,14 +10,13 @@ import orjson
 
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.aggregator import FleetReading, FleetView
-from serving.dashboard.counters import Counts
+from serving.dashboard.counters import Counts, MetricsPublisher
 from serving.dashboard.document import document
 from serving.dashboard.generation_history import GenerationHistory
-from serving.dashboard.publisher import MetricsPublisher
-from serving.generations.store_threads import InThread
-from serving.replica.freshness import Nights
+from serving.generations.nights import Nights
+from serving.process.resources import InThread
 from serving.requests.errors import Problem
-from serving.usage.l1_curve import merge_curves
+from serving.usage.l1_advisor import merge_curves
 
 log = logging.getLogger(__name__)
 

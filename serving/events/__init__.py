@@ -1,5 +1,4 @@
-"""Fresh events as they come in: read from requests and from the inbox, accepted by their Redis, counted.
+"""Events by day: taken in from requests and the inbox, followed in their stream, and counted by answers.
 
-Imports `cache`, requests, replica and what lies below; the routes, the dashboard and the service's assembly import it.
-Start at `intake`.
+Start at `intake` and `newer_events`.
 """

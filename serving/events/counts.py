@@ -9,8 +9,7 @@ from prometheus_client.registry import Collector
 
 from cache.format.redis_keys import Keyspace
 from serving.events.connection import EventsRedis, EventsUnavailable
-from serving.metrics.event_counters import by_label
-from serving.metrics.fast_counters import SecondsHistogram
+from serving.metrics.collectors import SecondsHistogram, by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
 ERASED = "erased"

@@ -1,26 +1,266 @@
-"""Intake of events: a request's or the inbox's are read, accepted or rejected, and counted."""
+"""Intake of events, from requests and from the inbox: accepted in order, or rejected with a reason and kept."""
 
 import asyncio
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
-from cache.events.accept import Accepted, PackedEvent
-from cache.events.position import Position
+import orjson
+
+from cache.errors import InvalidInput, LarderError
+from cache.events.event import Position
+from cache.events.new_items import NewItemInputs
+from cache.events.stream import (
+    SCRIPT,
+    SCRIPT_AT_MAXMEMORY,
+    Accepted,
+    PackedEvent,
+    StreamBounds,
+    call_of,
+    outcomes,
+)
+from cache.format.redis_keys import Keyspace
+from cache.process.background_loops import BackgroundLoops, stop
 from cache.store.blocklist import Blocklist
-from serving.events.acceptor import Acceptor, EventsBusy
+from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
-from serving.events.counts import ACCEPTED, REPEATED, TOO_MANY, EventCounts
-from serving.events.reading import DETAIL_CHARS, EventReader, ReadEvents, RejectedEvent
-from serving.events.rejections import Rejections
+from serving.events.counts import ACCEPTED, ERASED, REPEATED, TOO_MANY, EventCounts
+from serving.events.reading import (
+    DETAIL_CHARS,
+    EventReader,
+    ReadEvents,
+    RejectedEvent,
+    UnreadableEvent,
+)
+from serving.generations.refresher import Refresher
 from serving.requests.errors import Problem
+
+PIECE: Final = 250
+"""Events in one call, about 2 ms of a Redis that others may wait for."""
+
+
+WAITING_BYTES_MAX: Final = 16 << 20
+"""Bytes of events that wait for their call; more are refused."""
+
+
+class _Piece(NamedTuple):
+    events: Sequence[PackedEvent]
+    size_bytes: int
+    outcome: asyncio.Future[list[Accepted]]
+
+
+class EventsBusy(LarderError):
+    """More events wait than may; nothing of these was sent."""
+
+    code = "overloaded"
+
+
+class Acceptor:
+    """Acceptor of one process. While a call is under way the events of all requests gather for the next one."""
+
+    def __init__(
+        self,
+        redis: EventsRedis,
+        keyspace: Keyspace,
+        bounds: StreamBounds,
+        newest_position: Callable[[], Position],
+        script: str = SCRIPT,
+        loops: BackgroundLoops | None = None,
+    ) -> None:
+        """`newest_position` tells the newest position that is known, whatever has become of the stream since."""
+        self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
+        self._get_newest_position = newest_position
+        self._loops = BackgroundLoops() if loops is None else loops
+        self._waiting: deque[_Piece] = deque()
+        self._waiting_bytes = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    async def accept(self, events: Sequence[PackedEvent]) -> list[Accepted]:
+        """Outcome of each event, once they are as durable as demanded.
+
+        Raises EventsFull, EventsUnavailable and EventsBusy. After an error some may have been accepted: sent again
+        under their ids they are `repeated`.
+        """
+        if not events:
+            return []
+        sizes = [len(event.body) for event in events]
+        if self._waiting_bytes + sum(sizes) > WAITING_BYTES_MAX and self._waiting:
+            raise EventsBusy(f"{self._waiting_bytes} bytes of events wait already")
+        loop = asyncio.get_running_loop()
+        pieces = [
+            _Piece(events[at : at + PIECE], sum(sizes[at : at + PIECE]), loop.create_future())
+            for at in range(0, len(events), PIECE)
+        ]
+        self._waiting.extend(pieces)
+        self._waiting_bytes += sum(sizes)
+        if self._sending is None or self._sending.done():
+            # A task begins in the next turn: all requests of this one go along.
+            self._sending = self._loops.start(
+                "event_acceptor", self._send, is_due=lambda: bool(self._waiting)
+            )
+        # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
+        piece_outcomes = await asyncio.gather(
+            *(piece.outcome for piece in pieces), return_exceptions=True
+        )
+        accepted: list[Accepted] = []
+        for outcome in piece_outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            accepted += outcome
+        return accepted
+
+    async def aclose(self) -> None:
+        """Waits for the call under way; what waits behind it is refused."""
+        self._refuse(self._take_all(), EventsUnavailable("this service stops"))
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+
+    async def _send(self) -> None:
+        if pieces := self._next():
+            await self._call(pieces)
+
+    async def _call(self, pieces: list[_Piece]) -> None:
+        events = [event for piece in pieces for event in piece.events]
+        try:
+            keys, arguments = call_of(
+                self._keyspace, self._bounds, events, self._get_newest_position()
+            )
+            replies = await self._redis.accept(keys, arguments, self._script)
+            found = _outcomes(replies, len(events))
+        except Exception as error:
+            # What waits behind an outage would wait as long in vain.
+            behind = self._take_all() if isinstance(error, EventsUnavailable) else []
+            self._refuse(pieces + behind, error)
+        else:
+            at = 0
+            for piece in pieces:
+                if not piece.outcome.done():
+                    piece.outcome.set_result(found[at : at + len(piece.events)])
+                at += len(piece.events)
+
+    def _next(self) -> list[_Piece]:
+        pieces, room = [], PIECE
+        while self._waiting and len(self._waiting[0].events) <= room:
+            piece = self._waiting.popleft()
+            self._waiting_bytes -= piece.size_bytes
+            room -= len(piece.events)
+            if not piece.outcome.cancelled():
+                pieces.append(piece)
+        return pieces
+
+    def _take_all(self) -> list[_Piece]:
+        pieces = list(self._waiting)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        return pieces
+
+    def _refuse(self, pieces: Sequence[_Piece], error: Exception) -> None:
+        for piece in pieces:
+            if not piece.outcome.done():
+                piece.outcome.set_exception(error)
+
+
+def _outcomes(replies: Sequence[bytes], count: int) -> list[Accepted]:
+    """Outcomes of so many events; raises EventsUnavailable for replies that are none, or not as many."""
+    try:
+        found = outcomes(replies)
+    except InvalidInput as error:
+        raise EventsUnavailable(f"the Redis of events: {error.message}") from error
+    if len(found) != count:
+        raise EventsUnavailable(
+            f"the Redis of events told the outcome of {len(found)} events, not of {count}"
+        )
+    return found
+
+
+FLUSH_S: Final = 1.0
+"""Seconds between writes of what came over HTTP; a process that is killed loses as much of it."""
+
+
+WAITING_MAX: Final = 1_000
+
+
+SHOWN_BYTES: Final = 1_024
+"""Bytes of a rejected event that are kept."""
+
+
+class _Rejection(NamedTuple):
+    reason: str
+    detail: str
+    event: bytes
+
+
+class Rejections:
+    """Rejected events of one process on their way into Redis; beyond a bound they are counted, not kept."""
+
+    def __init__(
+        self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, kept_max: int
+    ) -> None:
+        """`kept_max`: number of them that Redis keeps, the newest."""
+        self._redis, self._key, self._counts, self._entries_max = (
+            redis, keyspace.rejected_events, counts, kept_max,
+        )  # fmt: skip
+        self._waiting: deque[_Rejection] = deque()
+        self._writing = asyncio.Lock()
+
+    def add(self, reason: str, detail: str, event: Any) -> None:
+        """Counts a rejected event, and takes it in; `event` is what was sent."""
+        self._counts.results[reason] += 1
+        if len(self._waiting) >= WAITING_MAX:
+            self._counts.dropped_count += 1
+            return
+        event_excerpt = b"" if reason == ERASED else _event_excerpt(event)
+        self._waiting.append(_Rejection(reason, detail, event_excerpt))
+
+    async def flush(self) -> None:
+        """Writes what waits; at Redis' maxmemory it is dropped. Raises EventsUnavailable, and then it waits on."""
+        async with self._writing:
+            count = len(self._waiting)
+            if not count:
+                return
+            try:
+                await self._redis.execute_all([
+                    ("XADD", self._key, "MAXLEN", "~", self._entries_max, "*",
+                     "reason", rejection.reason, "detail", rejection.detail, "event", rejection.event)
+                    for rejection in self._waiting
+                ])  # fmt: skip
+            except EventsFull:  # the inbox would wait for its rejected ones, and fill Redis further
+                self._counts.dropped_count += count
+            for _ in range(count):
+                self._waiting.popleft()
+
+    async def step(self) -> None:
+        """Writes what waits, if Redis takes it."""
+        try:
+            await self.flush()
+        except EventsUnavailable:
+            return  # the next step tries again
+
+
+def _event_excerpt(event: Any) -> bytes:
+    if isinstance(event, UnreadableEvent):
+        return b""
+    if isinstance(event, dict) and all(isinstance(field_name, bytes) for field_name in event):
+        event = {
+            name.decode(errors="replace"): field_value.decode(errors="replace")
+            for name, field_value in event.items()
+        }
+    try:
+        return orjson.dumps(event)[:SHOWN_BYTES]
+    except orjson.JSONEncodeError:  # it reads JSON that is nested deeper than what it writes
+        return b""
+
 
 log = logging.getLogger(__name__)
 
+
 INLINE_EVENTS_MAX: Final = 100
 """Events of one request beyond which they are read in a thread: 100 take about 1 ms."""
+
+
 FULL_WAIT_S: Final = 30.0
 """Seconds that whoever meets a full stream is told to wait."""
 
@@ -137,3 +377,218 @@ class EventIntake:
 
 
 _TOO_MANY: Final = "its user, or the item alone, has sent as many as [events] of_one allows"
+
+
+GROUP: Final = "larder"
+
+
+BLOCK_MS: Final = 1_000
+
+
+CLAIM_AFTER_MS: Final = 30_000
+"""Milliseconds after which an entry that some consumer took and did not finish is taken by another one."""
+
+
+CLAIM_EVERY_S: Final = 10.0
+
+
+FORGET_AFTER_MS: Final = 3_600_000
+"""Milliseconds of silence after which a consumer without entries is forgotten: each start is a new one."""
+
+
+PAUSE_S: Final = 1.0
+"""Seconds until the next try where Redis is away or the stream is full."""
+
+
+_BEGIN: Final = b"0-0"
+
+
+# In one script: an entry that a consumer took between a look and DELCONSUMER would be lost with it.
+_FORGET = """
+local gone = 0
+for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local told = {}
+  for i = 1, #each, 2 do told[each[i]] = each[i + 1] end
+  if told['pending'] == 0 and told['idle'] > tonumber(ARGV[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], told['name'])
+    gone = gone + 1
+  end
+end
+return gone
+"""
+
+
+# Both or neither: an entry that is no longer pending and still there would count as lag for ever. No MULTI: at its
+# maxmemory Redis refuses whatever is queued.
+_FINISH = """
+local ids = {unpack(ARGV, 2)}
+redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
+return redis.call('XDEL', KEYS[1], unpack(ids))
+"""
+
+
+class InboxEntry(NamedTuple):
+    """Entry of the inbox: its id, and its fields as they were written."""
+
+    id: bytes
+    fields: dict[bytes, bytes]
+
+
+class Inbox:
+    """Consumer of the inbox, one in each process.
+
+    An entry is removed once its event was accepted, or rejected and kept as such: a consumer that dies before leaves
+    it to another one, for whom the event's id makes a repetition none.
+    """
+
+    def __init__(
+        self,
+        redis: EventsRedis,
+        keyspace: Keyspace,
+        intake: EventIntake,
+        name: str,
+        loops: BackgroundLoops | None = None,
+    ) -> None:
+        self._loops = BackgroundLoops() if loops is None else loops
+        self._redis, self._key, self._intake, self._name = redis, keyspace.inbox, intake, name
+        self._has_unfinished = True
+        """True while entries may be left that this consumer took and did not finish."""
+        self._claimed_at = float("-inf")
+        self._cursor: bytes = _BEGIN
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to take entries, and goes on."""
+        self._task = self._loops.start("event_inbox", self.consume)
+
+    async def aclose(self) -> None:
+        """Stops; what was taken and not finished is another consumer's after a while."""
+        await stop([self._task])
+
+    async def consume(self) -> None:
+        """Take entries in until that fails; return where its Redis is full or away, after a pause."""
+        try:
+            await self._redis.execute("XGROUP CREATE", self._key, GROUP, "0", "MKSTREAM")
+        except EventsFull:
+            pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
+        except EventsUnavailable as error:
+            if "BUSYGROUP" not in str(error):
+                await asyncio.sleep(PAUSE_S)
+                return
+        try:
+            while True:
+                await self._take_in(await self._next())
+        except LarderError as error:  # full, away, or the group is gone with all of Redis
+            log.warning("the inbox of events waits: %s", error.message)
+        finally:
+            self._has_unfinished = True
+        await asyncio.sleep(PAUSE_S)
+
+    async def _next(self) -> list[InboxEntry]:
+        """Entries left from before, else those of consumers that fell silent, else new ones."""
+        if self._has_unfinished:
+            if unfinished_entries := await self._read("0"):
+                return unfinished_entries
+            self._has_unfinished = False
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._claimed_at >= CLAIM_EVERY_S:
+            claim = (self._key, GROUP, self._name, CLAIM_AFTER_MS, self._cursor, "COUNT", PIECE)
+            self._cursor, claimed = (await self._redis.execute("XAUTOCLAIM", *claim))[:2]
+            if claimed or self._cursor != _BEGIN:
+                return _entries(claimed)
+            self._claimed_at = now_s
+            await self._redis.execute("EVAL", _FORGET, 1, self._key, GROUP, FORGET_AFTER_MS)
+        return await self._read(">", "BLOCK", BLOCK_MS)
+
+    async def _read(self, after: str, *options: Any) -> list[InboxEntry]:
+        reply = await self._redis.execute(
+            "XREADGROUP", "GROUP", GROUP, self._name, "COUNT", PIECE, *options, "STREAMS", self._key, after
+        )  # fmt: skip
+        return _entries(reply[0][1]) if reply else []
+
+    async def _take_in(self, entries: list[InboxEntry]) -> None:
+        if not entries:
+            return
+        present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
+        await self._intake.accept_entries(present_entries)
+        ids = [entry.id for entry in entries]
+        await self._redis.execute("EVAL", _FINISH, 1, self._key, GROUP, *ids)
+
+
+def _entries(raw_entries: list[Any]) -> list[InboxEntry]:
+    """Entries of a reply; one that was deleted meanwhile has no fields, and is finished with the others."""
+    return [
+        InboxEntry(entry, dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {})
+        for entry, flat in filter(None, raw_entries)
+    ]
+
+
+_START_S = 2.0
+"""Seconds that a start waits for the Redis of events: lookups need none."""
+
+
+_MAY_EVICT = "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: set noeviction there"
+
+
+@dataclass(frozen=True, slots=True)
+class EventParts:
+    """The intake, and what runs in the background of it."""
+
+    redis: EventsRedis
+    intake: EventIntake
+    inbox: Inbox
+
+    @classmethod
+    def of(
+        cls,
+        config: ServingConfig,
+        name: str,
+        blocklist: Callable[[], Blocklist],
+        newest_position: Callable[[], Position],
+        new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None,
+        loops: BackgroundLoops | None = None,
+    ) -> Self:
+        """All parts, `name` for the consumer of the inbox; nothing is connected yet. Raises ConfigError.
+
+        New events get positions behind the `newest_position` that is known. `new_item_inputs` tells what the live
+        generation can answer with of an item that it does not know.
+        """
+        events, keyspace = config.events, config.of_events().keyspace()
+        redis = EventsRedis(config.events_redis, events.durability)
+        counts = EventCounts(redis, keyspace, events.stream_bytes)
+        bounds = StreamBounds(events.stream_bytes, round(events.keep_s * 1000), events.of_one)
+        intake = EventIntake(
+            redis, EventReader(keyspace, events, new_item_inputs),
+            Acceptor(redis, keyspace, bounds, newest_position, loops=loops),
+            Acceptor(redis, keyspace, bounds, newest_position, SCRIPT_AT_MAXMEMORY, loops),
+            Rejections(redis, keyspace, counts, events.rejected), counts, blocklist, time.time, time.monotonic,
+        )  # fmt: skip
+        return cls(redis, intake, Inbox(redis, keyspace, intake, name, loops))
+
+    def also(self, refresher: Refresher, figures_s: float) -> None:
+        """Has the replica's background write rejected events, and look at stream and inbox."""
+        refresher.add_periodic("event_rejections", FLUSH_S, self.intake.rejections.step)
+        refresher.add_periodic("event_figures", figures_s, self.intake.counts.refresh)
+
+    async def start(self) -> None:
+        """Looks at the Redis of events, says in the log what is wrong with it, and begins to empty the inbox."""
+        try:
+            async with asyncio.timeout(_START_S):
+                await self.redis.demand_durability()
+                await self.intake.counts.refresh()
+                policy = await self.redis.eviction_policy()
+                if self.redis.demanded != "any" and policy.startswith(("volatile", "allkeys")):
+                    log.warning(_MAY_EVICT, policy)
+        except LarderError as error:  # whatever is wrong with events, lookups are answered
+            log.warning("no events are accepted for now: %s", error.message)
+        except TimeoutError:
+            log.warning("no events are accepted for now: their Redis does not answer")
+        self.inbox.start()
+
+    async def aclose(self) -> None:
+        """Ends what is under way, writes what was rejected, and closes the connections."""
+        await self.inbox.aclose()
+        await self.intake.acceptor.aclose()
+        await self.intake.inbox_acceptor.aclose()
+        await self.intake.rejections.step()
+        await self.redis.aclose()

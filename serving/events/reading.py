@@ -1,52 +1,161 @@
-"""Reading of events, from JSON or from fields of the inbox; whatever is wrong is rejected with its reason. Pure."""
+"""Reading of events, from bodies or from fields of the inbox; whatever is wrong is rejected with its reason. Pure."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from cache.config.events import EventsConfig
 from cache.errors import InvalidId
-from cache.events.accept import PackedEvent, packed
 from cache.events.event import Event
-from cache.events.new_item_tower import NewItemInputs, UnfitNewItem
-from cache.events.new_items import brings_item
+from cache.events.new_items import NewItemInputs, UnfitNewItem, brings_item
+from cache.events.stream import PackedEvent, packed
 from cache.format.ids import canonical_id
 from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
-from serving.events.body import UnreadableEvent
 from serving.requests.errors import Problem, from_input, unprocessable
-from serving.requests.fields import check_length, read_features, read_id, read_object
+from serving.requests.json_fields import check_length, read_features, read_id, read_object
+
+_HEAD: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
+
+
+_TAIL: Final = re.compile(rb"\s*\}\s*")
+
+
+# Possessive: a text that is never closed is read once, and then ends the search.
+_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
+
+
+class UnreadableEvent(NamedTuple):
+    """An event of a body that is no JSON, and why; nothing of it is kept, since nobody knows whose it is."""
+
+    reason: str
+
+
+def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
+    """The body with each event read alone; None where they cannot be told apart, or each is JSON.
+
+    At most `most + 1` events are read. `body` as a whole is no JSON.
+    """
+    try:
+        pieces = list(islice(_pieces(body), events_max + 1))
+    except _NoListError:
+        return None
+    events = [_read(piece) for piece in pieces]
+    return (
+        {"events": events} if any(isinstance(event, UnreadableEvent) for event in events) else None
+    )
+
+
+class _NoListError(ValueError):
+    """A body that is no object with a list of events alone, or whose texts and brackets do not end."""
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """The text of each event of the list; raises _NoListError, perhaps behind the first of them."""
+    head = _HEAD.match(body)
+    if head is None:
+        raise _NoListError
+    start, depth = head.end(), 0
+    for token in _TOKEN.finditer(body, start):
+        symbol = token[0]
+        if symbol == b'"':
+            raise _NoListError
+        if symbol in b"[{":
+            depth += 1
+        elif symbol in b"]}":
+            depth -= 1
+        if depth < 0 or (depth == 0 and symbol == b","):
+            piece = body[start : token.start()]
+            if not piece.strip():
+                raise _NoListError
+            yield piece
+            start = token.end()
+        if depth < 0:
+            if symbol != b"]" or not _TAIL.fullmatch(body, start):
+                raise _NoListError
+            return
+    raise _NoListError
+
+
+def _read(piece: bytes) -> object:
+    try:
+        return orjson.loads(piece)
+    except orjson.JSONDecodeError as error:
+        return UnreadableEvent(str(error))
+
+
+def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
+    """The contents of a body that was refused with `problem`; raises it where its events cannot be told apart."""
+    contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
+    if contents is None:
+        raise problem
+    return contents
+
 
 ID_BYTES_MAX: Final = 128
+
+
 TYPE_BYTES_MAX: Final = 64
+
+
 ATTRIBUTES_MAX: Final = 64
+
+
 ATTRIBUTE_NAME_BYTES_MAX: Final = 64
+
+
 TEXT_BYTES_MAX: Final = 1_024
+
+
 TEXTS_MAX: Final = 64
+
+
 VECTOR_MAX: Final = 8_192
+
+
 EVENT_BYTES_MAX: Final = 4_096
 """Largest setting of `event_bytes`: no text of an event is longer."""
+
 
 _FIELDS = frozenset(
     {"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"}
 )
+
+
 _OF_ITEMS = ("features", "vector")
+
+
 _FLOAT_MAX = 3.4e38
 """Largest weight or part of a vector: nights hold both as float32."""
+
+
 _SECONDS_MAX = 10**11
 """Bound of Unix seconds: what is beyond it was meant in milliseconds."""
+
+
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
+
+
 _TIME_CHARS_MAX = 64
+
+
 _BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+
+
 _MICROSECOND = timedelta(microseconds=1)
+
+
 DETAIL_CHARS: Final = 400
 """Characters of a rejection in words that are told and kept: what was sent may stand in it."""
+
+
 _JSON_FIELD = b"e"
 """Field of an inbox entry that holds all of an event as JSON."""
 

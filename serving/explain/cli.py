@@ -1,10 +1,162 @@
 """`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
-from serving.explain.asking import answer_to, question_parser
-from serving.explain.console import show
+from cache.process.command_line import printable
+from serving.cli.lookup import answer_to, question_parser
+from serving.requests.answers import STORED_SOURCES
+
+Section = tuple[str, list[tuple[str, str]]]
+
+
+_VALUES_SHOWN = 10
+"""Items of a list, or numbers of a vector, that are shown."""
+
+
+def show(explanation: Mapping[str, Any]) -> None:
+    """Prints the explanation to standard output."""
+    title, sentence = (
+        printable(f"{explanation['table']} {explanation['id']}"),
+        printable(explanation["sentence"]),
+    )
+    sections: list[Section] = [
+        (name, [(printable(label), printable(text)) for label, text in rows])
+        for name, rows in sections_of(explanation)
+    ]
+    try:
+        from rich.markup import escape
+        from rich.table import Table
+
+        from cache.process.console import SafeConsole
+    except ImportError:
+        _print_plain(title, sentence, sections)
+        return
+    console = SafeConsole()
+    if not console.is_terminal:
+        _print_plain(title, sentence, sections)
+        return
+    console.print(f"[bold]{escape(title)}[/bold]: {escape(sentence)}", highlight=False)
+    for name, rows in sections:
+        table = Table(title=name, title_justify="left", show_header=False, box=None)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in rows:
+            table.add_row(label, escape(text))
+        console.print(table, highlight=False)
+
+
+def _print_plain(title: str, sentence: str, sections: list[Section]) -> None:
+    print(f"{title}: {sentence}")
+    for name, rows in sections:
+        print(f"\n{name}")
+        for label, text in rows:
+            print(f"  {label:<14} {text}")
+    sys.stdout.flush()
+
+
+def sections_of(explanation: Mapping[str, Any]) -> Iterator[Section]:
+    """Names and values, in the order of the ladder."""
+    answer = explanation["answer"]
+    rows = [("tier", answer["tier"])]
+    rows += [(name, answer[name]) for name in ("reason", "live") if answer[name]]
+    rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
+    rows += [("published", explanation["published_at"]), ("age", _age(explanation["age_seconds"]))]
+    rows += [(name, explanation[name]) for name in ("stale", "degraded") if explanation[name]]
+    yield "Answer", rows
+    yield "Where", list(_where(explanation))
+    if (record := explanation["record"]) is not None:
+        yield "Record", list(_record(record))
+    model = explanation["model"]
+    rows = [("computed from", _or(model["computed_from"], "nothing"))]
+    rows += [(name, str(model[name])) for name in ("reason", "precision") if model[name]]
+    rows += list(_prediction(model))
+    yield "Model now", rows
+    if (events := explanation.get("events")) is not None:  # none from an earlier version
+        event_texts = [f"{event['item']} ({event['position']})" for event in events["counted"]]
+        rows = [("counted", _text(event_texts)), ("as of", events["as_of"])]
+        yield "Newer events", [*rows, ("night's until", events["until"])]
+    if (difference := explanation["difference"]) is not None:
+        yield (
+            "Difference",
+            [(name.replace("_", " "), _text(value)) for name, value in difference.items()],
+        )
+    if (default := explanation.get("default")) is not None:
+        yield "Default", list(_prediction(default))
+
+
+def _where(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    directory = explanation["directory"]
+    position_text = f"position {directory['position']} of {directory['entities']}"
+    directory_text = (
+        position_text
+        if directory["known"]
+        else f"not among the {directory['entities']} of this night"
+    )
+    yield "directory", f"{directory_text}, hash {directory['hash']}"
+    if (page := explanation["page"]) is not None:
+        yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
+        yield (
+            "checksum",
+            f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
+        )
+    for tier in STORED_SOURCES:
+        yield tier.upper(), _tier(explanation[tier])
+    if (is_same_bytes := explanation["same_bytes"]) is not None:
+        yield "same bytes", "yes" if is_same_bytes else "NO"
+    if (previous := explanation["previous"]) is not None:
+        previous_state = "has it" if previous["found"] else f"has not: {previous['reason']}"
+        yield "previous", f"{previous['generation']} {previous_state}"
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    if not tier["found"]:
+        return str(tier["reason"])
+    remaining_s = tier.get("expires_in_seconds")
+    return f"there, {tier['by']}" + (
+        "" if remaining_s is None else f", for {remaining_s:.0f} s more"
+    )
+
+
+def _record(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    at = datetime.fromtimestamp(record["scored_at"], UTC).isoformat(timespec="seconds")
+    yield "made by", f"{record['by']}, scored {at}"
+    yield "bytes", f"{record['bytes']}, format {record['format']}, {record['count']} used"
+    yield "fingerprint", record["fingerprint"]
+    yield from _prediction(record)
+
+
+def _prediction(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "items" in prediction:
+        pairs = zip(prediction["items"], prediction["scores"], strict=True)
+        yield "items", _text([f"{item} ({score:.5g})" for item, score in pairs])
+    for name in ("vector", "values"):
+        if prediction.get(name) is not None:
+            yield name, _text([f"{number:.5g}" for number in prediction[name]])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if not isinstance(value, list):
+        return _or(value)
+    more = f", and {len(value) - _VALUES_SHOWN} more" if len(value) > _VALUES_SHOWN else ""
+    return (", ".join(map(str, value[:_VALUES_SHOWN])) or "none") + more
+
+
+def _or(value: object, otherwise: str = "-") -> str:
+    return otherwise if value is None else str(value)
+
+
+def _age(seconds: float) -> str:
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours} h {minutes} min"
+
 
 PROG = "python -m serving explain"
 

@@ -1,41 +1,597 @@
-"""Explanation of an entity's answer: what each rung holds of it, which would answer, and what live would say now."""
+"""Explanation of an entity's answer: what each rung holds, which would answer, and what the model says now."""
 
+import asyncio
+import dataclasses
+import hashlib
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Literal, cast
 
-from cache.errors import CorruptArtefact
-from cache.events.position import Position
-from cache.filters.masks import FilterMask
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable
+from cache.events.event import Position
+from cache.filters.filtering import FilterMask
 from cache.filters.reranking import Reranker
-from cache.format.manifest import Table
-from cache.format.records.codec import Record, decode
-from cache.format.records.layout import is_live, peek_format
+from cache.format.manifest import Table, TablePart
+from cache.format.redis_keys import Keyspace
+from cache.l2.commands import L2Result, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
-from cache.store.artefacts import ArtefactStore
-from cache.tiers.inspector import TierInspector
-from cache.tiers.results import Hit, Miss, MissReason, ReadResult, RecordKey
+from cache.model.agreement import absolute_errors, cosine, overlap
+from cache.records import Record, decode, is_answer_of, is_live, peek_format
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.tiers.l1 import LocalKey
+from cache.tiers.reads import (
+    MISS_BY_REASON,
+    OUTAGES,
+    Hit,
+    Miss,
+    MissReason,
+    ReadResult,
+    RecordKey,
+    View,
+    judge,
+    live_key,
+    overlay_entry,
+    reads_of,
+    unavailable,
+    unsound,
+)
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.answers.sources import STORED_SOURCES, Source
-from serving.explain.difference import difference
-from serving.explain.page_check import PageChecks
-from serving.explain.replay import LadderReplay, UncountedMetrics
-from serving.explain.rescore import Rescorer, RescoreResult
-from serving.explain.summary import sentence
-from serving.fresh.newer_events import CountedEvents, NewerEvents, iso_of
+from serving.engine.answer_builder import RequestContext
+from serving.engine.entity import (
+    PendingAnswer,
+    build_pending_answers,
+    find_previous_record_key,
+    find_record_key,
+)
+from serving.engine.event_counting import count_newer, new_items_of
+from serving.engine.ladder import Ladder
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable, MicroBatcher
+from serving.engine.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
+from serving.events.newer_events import CountedEvents, NewerEvents, iso_of
+from serving.filters.filtered_lookup import Filters
 from serving.generations.pointer_follower import PointerFollower
 from serving.generations.served_set import ServedGenerations
-from serving.generations.snapshot import Snapshot
-from serving.generations.store_threads import InThread
-from serving.lookup.entity import PendingAnswer, build_pending_answers, find_previous_record_key
-from serving.lookup.event_counting import count_newer
-from serving.lookup.micro_batcher import MicroBatcher
-from serving.ranking.filters import Filters
-from serving.rendering.answer_fields import Prediction, from_defaults, from_record, is_cut
+from serving.generations.snapshot import Snapshot, vector_table
+from serving.metrics.registry import Metrics
+from serving.process.resources import InThread
+from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
 from serving.requests.errors import Problem, unprocessable
-from serving.requests.models import LookupRequest
+from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.reasons import LiveReason
+
+_PAGE_S = 3.0
+"""Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
+
+
+class TierInspector:
+    """An inspector whose reads of records are real ones: they count for the breaker, and fail as any read does."""
+
+    def __init__(
+        self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._local = tiers.local
+        self._negative = tiers.negative
+        self._remote = remote
+        self._timer = timer
+
+    def l1(self, view: View, record_key: RecordKey) -> ReadResult | None:
+        """The outcome of a look at L1; None if it holds nothing of this entity."""
+        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        entry = self._local.inspect(key)
+        if entry is not None:
+            return judge(entry, record_key, "l1")
+        if record_key.position < 0 and key in self._negative:
+            return MISS_BY_REASON[MissReason.NEGATIVE]
+        return None
+
+    def find_stand_in(self, view: View, record_key: RecordKey) -> ReadResult | None:
+        """The live answer that stands in while a page is out of reach, if one is kept."""
+        if record_key.position < 0 or record_key.digest is None:
+            return None
+        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        entry = self._local.inspect(live_key(key, record_key.digest))
+        return None if entry is None else judge(entry, record_key, "l1")
+
+    async def record(self, view: View, record_key: RecordKey) -> ReadResult:
+        """The record of L1, else the outcome of a read of L2."""
+        outcome = self.l1(view, record_key)
+        return outcome if isinstance(outcome, Hit) else await self.l2(view, record_key)
+
+    async def l2(self, view: View, record_key: RecordKey) -> ReadResult:
+        """The outcome of a read of L2."""
+        asked_at = self._timer()
+        answer: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
+        if isinstance(answer, TierUnavailable):
+            return unavailable(answer)
+        if record_key.position < 0:
+            if answer is None:
+                return MISS_BY_REASON[MissReason.NOT_IN_GENERATION]
+            entry = overlay_entry(record_key, cast(Overlay, answer), asked_at)
+            return entry if isinstance(entry, Miss) else judge(entry, record_key, "l2")
+        if not isinstance(answer, bytes):
+            return MISS_BY_REASON[MissReason.PAGE_MISSING]
+        if not is_answer_of(answer, record_key.fingerprint):
+            return MISS_BY_REASON[unsound(answer, record_key.fingerprint)]
+        return Hit(answer, "l2", False, None)
+
+    async def page(self, read: PageRead) -> bytes | Miss:
+        """A whole page, or why it cannot be had."""
+        try:
+            async with asyncio.timeout(_PAGE_S):
+                page_payload = await self._remote.page(read)
+        except TierUnavailable as error:
+            return unavailable(error)
+        except TimeoutError:
+            return MISS_BY_REASON[MissReason.L2_TIMEOUT]
+        return MISS_BY_REASON[MissReason.PAGE_MISSING] if page_payload is None else page_payload
+
+
+ComparedPrediction = Mapping[str, Any]
+
+
+def difference(stored_prediction: ComparedPrediction, live: ComparedPrediction) -> dict[str, Any]:
+    """Difference of two predictions of one kind: lists, vectors or values.
+
+    `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) where
+    an item stands in both lists; `overlap` is the share of the longer list that stands in both.
+    """
+    if "items" in stored_prediction:
+        return _of_lists(
+            stored_prediction["items"], stored_prediction["scores"], live["items"], live["scores"]
+        )
+    name = "vector" if "vector" in stored_prediction else "values"
+    return _of_numbers(np.asarray(stored_prediction[name]), np.asarray(live[name]))
+
+
+def _of_lists(
+    stored_items: Sequence[str],
+    stored_scores: NDArray[np.float32],
+    live: Sequence[str],
+    live_scores: NDArray[np.float32],
+) -> dict[str, Any]:
+    stored_score_by_item = dict(zip(stored_items, map(float, stored_scores), strict=True))
+    after = dict(zip(live, map(float, live_scores), strict=True))
+    common_items = [item for item in stored_items if item in after]
+    scores = (
+        np.array([scored[item] for item in common_items])
+        for scored in (after, stored_score_by_item)
+    )
+    k = max(len(stored_items), len(live))
+    live_rank_by_item = {item: number for number, item in enumerate(live)}
+    moved = [
+        abs(number - live_rank_by_item[item])
+        for number, item in enumerate(stored_items)
+        if item in live_rank_by_item
+    ]
+    return {
+        "exact": list(stored_items) == list(live),
+        "k": k,
+        "overlap": overlap(stored_items, live, k),
+        "only_stored": [item for item in stored_items if item not in after],
+        "only_live": [item for item in live if item not in stored_score_by_item],
+        "places_moved_max": max(moved, default=0),
+        **_deltas(*scores),
+    }
+
+
+def _of_numbers(stored_numbers: NDArray[np.float32], live: NDArray[np.float32]) -> dict[str, Any]:
+    if stored_numbers.shape != live.shape:
+        return {"exact": False, "sizes": [len(stored_numbers), len(live)]}
+    return {
+        "exact": bool(np.array_equal(stored_numbers, live)),
+        "cosine": cosine(stored_numbers, live),
+        **_deltas(live.astype(np.float64), stored_numbers),
+    }
+
+
+def _deltas(
+    live: NDArray[np.float64], stored_numbers: NDArray[np.floating]
+) -> dict[str, float | None]:
+    if not len(live):
+        return {"delta_max": None, "delta_mean": None}
+    errors = absolute_errors(live, stored_numbers)
+    return {"delta_max": errors.largest, "delta_mean": errors.mean}
+
+
+_SUMS_S = 2.0
+"""Seconds that the artefact store may take to hand over the checksums."""
+
+
+_AT_ONCE = 2
+"""Reads of checksums, those included that nobody waits for any more."""
+
+
+@dataclass(slots=True, eq=False)
+class PageChecks:
+    """Reads whole pages, so one at a time and only where somebody wants to know."""
+
+    inspector: TierInspector
+    keyspace: Keyspace
+    store: ArtefactStore
+    in_thread: InThread
+    _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
+
+    async def check_page(
+        self, snapshot: Snapshot, table: Table, record_key: RecordKey
+    ) -> dict[str, Any]:
+        """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
+        shard, position = snapshot.directories[table.entity].locate(record_key.position)
+        part = table.parts[shard]
+        number, offset = table.locate(shard, position)
+        within = number - part.first_page
+        records = min(table.records_per_page, part.count - within * table.records_per_page)
+        size_bytes = records * table.layout.size_bytes
+        generation = snapshot.generation
+        page_report: dict[str, Any] = {
+            "key": self.keyspace.page(generation, table.name, number),
+            "number": number,
+            "shard": shard,
+            "offset_bytes": offset,
+            "size_bytes": size_bytes,
+            "records": records,
+        }
+        page_result = await self.inspector.page(
+            PageRead(generation, table.name, number, 0, size_bytes)
+        )
+        expected, sums_error = await self._expected(generation, part, within)
+        if isinstance(page_result, Miss):
+            return page_report | {
+                "state": page_result.reason.value,
+                "expected": expected,
+                "checksum": None,
+            }
+        checksum = f"{xxhash.xxh3_64_intdigest(page_result):016x}"
+        state = "unchecked" if expected is None else "ok" if checksum == expected else "damaged"
+        page_report |= {"state": state, "expected": expected, "checksum": checksum}
+        return page_report | ({"why": sums_error} if sums_error else {})
+
+    async def _expected(
+        self, generation: str, part: TablePart, within: int
+    ) -> tuple[str | None, str | None]:
+        late = f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
+        if len(self._reading) >= _AT_ONCE:
+            return None, late
+        task = asyncio.create_task(self.in_thread(self._read, generation, part, within))
+        self._reading.add(task)
+        task.add_done_callback(self._discard_task)
+        # Not ended with its caller: its thread would go on, and the next caller would take one more.
+        if not (await asyncio.wait({task}, timeout=_SUMS_S))[0]:
+            return None, late
+        try:
+            return task.result(), None
+        except LarderError as error:
+            return None, error.message
+
+    def _discard_task(self, task: "asyncio.Task[str]") -> None:
+        self._reading.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever still waits
+
+    def _read(self, generation: str, part: TablePart, within: int) -> str:
+        raw = self.store.read(generation_path(generation, part.sums.path))
+        if raw is None or hashlib.sha256(raw).hexdigest() != part.sums.sha256:
+            raise CorruptArtefact(f"{part.sums.path} is missing in the store, or damaged")
+        return f"{int(np.frombuffer(raw, '<u8')[within]):016x}"
+
+
+LIVE_S = 2.0
+"""Seconds that one inference may take, its wait included."""
+
+
+log = logging.getLogger(__name__)
+
+
+Input = Literal["sent", "own", "events", "stored_vector"]
+
+
+@dataclass(frozen=True, slots=True)
+class RescoreResult:
+    """Result of a rescore: a record, or `reason` why there is none.
+
+    `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer events,
+    or the vector that the night stored of the user. That one says how the items of the stored list score, not which
+    others would be in it.
+    """
+
+    record: Record | None
+    reason: str | None
+    computed_from: Input | None
+    seconds: float
+    precision: str | None
+    computed: bytes | None = None
+    """The record as inference made it, from an input."""
+
+    @property
+    def is_of_input(self) -> bool:
+        """True if a request would be answered by this, too."""
+        return self.computed_from in ("sent", "own", "events")
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields of the explanation, all but the prediction itself."""
+        return {
+            "computed_from": self.computed_from,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 6),
+            "precision": self.precision,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rescorer:
+    """Runs through the queue and the admission of live inference, so that it takes nothing from callers under load."""
+
+    batcher: MicroBatcher
+    admission: Admission
+    looking: TierInspector
+
+    async def rescore(
+        self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None
+    ) -> RescoreResult:
+        """Computes from the input of the case, else from the stored vector for the items of the stored list."""
+        began_at = time.monotonic()
+        precision = "fp32" if _input(case) == "events" else _precision(snapshot, case.table)
+        if snapshot.predictor is None:
+            return RescoreResult(None, LiveReason.NO_MODEL, _input(case), 0.0, None)
+        record: Record | None = None
+        computed: bytes | None = None
+        reason: str | None = "nothing_to_compute_from"
+        computed_from = _input(case)
+        if case.may_compute(snapshot):
+            record, computed, reason = await self._live(snapshot, case)
+        elif computed_from is not None:  # blocked, or without a producer
+            reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
+        elif stored_record is not None and stored_record.items is not None:
+            record = await self._from_vector(snapshot, case, stored_record)
+            if record is not None:
+                reason, computed_from = None, "stored_vector"
+        seconds = time.monotonic() - began_at
+        return RescoreResult(record, reason, computed_from, seconds, precision, computed)
+
+    async def _live(
+        self, snapshot: Snapshot, case: PendingAnswer
+    ) -> tuple[Record | None, bytes | None, str | None]:
+        """The record, decoded and as it is, or why there is none."""
+        if not self.admission.admit_live():
+            return None, None, LiveReason.OVERLOADED
+        job = InferenceJob(
+            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
+            time.monotonic() + LIVE_S,
+            event_input=None if case.is_settled else case.counted_events and case.counted_events.input,
+            new=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
+        )  # fmt: skip
+        try:
+            computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
+            return case.decoded(snapshot, computed.record), computed.record, None
+        except LiveUnavailable as error:
+            return None, None, error.reason
+        except TimeoutError:
+            return None, None, LiveReason.TIMEOUT
+        except Exception:  # the model is a guest
+            log.warning("live inference for %s failed", case.table.name, exc_info=True)
+            return None, None, LiveReason.FAILED
+
+    async def _from_vector(
+        self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
+    ) -> Record | None:
+        """The stored list, scored and ordered by the stored vector; None without one."""
+        raw, items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
+        if raw is None or items is None or predictor is None or case.table.entity != "user":
+            return None
+        if not predictor.supports(case.table.name):
+            return None
+        try:
+            table = vector_table(snapshot)
+        except Problem:
+            return None
+        record_key = find_record_key(snapshot, table, raw)
+        outcome = await self.looking.record(snapshot.view, record_key)
+        if not isinstance(outcome, Hit):
+            return None
+        try:
+            vector = PendingAnswer(
+                case.entity, table, table.layout.width, record_key, case.digest
+            ).decoded(snapshot, outcome.record)
+        except CorruptArtefact:
+            return None
+        ordinals = items.astype(np.int64)
+        scores = await asyncio.to_thread(
+            predictor.score_vector, case.table.name, vector.numbers, ordinals
+        )
+        order = np.lexsort((ordinals, -scores))
+        return stored_record._replace(numbers=scores[order], items=items[order])
+
+
+def _input(case: PendingAnswer) -> Input | None:
+    if case.counted_events is not None and not case.is_settled:
+        return "events"
+    if case.entity.has_input:
+        return "sent"
+    return None if case.own_ordinal is None else "own"
+
+
+def _precision(snapshot: Snapshot, table: Table) -> str | None:
+    predictor = snapshot.predictor
+    return None if predictor is None else predictor.precisions.get(str(table.producer.model))
+
+
+_PLENTY_S = 3_600.0
+
+
+class UncountedMetrics(Metrics):
+    """Metrics of lookups that no caller asked for."""
+
+    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+        """Ignores a stage: the request that wants an explanation has its own."""
+
+
+class LadderReplay:
+    """Tiers and inference of a ladder that answers one case from what was seen.
+
+    `l1`, `l2` and `beside` (a live answer that stands in while a page is out of reach) are of the live generation.
+    """
+
+    def __init__(
+        self,
+        looking: TierInspector,
+        l1: ReadResult | None,
+        l2: ReadResult,
+        live_result: ReadResult | None,
+        rescore_result: RescoreResult,
+    ) -> None:
+        self._inspector = looking
+        self._rescore_result = rescore_result
+        self._result_by_key: dict[tuple[str, int | bytes], ReadResult] = {}
+        stored_result = l2 if l1 is None else l1
+        if (
+            isinstance(stored_result, Miss)
+            and stored_result.reason in OUTAGES
+            and isinstance(live_result, Hit)
+        ):
+            stored_result = live_result._replace(reason=stored_result.reason)
+        self.stored_result = stored_result
+
+    async def answered(
+        self,
+        served: ServedGenerations,
+        case: PendingAnswer,
+        requested_options: RequestOptions,
+        metrics: Metrics,
+    ) -> PendingAnswer:
+        """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
+        self._result_by_key[served.live.generation, case.record_key.key] = self.stored_result
+        ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
+        options = dataclasses.replace(
+            requested_options,
+            deadline_s=_PLENTY_S,
+            filter=None,
+            rerank=None,
+            max_events=0,  # the case counts them already
+        )
+        case = dataclasses.replace(case, reason=None)
+        await ladder.resolve(served, [case], RequestContext.of(options, time.monotonic()))
+        return case
+
+    async def read(self, view: View, record_key: RecordKey) -> ReadResult:
+        """The outcome of a look at both tiers, made once for each generation and record."""
+        result_key = view.generation, record_key.key
+        if result_key not in self._result_by_key:
+            self._result_by_key[result_key] = await self._inspector.record(view, record_key)
+        return self._result_by_key[result_key]
+
+    async def get_many(
+        self,
+        view: View,
+        record_keys: Sequence[RecordKey],
+        deadline: float,  # noqa: ARG002 - what was seen waits for nobody
+    ) -> Sequence[ReadResult]:
+        """Outcomes as they were seen."""
+        return [await self.read(view, record_key) for record_key in record_keys]
+
+    def discard(self, view: View, record_key: RecordKey) -> None:
+        """Keeps a damaged record where it is: somebody only looks."""
+
+    def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
+        """Leaves nothing unread."""
+
+    def note_repeat(self) -> None:
+        """Counts nothing."""
+
+    async def run(
+        self,
+        snapshot: Snapshot,  # noqa: ARG002
+        cases: Sequence[PendingAnswer],
+        limit_s: float,  # noqa: ARG002
+    ) -> Sequence[ComputedRecord | LiveUnavailable]:
+        """Outcome of the inference that was run already."""
+        computed, reason = self._rescore_result.computed, self._rescore_result.reason
+        return [
+            LiveUnavailable(reason or LiveReason.FAILED)
+            if computed is None
+            else ComputedRecord(computed)
+            for _ in cases
+        ]
+
+
+_OUTAGE_TEXTS = {
+    MissReason.L2_DOWN: "Redis cannot be reached",
+    MissReason.L2_TIMEOUT: "Redis does not answer in time",
+    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
+}
+
+
+_REASONS = _OUTAGE_TEXTS | {
+    MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
+    MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
+    MissReason.EXPIRED: "its stored live answer is over",
+    MissReason.INPUT_CHANGED: "what is stored was computed from another input",
+    MissReason.PAGE_MISSING: "its page is not in Redis",
+    MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
+    MissReason.ENTITY_BLOCKED: "it is on the blocklist",
+    MissReason.NEWER_EVENTS: "the user has newer events, and no answer with them is stored",
+    MissReason.EXHAUSTED: "nothing of its list is left to show",
+}
+
+
+_TIERS = {
+    Source.L1: "this process would answer from its own memory (L1)",
+    Source.L2: "Redis would answer (L2)",
+    Source.LIVE: "live inference would answer",
+    Source.PREVIOUS: "the previous generation would answer",
+    Source.DEFAULT: "the default that holds for everybody would answer",
+}
+
+
+def sentence(explanation: Mapping[str, Any]) -> str:
+    """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
+    answer = explanation["answer"]
+    parts = [_TIERS[answer["tier"]]]
+    if (reason := answer["reason"]) is not None:
+        parts[0] += f", since {_REASONS.get(reason, reason)}"
+    if answer["live"]:
+        parts.append(f"live inference could not: {answer['live']}")
+    elif answer["tier"] in FALLBACKS and not explanation["model"]["computed_from"]:
+        parts.append("live inference needs a history or features")
+    l2_reason = explanation["l2"].get("reason")
+    if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
+        parts.append(_OUTAGE_TEXTS[l2_reason])
+    if (explanation["page"] or {}).get("state") == "damaged":
+        parts.append("its page in Redis is not the one that the night made: restore it")
+    if (
+        explanation["same_bytes"] is False
+        and explanation["record"]
+        and explanation["record"]["by"] == "batch"
+    ):
+        parts.append("L1 and Redis hold different records")
+    difference = explanation["difference"]
+    if difference is not None:
+        parts.append(_compared(difference, explanation["model"]["computed_from"]))
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _compared(difference: Mapping[str, Any], computed_from: str) -> str:
+    by = {
+        "sent": "the model, from what was sent,",
+        "own": "the model",
+        "events": "the model, from the night's input and newer events,",
+        "stored_vector": "the stored vector",
+    }[computed_from]
+    if difference["exact"]:
+        return f"{by} says the same now"
+    if "overlap" not in difference:
+        return f"{by} differs by up to {difference.get('delta_max')} now"
+    if difference["overlap"] == 1.0:
+        return f"{by} has the same items in another order now"
+    return f"{by} shares {difference['overlap']:.0%} of the items now"
+
 
 AT_ONCE = 2
 """Explanations under way: each reads a whole page, and runs the model."""

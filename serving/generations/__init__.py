@@ -1,4 +1,4 @@
-"""The generations a replica holds, and the pointer it follows: live, previous, and the one to come.
+"""The generations that a replica holds, the pointer that it follows, and the heartbeats by which it tells so.
 
-Imports serving.config and serving.metrics. Start at `snapshot`, then `pointer_follower`.
+Start at `snapshot` and `pointer_follower`.
 """

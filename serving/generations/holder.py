@@ -1,4 +1,4 @@
-"""The generations that this replica holds: opened beside what is served, and swapped as one object."""
+"""Holder of this replica's generations: opens them beside what is served, and swaps them as one value."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,54 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from cache.control.key_split import KeySplit
-from cache.events.attribute_events import AttributeEvents
 from cache.events.new_items import NewItemEvents
+from cache.events.newer_events import AttributeEvents
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.releases import Canary, Pointer
-from serving.generations.release_history import Open, open_published
+from cache.store.releases import MOVES, Canary, Pointer, Release, all_releases, newest_release
+from cache.traffic.split import KeySplit
 from serving.generations.served_set import ItemUpdates, ServedGenerations, SnapshotUpdate
 from serving.generations.snapshot import Snapshot
-from serving.generations.store_threads import InThread
 from serving.metrics.registry import Metrics
+from serving.process.resources import InThread
+
+
+def as_pointer(release: Release) -> Pointer:
+    """The pointer that a completed move wrote."""
+    return Pointer(release.generation, release.epoch, release.previous, release.attempt, release.at)
+
 
 log = logging.getLogger(__name__)
+
+
+Open = Callable[[Pointer, Blocklist], Snapshot]
+"""Opens the pointer's generation; slow and blocking, raises when it cannot be loaded."""
+
+
+def newest_pointer(store: ArtefactStore) -> Pointer | None:
+    """The newest completed move; raises LarderError, OSError or ValueError for records that cannot be read."""
+    release = newest_release(store)
+    return None if release is None else as_pointer(release)
+
+
+def open_published(
+    store: ArtefactStore, open_snapshot: Open, generation: str, blocklist: Blocklist
+) -> Snapshot | None:
+    """A generation as it was last released; None, said in the log, when it never was or cannot be opened."""
+    try:
+        made_live = [
+            release
+            for release in all_releases(store)
+            if release.is_done and release.generation == generation and release.action in MOVES
+        ]
+        if made_live:
+            return open_snapshot(as_pointer(made_live[-1]), blocklist)
+    except Exception:
+        log.warning("the previous generation %s is not here", generation, exc_info=True)
+        return None
+    log.warning("no release made %s live: it is not held as previous", generation)
+    return None
+
 
 Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
 """(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""

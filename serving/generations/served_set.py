@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from cache.control.key_split import KeySplit
-from cache.events.attribute_events import AttributeEvents, NewerValues, ValuesOfItems
 from cache.events.new_items import NewItem, NewItemEvents
-from cache.filters.changed_columns import ItemValue
+from cache.events.newer_events import AttributeEvents, NewerValues, ValuesOfItems
+from cache.filters.attributes import ItemValue
 from cache.store.blocklist import Blocklist
+from cache.traffic.split import KeySplit
 from serving.generations.snapshot import Snapshot
 from serving.requests.errors import Problem
 

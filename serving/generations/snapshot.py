@@ -1,38 +1,80 @@
-"""Snapshot of one generation, as this process holds it."""
+"""Snapshot of one generation as this process holds it: tables, items, index, models, blocklist, default lists."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
+from cache.errors import CorruptArtefact
+from cache.events.event import Position
 from cache.events.event_predictor import GenerationEvents
-from cache.events.new_item_tower import NewItemInputs
-from cache.events.new_items import NO_NEW_ITEMS, NewItems
-from cache.events.position import Position
-from cache.events.seen import SeenItems
+from cache.events.new_items import NO_NEW_ITEMS, NewItemInputs, NewItems
 from cache.filters.attributes import AttributeColumn
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Table
-from cache.model.generation_models import live_files, open_event_models, open_predictor
-from cache.model.predictor import Predictor
+from cache.format.seen_items import SeenItems
+from cache.model.predictor import Predictor, live_files, open_event_models, open_predictor
+from cache.model.ranking import Metric
 from cache.model.runtime import Accelerator
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View
-from serving.answers.default_lists import DefaultList, read_defaults
 from serving.config.settings import Precision
 from serving.requests.errors import Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DefaultList:
+    """Default list of a top-K table when nothing better exists: ordinals and scores, best first."""
+
+    items: NDArray[np.uint32]
+    scores: NDArray[np.float32]
+    ordinals: Mapping[bytes, int]
+    """Ordinals of the items, by their ids."""
+
+    def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
+        """The ordinals of those of the ids that stand in it."""
+        ordinals = self.ordinals
+        return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
+
+
+def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
+    """Defaults of a generation by table; raises CorruptArtefact where they do not fit its items.
+
+    Tables of items have none: what is popular suits somebody of whom nothing is known, but is like no item.
+    """
+    raw = (root / manifest.defaults.path).read_bytes()
+    try:
+        document = orjson.loads(raw)
+        defaults = {}
+        for name, default_list in document.items():
+            if name in manifest.tables and manifest.tables[name].entity == "item":
+                continue
+            raws = [id_.encode() for id_ in default_list["items"]]
+            ordinals = items.ordinals_of(raws)
+            if (ordinals < 0).any() or len(ordinals) != len(default_list["scores"]):
+                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
+            defaults[name] = DefaultList(
+                ordinals.astype(np.uint32),
+                np.array(default_list["scores"], np.float32),
+                dict(zip(raws, ordinals.tolist(), strict=True)),
+            )
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
+    return defaults
+
 
 _STAMPS = itertools.count(1)
 
@@ -276,3 +318,25 @@ def _blocked(
     known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
     numbers = new_items.numbers_of(raws, ordinals)
     return frozenset(numbers[numbers >= 0].tolist()), known_ordinals
+
+
+def vector_table(snapshot: Snapshot) -> Table:
+    """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
+    dims = snapshot.manifest.items.dims
+    for table in snapshot.manifest.tables.values():
+        if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
+            return table
+    raise Problem(
+        404, "unknown_table", "this generation has no user vectors to score with", field="table"
+    )
+
+
+def metric_of(snapshot: Snapshot, table: Table | None = None) -> Metric:
+    """Metric that the night ranked a table of lists by, or without one its users' lists; else the inner product."""
+    manifest = snapshot.manifest
+    for candidate_table in [table] if table is not None else manifest.tables.values():
+        name = candidate_table.producer.index
+        is_ranked = table is not None or candidate_table.producer.kind == "topk"
+        if is_ranked and name is not None and name in manifest.indexes:
+            return manifest.indexes[name].metric
+    return "inner_product"

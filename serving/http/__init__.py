@@ -1,4 +1,4 @@
-"""The HTTP surface: the ASGI application, its routes, the token, OpenAPI.
+"""HTTP: connections within bounds, the ASGI application, its routes, and the OpenAPI document of them.
 
-Imports every room but fast_http and process. Start at `routes`.
+Start at `routes`.
 """

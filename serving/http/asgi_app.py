@@ -13,8 +13,7 @@ from serving.access.callers import Callers, caller_of, enter
 from serving.admission.controller import Admission
 from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
 from serving.admission.work_pacer import IS_GONE, PACER, CallerGone, note_wait
-from serving.requests.bodies import Messages
-from serving.requests.body_budget import BYTES_MAX, BodyBudget
+from serving.requests.bodies import BYTES_MAX, BodyBudget, Messages
 from serving.requests.errors import Problem
 from serving.tracing.observer import RequestObserver
 

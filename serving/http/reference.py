@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 from serving.config.settings import ServingConfig, limits_of
-from serving.http.json_schema import QUERY
-from serving.http.openapi import PROBES, Operation, document
-from serving.http.operations import described_operations
-from serving.requests.error_codes import CODES
+from serving.http.openapi import PROBES, Operation, described_operations, document
+from serving.http.schemas import QUERY
+from serving.requests.errors import CODES
+from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
 PAGE: Final = Path(__file__).parents[2] / "docs/reference/http-api.md"
 _SECTION = re.compile(r"(<!-- begin (\w+): [^\n]*-->\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)

@@ -1,39 +1,193 @@
-"""The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
+"""Routes of the service: each reads a request, asks the service, and sends its answer or a problem."""
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.requests import ClientDisconnect
 
-from serving.access.callers import spend
-from serving.answers.named_schema import Json
-from serving.dashboard.static_files import StaticPage, page_routes
-from serving.events.body import read_body_of_events
-from serving.generations.snapshot import Snapshot
-from serving.http.endpoint import Guard, Handler
-from serving.http.generations_view import overview
-from serving.http.openapi import Operation, document
-from serving.http.operations import described_operations
-from serving.http.service import Service
-from serving.metrics.registry import CONTENT_TYPE
-from serving.ranking.candidate_scoring import rank_candidates
-from serving.ranking.user_vectors import vector_table
-from serving.rendering.answer_fields import AnswerJson
-from serving.rendering.arrow_batch import answers_stream
-from serving.requests.bodies import as_arrow, as_json, read_body
-from serving.requests.content import lookup_of, pop_content, run_in_thread_if_large
-from serving.requests.errors import Problem, unprocessable
-from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
+from cache.errors import InvalidInput, LarderError, TierUnavailable
+from cache.store.releases import Canary
+from serving.access.callers import caller_of, spend
+from serving.access.token_file import Scope
+from serving.admission.work_pacer import waited_in
+from serving.dashboard.service import Dashboard
+from serving.engine.rendering.answer_fields import AnswerJson
+from serving.engine.rendering.arrow_answers import answers_stream
+from serving.engine.service import LookupService
+from serving.events.intake import EventIntake
+from serving.events.reading import read_body_of_events
+from serving.explain.explainer import Explainer
+from serving.filters.candidate_scoring import rank_candidates
+from serving.filters.filtered_lookup import Filters
+from serving.generations.nights import Nights
+from serving.generations.pointer_follower import Health
+from serving.generations.served_set import ServedGenerations
+from serving.generations.snapshot import Snapshot, vector_table
+from serving.http.openapi import Operation, described_operations, document
+from serving.http.static_files import StaticPage, page_routes
+from serving.metrics.registry import CONTENT_TYPE, Metrics
+from serving.quality.monitor import QualityMonitor
+from serving.requests.bodies import as_arrow, as_json, read_body, refused
+from serving.requests.errors import Problem, from_input, unprocessable
 from serving.requests.models import LookupRequest, RequestOptions
+from serving.requests.named_schema import Json
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
+from serving.requests.parsing import (
+    feedback_of,
+    lookup_of,
+    lookup_url,
+    pop_content,
+    run_in_thread_if_large,
+    score_ask,
+)
+from serving.traffic.experiments.router import ExperimentRouter
+
+log = logging.getLogger(__name__)
+
+
+Handler = Callable[[Request, float], Awaitable[object]]
+"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Guard of one service's routes."""
+
+    metrics: Metrics
+    timer: Callable[[], float]
+
+    def around(
+        self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
+    ) -> Endpoint:
+        """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
+
+        async def answer(request: Request) -> Response:
+            started = self.timer() - waited_in(request.scope)
+            try:
+                caller_of(request.scope).demand(needs)
+                handler_result = await handler(request, started)
+                response = (
+                    handler_result
+                    if isinstance(handler_result, Response)
+                    else as_json(200, handler_result)
+                )
+            except Problem as problem:
+                response = refused(problem)
+            except ClientDisconnect:
+                response = refused(Problem(400, "disconnected", "the body ended early"))
+            except InvalidInput as error:
+                response = refused(from_input(error, "body"))
+            except TierUnavailable as error:
+                log.warning(
+                    "%s failed: %s", route, error.message
+                )  # names the host, which is for the log alone
+                response = refused(Problem(503, error.code, "Redis does not answer"))
+            except LarderError as error:
+                log.exception("%s failed", route)
+                response = refused(Problem(503, error.code, error.message))
+            except Exception:
+                log.exception("%s failed", route)
+                problem_message = "this is a defect; the log has more"
+                response = refused(Problem(500, "internal_error", problem_message))
+            if is_counted:
+                self.metrics.requested(route, response.status_code)
+            return response
+
+        return answer
+
+
+def overview(served: ServedGenerations, health: Health, canary: Canary | None) -> dict[str, Any]:
+    """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
+    previous, next_ = served.previous, served.next
+    return {
+        "live": _snapshot(served.live),
+        "previous": None if previous is None else _snapshot(previous),
+        "next": None if next_ is None else _snapshot(next_),
+        "canary": canary
+        and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
+        "blocklist": {
+            "version": served.live.blocklist.version,
+            "items": len(served.live.blocklist.items),
+            "entities": len(served.live.blocklist.entities) + len(served.live.blocklist.users),
+        },
+        "ready": health.ready,
+        "stale": health.stale,
+        "degraded": health.degraded,
+        "failed": health.failed,
+    }
+
+
+def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    manifest = snapshot.manifest
+    precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
+    providers = {} if snapshot.predictor is None else snapshot.predictor.providers
+    return {
+        "generation": snapshot.generation,
+        "epoch": snapshot.epoch,
+        "published_at": snapshot.published_at,
+        "data_until": manifest.data_until,
+        "entities": {name: entity_set.count for name, entity_set in manifest.entity_sets.items()},
+        "tables": {
+            name: {
+                "kind": table.kind,
+                "entity": table.entity,
+                "width": table.layout.width,
+                "producer": table.producer.kind,
+                "labels": table.labels,
+            }
+            for name, table in manifest.tables.items()
+        },
+        "models": {
+            name: {
+                "digest": model.digest,
+                # What runs here, which is fp32 where the night could not quantize.
+                "precision": precisions.get(name),
+                "provider": providers.get(name),
+                "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),
+                "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
+                "agreement": dict(model.agreement),
+            }
+            for name, model in manifest.models.items()
+        },
+        "fallback": snapshot.fallback,
+        "indexes": {
+            name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
+            for name, index in manifest.indexes.items()
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service(LookupService):
+    """Lookups, and everything else that a caller or an operator may ask a replica for."""
+
+    has_tokens: bool
+    drain: Callable[[], Awaitable[None]]
+    nights: Nights
+    experiments: ExperimentRouter
+    events: EventIntake | None
+    """None where `[events] enabled` is false."""
+    expose: Callable[[], Awaitable[bytes]]
+    dashboard: Dashboard
+    explainer: Explainer
+    quality: QualityMonitor
+    filters: Filters
+
 
 DOCS = StaticPage("/docs", "serving.http", "docs_page")
 """Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from elsewhere."""
+
 
 LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
 

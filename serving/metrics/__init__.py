@@ -1,4 +1,4 @@
-"""Counters and histograms: plain numbers that the event loop adds to, and Prometheus' view of them.
+"""Metrics: counters and histograms as plain numbers, Prometheus' view of them, and sequential tests.
 
-Imports serving.admission's types at most. Start at `registry`.
+Start at `registry`.
 """

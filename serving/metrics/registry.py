@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cache.tiers.results import PUBLIC_BY_INTERNAL_REASON
-from serving.answers.sources import Source
-from serving.metrics.changed_answers import ChangedAnswers
-from serving.metrics.fast_counters import FastTally, SecondsHistogram
-from serving.metrics.miss_reasons import L1Misses
-from serving.tracing.request_context import note
+from cache.tiers.reads import PUBLIC_BY_INTERNAL_REASON
+from serving.metrics.collectors import ChangedAnswers, FastTally, L1Misses, SecondsHistogram
+from serving.requests.answers import Source
+from serving.requests.context import note
 
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -1,25 +1,508 @@
-"""Near matches of the configured tables, for the generations that a replica holds."""
+"""Near matches: answers of live inference reused for inputs close by, with their neighbours and metrics."""
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from cache.config.near import NearConfig
+import faiss as faiss_module
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cache.config.serving import NearConfig
+from cache.model.candidate_search import ListSearch
 from cache.model.input_preparation import LiveInput
 from cache.model.predictor import Predictor, PreparedInput
+from cache.records import NO_ITEM
 from serving.generations.snapshot import Snapshot
-from serving.near.list_matches import Candidates, ListMatches
-from serving.near.neighbours import NearOutcome, Neighbours
-from serving.near.reuse_policy import ReusePolicy
-from serving.near.value_matches import ValueMatches
+from serving.near.reuse_policy import Decision, ReusePolicy
+
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+
+
+Entry = TypeVar("Entry")
+
+
+_QUERIES_PER_CALL = 16
+"""Queries per FAISS call: more would change its kernel, and the library that does the sums."""
+
+
+class Nearest(NamedTuple, Generic[Entry]):
+    """The nearest of the recent vectors: its place, what belongs to it, and the distance in lengths of the query."""
+
+    slot: int
+    entry: Entry
+    distance: float
+
+
+class RecentVectors(Generic[Entry]):
+    """The `capacity` vectors float32 [dims] that were added or touched last; not thread-safe.
+
+    A scan of them all: at 4,096 x 128 it takes some 60 us, a hundredth of a search among a hundred times as many items.
+    """
+
+    def __init__(self, capacity: int, dims: int) -> None:
+        self._capacity = capacity
+        self._dims = dims
+        self._index = faiss.IndexFlatL2(dims)
+        self._rows: NDArray[np.float32] | None = None
+        self._entries: list[Entry] = []
+        self._used = np.zeros(capacity, np.int64)
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def nearest(self, queries: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
+        """The nearest vector of each query [n, dims]; None for a query of no length, or while there is none."""
+        if not self._entries:
+            return [None] * len(queries)
+        faiss.omp_set_num_threads(1)
+        nearest_entries: list[Nearest[Entry] | None] = []
+        lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
+        for start in range(0, len(queries), _QUERIES_PER_CALL):
+            part = np.ascontiguousarray(queries[start : start + _QUERIES_PER_CALL], np.float32)
+            squares, slots = self._index.search(part, 1)
+            pairs = zip(squares[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
+            for length, (square, slot) in zip(lengths[start:], pairs, strict=False):
+                usable = length > 0 and slot >= 0
+                distance = square**0.5 / length if usable else 0.0
+                nearest_entries.append(
+                    Nearest(slot, self._entries[slot], distance) if usable else None
+                )
+        return nearest_entries
+
+    def mark_used(self, slot: int) -> None:
+        """Counts the entry as used: what was not used for longest is replaced first."""
+        self._tick += 1
+        self._used[slot] = self._tick
+
+    def add(self, vector: NDArray[np.float32], entry: Entry) -> None:
+        """Adds a vector with what belongs to it; once all places are taken, in that of the one longest unused."""
+        slot = len(self._entries)
+        if slot < self._capacity:
+            self._index.add(vector[None])
+            self._entries.append(entry)
+        else:
+            if self._rows is None:  # FAISS' own memory, which grows no more
+                flat = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
+                self._rows = flat.reshape(self._capacity, self._dims)
+            slot = int(self._used.argmin())
+            self._rows[slot] = vector
+            self._entries[slot] = entry
+        self.mark_used(slot)
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._index = faiss.IndexFlatL2(self._dims)
+        self._rows = None
+        self._entries.clear()
+        self._used[:] = 0
+
+
+RANGES = 12
+
+
+FARTHEST = 0.5
+"""Distance, in lengths of the vector, from which on nothing is near."""
+
+
+_MARGIN_MIN = 1e-30
+
+
+def range_of(distance: float, margin: float) -> int:
+    """Number of the range in which a distance over the margin of the answer there lies.
+
+    How likely an answer changes goes by how far away it is and how far it is from changing, not by distance alone.
+    """
+    if distance <= 0:
+        return RANGES - 1
+    halvings = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST / distance))
+    return min(max(halvings, 0), RANGES - 1)
+
+
+Answer = TypeVar("Answer")
+
+
+NearOutcome = Decision | Literal["far", "proven"]
+"""Outcome of an input: no recent answer is near, one is shown to be its own, or what the policy decided."""
+
+
+JUDGED: tuple[NearOutcome, ...] = ("learn", "audit")
+
+
+@dataclass(slots=True, eq=False)
+class KeptAnswer(Generic[Answer]):
+    """A recent answer, its margin, and the least distance at which it proved wrong."""
+
+    answer: Answer
+    margin: float
+    limit: float
+
+
+class NearAnswer(NamedTuple, Generic[Answer]):
+    """A recent answer close to an input: its place in the index, and the distance in lengths of the input's vector.
+
+    `closeness` is the range by which the policy knows it.
+    """
+
+    kept_answer: KeptAnswer[Answer]
+    distance: float
+    slot: int
+    closeness: int
+
+    @property
+    def answer(self) -> Answer:
+        """The answer itself."""
+        return self.kept_answer.answer
+
+
+class Neighbours(Generic[Answer]):
+    """Answers of one table, generation and kind of input; any thread may call it."""
+
+    def __init__(
+        self, error: float, entries: int, dims: int, rng: Random, counts: Counter[NearOutcome]
+    ) -> None:
+        self.policy = ReusePolicy(error, RANGES, rng)
+        self._vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(entries, dims)
+        self._counts = counts
+        self._version = 0
+        self._lock = Lock()
+
+    def near(
+        self, vectors: NDArray[np.float32], version: int = 0
+    ) -> list[NearAnswer[Answer] | None]:
+        """The nearest recent answer of each vector [n, dims]; None where none is near, or it proved wrong at less.
+
+        A later version of what all answers leave out forgets those before; an earlier one finds nothing.
+        """
+        with self._lock:
+            if version > self._version:
+                self._version = version
+                self._vectors.clear()
+            if version < self._version:
+                return [None] * len(vectors)
+            nearest_entries = self._vectors.nearest(vectors)
+        return [None if nearest is None else _near(nearest) for nearest in nearest_entries]
+
+    def may_use(self, near: NearAnswer[Answer]) -> bool:
+        """True unless the policy leaves it in any case."""
+        with self._lock:
+            return self.policy.may_use(near.closeness)
+
+    def decide(self, near: NearAnswer[Answer]) -> Decision:
+        """The policy's decision about a near answer."""
+        with self._lock:
+            self._vectors.mark_used(near.slot)
+            return self.policy.decide(near.closeness)
+
+    def settle(
+        self,
+        vector: NDArray[np.float32],
+        answer: Answer,
+        near: NearAnswer[Answer] | None,
+        outcome: NearOutcome,
+        *,
+        wrong: bool,
+        margin: float = 1.0,
+        version: int = 0,
+    ) -> None:
+        """Takes in an answer that was computed: what it says of the near one, and itself unless that stands for both.
+
+        The smaller its `margin`, the sooner another answer is right for an input close by.
+        """
+        limit = math.inf
+        with self._lock:
+            if near is not None and outcome in JUDGED:
+                self.policy.judge(near.closeness, is_audit=outcome == "audit", wrong=wrong)
+                if not wrong:
+                    return
+                limit = near.distance
+                near.kept_answer.limit = min(near.kept_answer.limit, limit)
+            # A vector of no length, or what is made of numbers that are none, has no neighbours.
+            is_sound = (
+                0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
+            )
+            if is_sound and version == self._version:
+                self._vectors.add(vector, KeptAnswer(answer, margin, limit))
+
+    def count(self, outcomes: Sequence[NearOutcome]) -> None:
+        """Counts inputs by what became of them."""
+        with self._lock:
+            self._counts.update(outcomes)
+
+
+def _near(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
+    kept_answer, distance = nearest.entry, nearest.distance
+    if not distance < min(FARTHEST, kept_answer.limit):
+        return None
+    return NearAnswer(kept_answer, distance, nearest.slot, range_of(distance, kept_answer.margin))
+
+
+DEPTH = 2
+"""Candidates kept of a search, in lengths of a list: the more, the farther away they still hold the best ones."""
+
+
+DEPTH_MAX = 512
+
+
+_ULP = 2.0**-23
+
+
+Ordinals = NDArray[np.int64]
+
+
+Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Candidates of one search, best first, -1 where there were no more; no other item scores above `beyond`.
+
+    Scores are those in the direction of its vector; `beyond` is infinite where the index is not exact.
+    """
+
+    ordinals: NDArray[np.int32]
+    beyond: float
+
+
+class ListMatches:
+    """Near matches of one top-K table for one kind of input.
+
+    Only the search is spared: what a list leaves out, its scores and its order are those of any live answer. What may
+    be missed is an item that the neighbour's search did not reach; an answer is wrong if it has less than `overlap` of
+    the list that live would give.
+
+    `reach`, where the index is exact, is the most that a score can change over a distance of one. No item beyond the
+    candidates then scores above `beyond` + distance x reach (Cauchy-Schwarz): a list whose last item does is the live
+    answer itself, whatever the policy knows.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        width: int,
+        overlap: float,
+        reach: float | None,
+        neighbours: Neighbours[Candidates],
+    ) -> None:
+        self.neighbours = neighbours
+        self._table = table
+        self._width = width
+        self._overlap = overlap
+        self._reach = reach
+
+    def predict(
+        self,
+        predictor: Predictor,
+        batch: Sequence[PreparedInput],
+        prints: Sequence[int],
+        scored_at: int,
+        blocked: Ordinals,
+        version: int,
+    ) -> tuple[list[bytes], list[float | None]]:
+        """A record for each input, and the distance of the one whose candidates it has; None where it is live's own.
+
+        `version` grows with each blocklist, whose ordinals are `blocked`.
+        """
+        neighbours, search = self.neighbours, predictor.search(self._table)
+        vectors = predictor.vectors(batch)
+        lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
+        directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        excluded = search.excluded(batch, blocked)
+        needed = search.counts(excluded)
+        counts = needed.tolist()
+        close = neighbours.near(directions, version)
+        near = {
+            row: near_answer
+            for row, near_answer in enumerate(close)
+            if near_answer is not None and self._is_worth(near_answer, counts[row])
+        }
+        outcomes: list[NearOutcome] = [
+            "far" if near_answer is None else "leave" for near_answer in close
+        ]
+        ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
+        scores = np.zeros((len(batch), self._width), np.float32)
+        if rows := list(near):
+            candidate_sets, row_exclusions = (
+                [near[row].answer for row in rows],
+                [excluded[row] for row in rows],
+            )
+            candidates = [
+                candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets
+            ]
+            ordinals[rows], scores[rows] = search.rank_candidates(
+                vectors[rows], candidates, row_exclusions
+            )
+            distances = np.array([near[row].distance for row in rows])
+            proven = self._proven(
+                search, directions[rows], ordinals[rows, -1], candidate_sets, distances
+            )
+            for row, is_proven in zip(rows, proven, strict=True):
+                outcomes[row] = "proven" if is_proven else neighbours.decide(near[row])
+        if rows := [
+            row
+            for row, row_outcome in enumerate(outcomes)
+            if row_outcome not in ("proven", "reuse")
+        ]:
+            depth = min(DEPTH * self._width, DEPTH_MAX, search.searcher.depth_max)
+            deep = search.candidates(vectors[rows], np.maximum(needed[rows], depth), blocked)
+            needed_candidates = [
+                deep_ordinals[: counts[row]] for row, deep_ordinals in zip(rows, deep, strict=True)
+            ]
+            best_lists = search.rank_candidates(
+                vectors[rows], needed_candidates, [excluded[row] for row in rows]
+            )
+            searched_candidate_sets = self._to_candidates(search, directions[rows], deep)
+            for row, answer, items in zip(
+                rows, searched_candidate_sets, best_lists[0], strict=True
+            ):
+                is_judged = outcomes[row] in JUDGED
+                wrong = is_judged and _overlap(ordinals[row], items) < self._overlap
+                neighbours.settle(
+                    directions[row], answer, near.get(row), outcomes[row],
+                    wrong=wrong, version=version,
+                )  # fmt: skip
+            ordinals[rows], scores[rows] = best_lists
+        neighbours.count(outcomes)
+        reused = [
+            round(near[row].distance, 6) if outcome == "reuse" else None
+            for row, outcome in enumerate(outcomes)
+        ]
+        return predictor.lists(self._table, (ordinals, scores), prints, scored_at), reused
+
+    def _is_worth(self, near: NearAnswer[Candidates], count: int) -> bool:
+        """True if its candidates hold a whole list and may be of use."""
+        may_use = self._reach is not None or self.neighbours.may_use(near)
+        return may_use and len(near.answer.ordinals) >= count
+
+    def _proven(
+        self,
+        search: ListSearch,
+        directions: Vectors,
+        last: NDArray[np.uint32],
+        candidate_sets: Sequence[Candidates],
+        distances: NDArray[np.float64],
+    ) -> list[bool]:
+        """True for each list, which ends with the item `last`, if no item beyond the candidates can be in it."""
+        if self._reach is None:
+            return [False] * len(candidate_sets)
+        is_full = last != NO_ITEM
+        beyond = np.array([candidate_set.beyond for candidate_set in candidate_sets])
+        last_scores = search.scores(directions, np.where(is_full, last, 0).astype(np.int64))
+        rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
+        is_above = last_scores > beyond + (distances + rounding) * self._reach
+        proven: list[bool] = (np.isneginf(beyond) | (is_full & is_above)).tolist()
+        return proven
+
+    def _to_candidates(
+        self, search: ListSearch, directions: Vectors, searched_ordinals: Sequence[Ordinals]
+    ) -> list[Candidates]:
+        """Candidates as they are kept: as copies, for they are parts of a whole batch's."""
+        beyond = np.full(len(searched_ordinals), math.inf)
+        if self._reach is not None:
+            last = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
+            is_all = (last < 0) | (
+                np.array([len(row_ordinals) for row_ordinals in searched_ordinals])
+                == search.items.count
+            )
+            scores = search.scores(directions, np.maximum(last, 0))
+            beyond = np.where(is_all, -math.inf, scores.astype(np.float64))
+        return [
+            Candidates(row_ordinals.astype(np.int32), score_bound)
+            for row_ordinals, score_bound in zip(searched_ordinals, beyond.tolist(), strict=True)
+        ]
+
+
+def _overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.uint32]) -> float:
+    """Share of the wanted items that were found; 1 where none are wanted."""
+    of = set(computed_items.tolist()) - {NO_ITEM}
+    return len(of.intersection(reused_items.tolist())) / len(of) if of else 1.0
+
+
+Numbers = NDArray[np.float32]
+
+
+class ValueMatches:
+    """Near matches of one value table for one kind of input.
+
+    Its model's output is the answer, so that nothing is left to spare behind the model: inputs are compared by the
+    numbers that were sent, and the model itself is spared. An answer is wrong if its first label is another one.
+    """
+
+    def __init__(self, table: str, neighbours: Neighbours[Numbers]) -> None:
+        self.neighbours = neighbours
+        self._table = table
+
+    def predict(
+        self,
+        predictor: Predictor,
+        batch: Sequence[PreparedInput],
+        prints: Sequence[int],
+        scored_at: int,
+        blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
+        version: int,  # noqa: ARG002
+    ) -> tuple[list[bytes], list[float | None]]:
+        """A record for each input, and the distance of the one whose values it has, None where it was computed."""
+        neighbours = self.neighbours
+        sent_vectors = predictor.sent_vectors(self._table, batch)
+        near = neighbours.near(sent_vectors)
+        outcomes: list[NearOutcome] = [
+            "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near
+        ]
+        rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
+        computed_values = (
+            predictor.vectors([batch[row] for row in rows])
+            if rows
+            else np.empty((0, 0), np.float32)
+        )
+        values_by_row = dict(zip(rows, computed_values, strict=True))
+        values: list[Numbers] = []
+        distances: list[float | None] = []
+        for row, (near_answer, outcome) in enumerate(zip(near, outcomes, strict=True)):
+            if near_answer is not None and outcome == "reuse":
+                values.append(near_answer.answer)
+                distances.append(round(near_answer.distance, 6))
+                continue
+            wrong = (
+                near_answer is not None
+                and near_answer.answer.argmax() != values_by_row[row].argmax()
+            )
+            values_copy, margin = values_by_row[row].copy(), _margin(values_by_row[row])
+            neighbours.settle(
+                sent_vectors[row],
+                values_copy,
+                near_answer,
+                outcome,
+                wrong=bool(wrong),
+                margin=margin,
+            )
+            values.append(values_by_row[row])
+            distances.append(None)
+        neighbours.count(outcomes)
+        return predictor.numbers(self._table, np.stack(values), prints, scored_at), distances
+
+
+def _margin(values: Numbers) -> float:
+    """Lead of the first label over the second."""
+    second, first = np.partition(values, -2)[-2:]
+    return float(first - second)
+
 
 log = logging.getLogger(__name__)
 
+
 InputKind = Literal["history", "features", "both"]
+
+
 Matches = ListMatches | ValueMatches
 
 
@@ -156,3 +639,46 @@ def refusal(snapshot: Snapshot, table: str) -> str | None:
     if manifest_table.kind == "value" and manifest_table.layout.width < 2:
         return "it has a single value, and no first label that could differ"
     return None
+
+
+class NearMetrics(Collector):
+    """Collector of what was counted since the start, and of the policies of the generation asked last."""
+
+    def __init__(self, near: NearMatches) -> None:
+        self._near = near
+
+    def collect(self) -> Iterable[Metric]:
+        """Metric families: inputs by outcome, whether anything is reused, the error of that with its interval."""
+        inputs = CounterMetricFamily(
+            "larder_near_inputs",
+            "Inputs that no tier knew, by what became of them: far, proven, reuse, audit, learn, leave",
+            labels=["table", "outcome"],
+        )
+        for table, counts in self._near.counts.items():
+            for outcome, count in counts.copy().items():
+                inputs.add_metric([table, outcome], count)
+        labels = ["table", "input"]
+        reusing = GaugeMetricFamily(
+            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=labels
+        )
+        off = GaugeMetricFamily(
+            "larder_near_off",
+            "1 once reuse has turned itself off: its error was shown to be above the bound",
+            labels=labels,
+        )
+        error = GaugeMetricFamily(
+            "larder_near_error_ratio",
+            "Share of reused answers that differ from live's, by audits: measured, and the bounds of its interval",
+            labels=[*labels, "bound"],
+        )
+        for table, kind, policy in self._near.policies():
+            reusing.add_metric([table, kind], policy.is_reusing)
+            off.add_metric([table, kind], policy.is_off)
+            measured = policy.wrong_audits / policy.audits if policy.audits else math.nan
+            bounds = (
+                ("measured", measured),
+                *zip(("lowest", "highest"), policy.interval, strict=True),
+            )
+            for bound, value in bounds:
+                error.add_metric([table, kind, bound], value)
+        yield from (inputs, reusing, off, error)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from serving.sequential.drift import Drift
-from serving.sequential.error_rate import highest, lowest
+from serving.metrics.sequential import Drift, highest, lowest
 
 Decision = Literal["reuse", "audit", "learn", "leave"]
 """`reuse` the near answer; `audit` or `learn`: compute, and judge it; `leave`: compute, there is nothing to learn."""

@@ -1,4 +1,4 @@
-"""Processes of the service: the server, its workers, their metrics together, open files, garbage collection.
+"""Processes of the service: the server, its workers, their log, and the resources that they take.
 
-Imports serving.fast_http and serving.config. Start at `server`.
+Start at `server`.
 """

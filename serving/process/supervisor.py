@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cache.process.background_loops import BackgroundLoops, stop
-from serving.access.quota_table import QuotaTable
+from serving.access.quota import QuotaTable
 
 log = logging.getLogger(__name__)
 

@@ -1,29 +1,61 @@
-"""A served answer against what the live path says now, for the same generation. Synchronous."""
+"""Comparison of a served answer with what the live path says now, for the same generation."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.format.gate_rules import SKEW_DEPTH
 from cache.format.ids import fingerprint, hash_id
-from cache.format.manifest import Table
-from cache.format.records.codec import decode
-from cache.model.agreement import cosine, overlap, relative_errors
+from cache.format.manifest import Artefact, Table
+from cache.model.agreement import SKEW_DEPTH, cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower_spec import TowerSpec
-from serving.answers.reasons import LiveReason
+from cache.quality.probe import FACT, Probe
+from cache.records import decode
+from cache.store.artefacts import ArtefactStore, fetch_checked
+from serving.engine.batch_inference import compute
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
-from serving.quality.night_inputs import NightInputs
-from serving.usage.answer_sampling import AnswerSample
+from serving.requests.reasons import LiveReason
+from serving.usage.request_observer import AnswerSample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NightInputs:
+    """Inputs of one generation's users."""
+
+    probe: Probe
+    seed: int
+
+    def of(self, raw: bytes) -> LiveInput | None:
+        """Input of a user; None where it is not in the probe."""
+        return self.probe.of(hash_id(raw, self.seed))
+
+
+def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputs | None:
+    """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
+    described = snapshot.manifest.facts.get(FACT)
+    if not described:
+        return None
+    try:
+        artefact = Artefact(**described)
+        fetch_checked(store, snapshot.generation, artefact)
+        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
+        return NightInputs(probe, snapshot.directories["user"].seed)
+    except Exception:
+        log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
+        return None
+
 
 CLOSE = 2.0**-8
 """Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
+
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
 """Band of the entity answered for: how much the model had to go by (items in the history), since a generation keeps

@@ -1,29 +1,135 @@
-"""The judging of answers put together, for as long as the service runs."""
+"""Monitor of the quality of answers: computes sampled ones again, in a thread that everything else comes before."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from cache.control.hot_keys import COLD_WINDOW
+from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from cache.process.background_loops import BackgroundLoops, stop
-from cache.tiers.l1 import LocalTier
+from cache.tiers.l1 import LocalKey, LocalTier
+from cache.usage.hot_keys import COLD_WINDOW
 from serving.admission.controller import Admission
-from serving.config.cpu_affinity import LAST, step_back
 from serving.config.settings import ServingConfig
+from serving.engine.micro_batcher import MicroBatcher
+from serving.generations.heartbeat import RedisClock
 from serving.generations.holder import GenerationHolder
-from serving.generations.redis_clock import RedisClock
-from serving.lookup.micro_batcher import MicroBatcher
+from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
-from serving.quality.judge import AnswerJudge
-from serving.quality.night_inputs import open_inputs
-from serving.quality.results import QualityResults
-from serving.quality.shared_report import SharedReport
+from serving.process.resources import LAST, step_back
+from serving.quality.comparison import (
+    AnswerComparison,
+    NightInputs,
+    SampleSkipped,
+    compare,
+    open_inputs,
+)
+from serving.quality.results import QualityResults, SharedReport
 from serving.usage.hot_keys import HotKeySketch, RecentNames
-from serving.usage.request_observer import UsageObserver
+from serving.usage.request_observer import AnswerSample, AnswerSampler, UsageObserver
 from serving.usage.table_usage import TableUsage
+
+log = logging.getLogger(__name__)
+
+
+IDLE_S = 0.2
+"""Seconds between looks at an empty queue, and while live requests come first."""
+
+
+class JudgedSample(NamedTuple):
+    """A sample, or why there is none, and the processor time that it took."""
+
+    outcome: AnswerComparison | SampleSkipped
+    cpu_s: float
+
+
+@dataclass(slots=True, eq=False)
+class AnswerJudge:
+    """Judges answers in at most `cpu_share` of one core, by the thread's own clock; idle while `is_busy` says so.
+
+    `threads`: those of one inference, of which only the first is measured; all are counted like it.
+    """
+
+    sampler: AnswerSampler
+    results: QualityResults
+    local: LocalTier
+    _: KW_ONLY
+    live: Callable[[], Snapshot | None]
+    find_snapshot: Callable[[str], Snapshot | None]
+    open_inputs: Callable[[Snapshot], NightInputs | None]
+    is_busy: Callable[[], bool]
+    executor: Executor
+    cpu_share: float
+    threads: int
+    _inputs: dict[str, NightInputs | None] = field(init=False, default_factory=dict)
+
+    async def judge_next(self) -> None:
+        """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""
+        try:
+            pause_s = await self.step()
+        except Exception:
+            self.results.skipped["failed"] += 1
+            raise
+        await asyncio.sleep(pause_s)
+
+    async def step(self) -> float:
+        """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
+        self._inputs = {
+            name: night_inputs
+            for name, night_inputs in self._inputs.items()
+            if self.find_snapshot(name)
+        }
+        if (live := self.live()) is not None:
+            self.results.begin(live, time.time())
+        if self.is_busy():
+            self.results.skipped["overload"] += len(self.sampler)
+            self.sampler.clear()
+        self.results.skipped["queue_full"] = self.sampler.dropped_count
+        sample = self.sampler.next()
+        if sample is None:
+            return IDLE_S
+        snapshot = self.find_snapshot(sample.generation)
+        if snapshot is None:
+            self.results.skipped["gone"] += 1
+            return 0.0
+        loop = asyncio.get_running_loop()
+        judged = await loop.run_in_executor(
+            self.executor, self._judge, self._completed(sample, snapshot), snapshot
+        )
+        self.results.cpu_s += judged.cpu_s
+        if isinstance(judged.outcome, SampleSkipped):
+            self.results.skipped[judged.outcome.reason] += 1
+        else:
+            self.results.add(judged.outcome, sample.generation)
+        return judged.cpu_s / self.cpu_share
+
+    def _completed(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
+        """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
+        table = snapshot.manifest.tables.get(sample.table)
+        if sample.record or sample.producer != "batch" or table is None:
+            return sample
+        key = hash_id(sample.raw, snapshot.directories[table.entity].seed)
+        entry = self.local.get(LocalKey(sample.generation, sample.table, key))
+        if entry is None or entry.digest is not None:
+            return sample
+        return sample._replace(record=entry.record)
+
+    def _judge(self, sample: AnswerSample, snapshot: Snapshot) -> JudgedSample:
+        cpu_start_s = time.thread_time()
+        outcome: AnswerComparison | SampleSkipped
+        try:
+            if snapshot.generation not in self._inputs:
+                self._inputs[snapshot.generation] = self.open_inputs(snapshot)
+            outcome = compare(sample, snapshot, self._inputs[snapshot.generation])
+        except SampleSkipped as skipped:
+            outcome = SampleSkipped(skipped.reason)  # without the frames, which hold the generation
+        return JudgedSample(outcome, (time.thread_time() - cpu_start_s) * self.threads)
+
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 

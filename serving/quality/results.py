@@ -1,9 +1,13 @@
-"""Results of this process's samples: for Prometheus since its start, for the dashboard of the live release."""
+"""Results of compared samples: sums with their certainty, drift, and one report of all replicas."""
 
+import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -12,18 +16,140 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cache.format.gate_rules import SKEW, SKEW_COSINE
+from cache.errors import TierUnavailable
+from cache.l2.control_plane import ControlPlane
+from cache.model.agreement import SKEW, SKEW_COSINE
+from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
 from serving.generations.snapshot import Snapshot
-from serving.metrics.event_counters import by_label
-from serving.quality.aggregates import Key, SampleTotals, packed
+from serving.metrics.collectors import by_label
+from serving.metrics.sequential import ALPHA, Drift
 from serving.quality.comparison import AnswerComparison
-from serving.sequential.drift import ALPHA, Drift
+from serving.usage.table_usage import GIGABYTE, TableUsage
+
+Key = tuple[str, str, str, str]
+"""Table, source, producer, band."""
+
+
+ERRORS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Upper bounds of the score error's buckets; one more holds what is above."""
+
+
+_Z = 1.959964  # of 95 %
+
+
+@dataclass(slots=True)
+class SampleTotals:
+    """Samples that are counted together."""
+
+    samples: int = 0
+    exact: int = 0
+    overlap: float = 0.0
+    squares: float = 0.0
+    error: float = 0.0
+    age: float = 0.0
+    errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
+
+    def saw(self, sample: AnswerComparison) -> None:
+        """Adds a sample to the sums."""
+        self.samples += 1
+        self.exact += sample.is_exact
+        self.overlap += sample.overlap
+        self.squares += sample.overlap**2
+        self.error += sample.score_error
+        self.age += sample.age_s
+        self.errors[bisect_left(ERRORS, sample.score_error)] += 1
+
+    def to_json(self) -> list[Any]:
+        """JSON list of the sums and the error buckets, for Redis."""
+        sums = (self.samples, self.exact, self.overlap, self.squares, self.error, self.age)
+        return [*sums, self.errors]
+
+    @classmethod
+    def of(cls, cells: Iterable[Sequence[Any]]) -> "SampleTotals":
+        """Sum of cells in the form that `to_json` gives them."""
+        total_cell = cls()
+        for samples, exact, overlap, squares, error, age, errors in cells:
+            total_cell.samples += samples
+            total_cell.exact += exact
+            total_cell.overlap += overlap
+            total_cell.squares += squares
+            total_cell.error += error
+            total_cell.age += age
+            total_cell.errors = [a + b for a, b in zip(total_cell.errors, errors, strict=True)]
+        return total_cell
+
+    def exact_rate(self) -> dict[str, float]:
+        """Rate of exact samples, and the bounds of its 95 % interval."""
+        low, high = wilson(self.exact, self.samples)
+        return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
+
+    def mean_overlap(self) -> dict[str, float]:
+        """Mean overlap, and the bounds of its 95 % interval."""
+        mean = self.overlap / max(1, self.samples)
+        half = half_width(self.overlap, self.squares, self.samples)
+        return {"mean": mean, "low": max(0.0, mean - half), "high": min(1.0, mean + half)}
+
+    def mean_error(self) -> dict[str, float]:
+        """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
+        rank, below = math.ceil(0.99 * self.samples), 0
+        p99 = ERRORS[-1]
+        for bound, count in zip(ERRORS, self.errors, strict=False):
+            below += count
+            if below >= rank:
+                p99 = bound
+                break
+        return {"mean": self.error / max(1, self.samples), "p99": p99}
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """The 95 % score interval of a rate (Wilson, JASA 22, 1927): sound at 0, at 1 and for few."""
+    if not of:
+        return 0.0, 1.0
+    rate, z2 = hits / of, _Z * _Z
+    middle = rate + z2 / (2 * of)
+    half = _Z * math.sqrt(rate * (1 - rate) / of + z2 / (4 * of * of))
+    # At the ends the bound is the rate itself, but for the rounding of floats.
+    low = (middle - half) / (1 + z2 / of) if hits else 0.0
+    high = (middle + half) / (1 + z2 / of) if hits < of else 1.0
+    return low, high
+
+
+def half_width(total: float, squares: float, of: int) -> float:
+    """Half-width of a mean's 95 % interval by the normal approximation (central limit theorem); 1 for fewer than two.
+
+    Samples of one entity are not independent: where few are asked for very often the interval is too narrow.
+    """
+    if of < 2:
+        return 1.0
+    variance = max(0.0, squares - total * total / of) / (of - 1)
+    return _Z * math.sqrt(variance / of)
+
+
+def packed(cells: Mapping[Key, SampleTotals]) -> dict[str, list[Any]]:
+    """Cells as JSON; no part of a key holds a tab."""
+    return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
+
+
+def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, SampleTotals]:
+    """The cells of all parts, summed."""
+    cells_by_name: dict[str, list[Sequence[Any]]] = {}
+    for part in parts:
+        for name, cell in part.items():
+            cells_by_name.setdefault(name, []).append(cell)
+    cell_by_key = {}
+    for name, cells in cells_by_name.items():
+        table, source, producer, band = name.split("\t")
+        cell_by_key[table, source, producer, band] = SampleTotals.of(cells)
+    return cell_by_key
+
 
 FLOOR = 0.5
 """Overlap that must be reached where the night has measured none."""
 
+
 LENIENCE = 0.05
 """Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
+
 
 LABELS = ("table", "source", "producer", "band")
 
@@ -128,3 +254,195 @@ def _floor(live: Snapshot, is_list: bool) -> float:
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     threshold = next((gate.get("threshold") for gate in gates if gate.get("rule") == rule), None)
     return float(threshold) - LENIENCE if isinstance(threshold, int | float) else FLOOR
+
+
+LIFE_S = 120
+"""Life of the hash in Redis in seconds, from the last report of any replica on."""
+
+
+FRESH_S = 30.0
+"""Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
+
+
+_REPORTS_A_COUNT = 6
+"""Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
+
+
+class SharedReport:
+    """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        name: str,
+        results: QualityResults,
+        usage: TableUsage,
+        live: Callable[[], Snapshot | None],
+        clock: Callable[[], float],
+        every_s: float,
+    ) -> None:
+        self._control = control
+        self._name = name
+        self._results = results
+        self._usage = usage
+        self._live = live
+        self._clock = clock
+        self._fresh_s = FRESH_S + 2 * every_s
+        self._parts: list[dict[str, Any]] = []
+        self._worklist: int | None = None
+        self._until_count = 0
+        """Reports that still go by before the worklist is counted again."""
+
+    async def report(self) -> None:
+        """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
+        await self._usage.report()
+        now_s, send_command, key = (
+            self._clock(),
+            self._control.execute,
+            self._control.keyspace.quality,
+        )
+        own_part = self._build_own_part(now_s)
+        try:
+            await send_command("HSET", key, self._name, orjson.dumps(own_part))
+            await send_command("EXPIRE", key, LIFE_S)
+            parts = {n: _part(raw) for n, raw in dict(await send_command("HGETALL", key)).items()}
+            heard = {n: part for n, part in parts.items() if part is not None}
+            expired_replicas = [
+                n for n, part in heard.items() if now_s - part["at"] > self._fresh_s
+            ]
+            if expired_replicas:
+                await send_command("HDEL", key, *expired_replicas)
+            fresh = [part for n, part in heard.items() if n not in expired_replicas]
+            await self._count(now_s)
+        except TierUnavailable:
+            fresh, self._worklist, self._until_count = [], None, 0
+        self._parts = [
+            replica_part for replica_part in fresh if replica_part["replica"] != self._name
+        ]
+
+    async def sign_off(self) -> None:
+        """Takes this replica's part back."""
+        try:
+            await self._control.execute("HDEL", self._control.keyspace.quality, self._name)
+        except TierUnavailable:
+            return
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Quality for the dashboard, as `summary` of this generation's parts; None before there is a generation."""
+        if self._results.release is None:
+            return None
+        parts = [
+            replica_part
+            for replica_part in self._parts
+            if replica_part["generation"] == self._results.release[0]
+        ]
+        own_part = self._build_own_part(self._clock())
+        return summary(
+            [own_part, *parts],
+            worklist=self._worklist,
+            read_share=self._usage.read_share(),
+            size_bytes=self._usage.size_bytes(),
+        )
+
+    def _build_own_part(self, now_s: float) -> dict[str, Any]:
+        hits = sum(self._usage.hits().values())
+        return {"replica": self._name, "at": now_s, "hits": hits, **self._results.to_json()}
+
+    async def _count(self, now_s: float) -> None:
+        live = self._live()
+        if live is None:
+            self._worklist = None
+            return
+        if self._until_count:
+            self._until_count -= 1
+            return
+        self._worklist = len(
+            still_cold(
+                live, await self._control.fetch_hot_names(hour_of(now_s, COLD_WINDOW), COLD_WINDOW)
+            )
+        )
+        self._until_count = _REPORTS_A_COUNT - 1
+
+
+def _part(raw: bytes) -> dict[str, Any] | None:
+    """Parsed part of a replica; None for what cannot be added to others, which another version may have told."""
+    try:
+        part: dict[str, Any] = orjson.loads(raw)
+        summary([part], worklist=None, read_share=None, size_bytes=1)
+        is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
+        return part if is_sound else None
+    except Exception:  # whatever it is: it would cost all replicas this part of the page
+        return None
+
+
+def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:
+    """Names that this generation does not know either, of tables that it has."""
+    tables = live.manifest.tables
+    return [
+        (name, raw) for name, raw in names if name in tables and not live.knows(tables[name], raw)
+    ]
+
+
+def summary(
+    parts: Sequence[dict[str, Any]],
+    *,
+    worklist: int | None,
+    read_share: float | None,
+    size_bytes: int,
+) -> dict[str, Any]:
+    """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
+    cells = merged(replica_part["cells"] for replica_part in parts)
+    total_cell = SampleTotals.of(cell.to_json() for cell in cells.values())
+    drift = sorted({table for replica_part in parts for table in replica_part["drift"]})
+    gigabytes = size_bytes / GIGABYTE
+    return {
+        "since": min(replica_part["since"] for replica_part in parts),
+        **_figures(total_cell),
+        "drift": bool(drift),
+        "drifted": drift,
+        "sentence": _sentence(total_cell, drift),
+        "by": [_row(key, cell) for key, cell in sorted(cells.items())],
+        "worklist": worklist,
+        "read_share": read_share,
+        "hits_per_gb": sum(replica_part["hits"] for replica_part in parts) / gigabytes
+        if gigabytes
+        else None,
+    }
+
+
+def _row(key: Key, cell: SampleTotals) -> dict[str, Any]:
+    table, source, producer, band = key
+    return {
+        "table": table,
+        "source": source,
+        "producer": producer,
+        "band": band,
+        **_figures(cell),
+    }
+
+
+def _figures(cell: SampleTotals) -> dict[str, Any]:
+    """Figures of a cell; without samples they are None, since a rate of 0 would be an alarm."""
+    is_known = cell.samples > 0
+    return {
+        "samples": cell.samples,
+        "exact": cell.exact_rate() if is_known else None,
+        "overlap": cell.mean_overlap() if is_known else None,
+        "score_error": cell.mean_error() if is_known else None,
+        "age_s": cell.age / cell.samples if is_known else None,
+    }
+
+
+def _sentence(total_cell: SampleTotals, drift: Sequence[str]) -> str:
+    if drift:
+        return (
+            f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "
+            "(`larder restore`) and start the service anew."
+        )
+    if not total_cell.samples:
+        return "No served answer has been computed once more yet."
+    exact, overlap = total_cell.exact_rate(), total_cell.mean_overlap()
+    return (
+        f"Of {total_cell.samples} served answers computed once more {100 * exact['rate']:.1f} % came out the same "
+        f"({100 * exact['low']:.1f} to {100 * exact['high']:.1f} %), with {100 * overlap['mean']:.1f} % of the items."
+    )

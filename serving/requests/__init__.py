@@ -1,4 +1,4 @@
-"""Requests as values: bodies within bounds, JSON and Arrow in, options, negotiation, and errors as problems.
+"""Requests and answers as values: bodies within bounds, JSON and Arrow in, options, refusals, answer fields.
 
-Imports serving.arrow_ipc. Start at `models`, then `lookup_json`.
+Start at `models` and `parsing`.
 """

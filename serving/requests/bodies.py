@@ -1,4 +1,4 @@
-"""Bodies in and out: what a request sends is bounded in bytes and time, what it gets is prebuilt JSON."""
+"""Request bodies within bounds of bytes, time and memory; responses made of JSON and Arrow."""
 
 import asyncio
 import math
@@ -9,11 +9,12 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Message, Receive
 
-from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.arrow.schema import MEDIA_TYPE
 from serving.requests.errors import Problem
 from serving.requests.negotiation import check_codings
 
 _JSON = "application/json"
+
 
 Messages = tuple[Message, Message]
 """Both ASGI messages of a whole response: its start, its body."""
@@ -109,3 +110,49 @@ def as_json(status: int, body: object) -> Response:
 def as_arrow(stream: bytes) -> Response:
     """Response of status 200 with this Arrow IPC stream."""
     return Response(stream, 200, media_type=MEDIA_TYPE)
+
+
+BYTES_MAX = 64 << 20
+
+
+class BodyBudget:
+    """Budget of request bodies in bytes, for one event loop."""
+
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self.bytes_max = bytes_max
+        self.held_bytes = 0
+
+    def of(self, receive: Receive) -> "BudgetedBody":
+        """The body of one request, counted as it is read."""
+        return BudgetedBody(self, receive)
+
+
+class BudgetedBody:
+    """Body of one request; its bytes count against the budget until the context ends."""
+
+    __slots__ = ("_all", "_receive", "_size")
+
+    def __init__(self, bodies: BodyBudget, receive: Receive) -> None:
+        self._all, self._receive = bodies, receive
+        self._size = 0
+
+    def __enter__(self) -> Receive:
+        return self.receive
+
+    def __exit__(self, *_: object) -> None:
+        self._all.held_bytes -= self._size
+
+    async def receive(self) -> Message:
+        """The next message; raises Problem 503 where the bodies of others leave no room for it."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self._all.held_bytes + size > self._all.bytes_max:
+            problem_message = (
+                f"bodies of all requests together have at most {self._all.bytes_max} bytes at once"
+            )
+            raise Problem(
+                503, "overloaded", problem_message, field="body", limit=self._all.bytes_max
+            )
+        self._all.held_bytes += size
+        self._size += size
+        return message

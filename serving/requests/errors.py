@@ -1,4 +1,7 @@
-"""A request that is refused: status, code, message and the field at fault, as the caller reads them."""
+"""Refusals of requests: `Problem`, and each code with its status and meaning."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from cache.errors import InvalidInput, LarderError
 
@@ -40,3 +43,79 @@ def from_input(error: InvalidInput, field: str) -> Problem:
         field=field if inner is None else f"{field}.{inner}",
         **details,
     )
+
+
+class ErrorCode(NamedTuple):
+    """Status that a code comes with, and what it means with the remedy."""
+
+    status: int
+    meaning: str
+
+
+CODES: Final[Mapping[str, ErrorCode]] = {
+    "disconnected": ErrorCode(400, "The body ended early"),
+    "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
+    "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),
+    "scope_missing": ErrorCode(
+        403, "The token lacks the scope that `scope` names; `scopes` are those it has"
+    ),
+    "not_found": ErrorCode(404, "There is no such route"),
+    "unknown_table": ErrorCode(404, "There is no such table; /v1/generations lists them"),
+    "dashboard_off": ErrorCode(404, "The dashboard is switched off here"),
+    "method_not_allowed": ErrorCode(
+        405, "The route has no such method; `Allow` names those it has"
+    ),
+    "not_acceptable": ErrorCode(
+        406, "No such form of an answer; `supported` lists those there are"
+    ),
+    "body_timeout": ErrorCode(408, "The body did not arrive in time"),
+    "generation_gone": ErrorCode(409, "The generation is not held here: ask without it"),
+    "arm_gone": ErrorCode(409, "The arm of the experiment is not held here: ask without it"),
+    "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
+    "body_too_large": ErrorCode(413, "The body has more than `limit` bytes: send less at once"),
+    "unsupported_media_type": ErrorCode(
+        415, "No such form of a body; `supported` lists those there are"
+    ),
+    "unsupported_content_encoding": ErrorCode(
+        415, "The body is in a content coding: send it as it is"
+    ),
+    "invalid_json": ErrorCode(422, "The body is no JSON"),
+    "invalid_arrow": ErrorCode(422, "The body is no Arrow IPC stream"),
+    "unsupported_arrow": ErrorCode(422, "The stream has what this service does not read"),
+    "invalid_field": ErrorCode(422, "A value is not what `field` takes"),
+    "missing_field": ErrorCode(422, "A field that is needed was not sent"),
+    "unknown_field": ErrorCode(422, "There is no such field or option"),
+    "invalid_id": ErrorCode(422, "An id is not 1 to 256 bytes of UTF-8"),
+    "invalid_input": ErrorCode(422, "What was sent cannot be computed from"),
+    "invalid_k": ErrorCode(422, "`k` is not within the table's lists"),
+    "invalid_filter": ErrorCode(422, "The filter cannot be read; `field` is the place in it"),
+    "unknown_filter": ErrorCode(422, "No filter of that name is declared"),
+    "unknown_attribute": ErrorCode(422, "The generation has no such attribute"),
+    "invalid_rerank": ErrorCode(422, "The re-ranking cannot be read; `field` is the place in it"),
+    "unknown_rerank": ErrorCode(422, "No re-ranking of that name is declared"),
+    "invalid_feature": ErrorCode(422, "A feature is no text, number or list of numbers"),
+    "not_finite": ErrorCode(422, "A number is not finite"),
+    "too_many_features": ErrorCode(422, "More features than are allowed"),
+    "too_many_values": ErrorCode(422, "A feature has more values than `limit`"),
+    "feature_too_long": ErrorCode(422, "A text feature is longer than `limit`"),
+    "batch_too_long": ErrorCode(422, "More entities than `limit`: send several requests"),
+    "history_too_long": ErrorCode(422, "A history is longer than `limit`"),
+    "exclude_too_long": ErrorCode(422, "`exclude` is longer than `limit`"),
+    "too_many_ids": ErrorCode(
+        422, "All histories and `exclude` together hold more ids than `limit`"
+    ),
+    "too_many_numbers": ErrorCode(422, "All features together hold more values than `limit`"),
+    "quota_exceeded": ErrorCode(429, "`quota` has no room: come again after `Retry-After`"),
+    "events_full": ErrorCode(
+        429, "The stream takes no more for now: come again after `Retry-After`"
+    ),
+    "internal_error": ErrorCode(500, "A defect of the service, which has logged it"),
+    "not_ready": ErrorCode(503, "No generation is loaded yet: come again after `Retry-After`"),
+    "overloaded": ErrorCode(503, "Too much is under way: come again after `Retry-After`"),
+    "l2_unavailable": ErrorCode(503, "Redis does not answer: come again after `Retry-After`"),
+    "events_unavailable": ErrorCode(
+        503,
+        "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
+    ),
+}
+"""Every code; what is no valid HTTP is refused before it reaches a route, with a plain text."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.arrow.schema import MEDIA_TYPE
 from serving.requests.errors import Problem
 
 JSON_TYPE = "application/json"

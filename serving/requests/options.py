@@ -6,19 +6,22 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import orjson
 
 from cache.errors import InvalidInput
-from cache.events.position import Position
+from cache.events.event import Position
 from cache.filters.expression import Filter, InvalidFilter, read_filter
 from cache.filters.reranking import InvalidReranking, Reranking, read_reranking
 from cache.format.redis_keys import NAME
 from serving.requests.errors import from_input, unprocessable
-from serving.requests.fields import read_id, read_ids, read_object
+from serving.requests.json_fields import read_id, read_ids, read_object
 from serving.requests.models import Limits, RequestedArm, RequestOptions
+
+if TYPE_CHECKING:
+    pass
 
 _QUERY_FIELDS = frozenset(
     {
@@ -26,12 +29,24 @@ _QUERY_FIELDS = frozenset(
         "rerank", "arm", "max_events", "as_of",
     }
 )  # fmt: skip
+
+
 ARM = b"x-larder-arm"
 """Header that names an arm, as `arm` of a body or a query does."""
+
+
 _NAME_CHARS_MAX = 32
+
+
 _JSON_CHARS_MAX = 16_384
+
+
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+
+
 _DIGITS_MAX = 18
+
+
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
@@ -275,3 +290,7 @@ def _deadline(value: object, field: str, limits: Limits) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
     return min(float(value), limits.deadline_max_ms) / 1000
+
+
+TIMING_HEADER = b"x-larder-timing"
+"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""

@@ -1,4 +1,4 @@
-"""A request under observation: its id, its trace context, spans, one line in the log, and what that may not say.
+"""Requests under observation: their spans, their lines in the log, and `Server-Timing`.
 
-Imports serving.requests at most. Start at `observer`.
+Start at `observer`.
 """

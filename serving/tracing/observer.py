@@ -1,5 +1,10 @@
-"""Watches requests: how long their stages take, what to log, what to trace. Plain single lookups pass it by."""
+"""Observer of requests: their names, the times of their stages, a line in the log, and a span."""
 
+import itertools
+import logging
+import random
+import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, MutableMapping
 from dataclasses import KW_ONLY, dataclass
@@ -7,26 +12,95 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.tracing.request_context import CALLER, CURRENT, RequestFacts, RequestRecord
-from serving.tracing.request_id import accepted, new_id
-from serving.tracing.request_log import RequestLog
-from serving.tracing.trace_context import parent_of
+from serving.process.log_setup import FIELDS
+from serving.requests.context import CALLER, CURRENT, RequestFacts, RequestRecord, parent_of
+from serving.requests.options import TIMING_HEADER
+from serving.tracing.response_peek import sources_of
 
 if TYPE_CHECKING:
     from serving.tracing.otel_spans import Spans
 
-TIMING_HEADER = b"x-larder-timing"
-"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
+_VALID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
+
+
+_process_prefix = secrets.token_hex(6)
+
+
+_number = itertools.count(1)
+
+
+def accepted(sent_id: bytes | None) -> str | None:
+    """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
+    return sent_id.decode("ascii") if sent_id is not None and _VALID.fullmatch(sent_id) else None
+
+
+def new_id() -> str:
+    """New id that no other process makes: a random part of this one's own, and a number."""
+    return f"{_process_prefix}-{next(_number):x}"
+
+
+log = logging.getLogger("larder.requests")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestLog:
+    """Log of requests without ready answers from L1: nothing is decided or written for each hit."""
+
+    _: KW_ONLY
+    sampled_share: float
+    slow_s: float
+    draw: Callable[[], float] = random.random
+
+    def level(self, request_record: RequestRecord, seconds: float) -> int | None:
+        """Log level: errors and slow requests have their own, so that no sample crowds them out; None: no line."""
+        if request_record.status >= 500:
+            return logging.ERROR
+        if seconds >= self.slow_s:
+            return logging.WARNING
+        return logging.INFO if self.draw() < self.sampled_share else None
+
+    def write(
+        self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float
+    ) -> None:
+        """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""
+        if request.route != "/readyz" and log.isEnabledFor(level):
+            fields = {FIELDS: fields_of(request_record, request, seconds)}
+            log.log(level, "%s %s", request.method, request.route, extra=fields)
+
+
+def fields_of(
+    request_record: RequestRecord, request: RequestFacts, seconds: float
+) -> dict[str, Any]:
+    """Fields of the request's line; none of them is an entity's id."""
+    fields: dict[str, Any] = dict(request_record.ids())
+    if request.table is not None:
+        fields["table"] = request.table
+    if request_record.caller:
+        fields["token"] = request_record.caller
+    fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
+    if sources := sources_of(request_record.body):
+        fields["sources"] = sources
+    if stages := request_record.by_stage():
+        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in stages.items()}
+    return fields
+
 
 _NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
+
+
 _ROUTES = {
     "/v1/lookup": "/v1/lookup/{table}",
     "/v1/explain": "/v1/explain/{table}",
 }
+
+
 _FIXED_ROUTES = frozenset(
     {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
 )  # fmt: skip
+
+
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+
 
 Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -27,9 +27,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from serving.tracing.request_context import RequestFacts, RequestRecord
+from serving.requests.context import ParentSpan, RequestFacts, RequestRecord
 from serving.tracing.response_peek import generation_of, sources_of
-from serving.tracing.trace_context import ParentSpan
 
 _TRACED = "larder.traced"
 _PREFIX = "/v1/"

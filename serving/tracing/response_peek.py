@@ -2,7 +2,7 @@
 
 import re
 
-from serving.answers.sources import Source
+from serving.requests.answers import Source
 
 _GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 
-from cache.control.hot_keys import HOT_WINDOW, HotKeyReport, Name, Window, hour_of
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
+from cache.usage.hot_keys import HOT_WINDOW, HotKeyReport, Name, Window, hour_of
 from serving.generations.snapshot import Snapshot
 
 RECENT = 4_096

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
-from serving.answers.sources import STORED_SOURCES
+from cache.usage.hot_keys import Name
 from serving.generations.snapshot import Snapshot
-from serving.metrics.event_counters import by_label
+from serving.metrics.collectors import by_label
 from serving.metrics.registry import Metrics, counts_of
-from serving.usage.read_counts import LIFE_S, HashBatches, ReadHashes, packed, pieces
+from serving.requests.answers import STORED_SOURCES
+from serving.usage.request_observer import LIFE_S, HashBatches, ReadHashes, packed, pieces
 
 GIGABYTE = 1e9
 

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.mrc.shards import Shards
+from cache.usage.miss_ratio_curve import Shards
 from serving.config.settings import ServingConfig
 from tests.bench.judges.cachesim import judge
 from tests.bench.judges.environment import ABSENT, is_there

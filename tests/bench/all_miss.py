@@ -28,10 +28,10 @@ import uvloop
 
 from serving.bootstrap import running
 from serving.config.settings import ServingConfig
-from serving.http.service import Service
-from serving.process.gc_tuning import settle
-from serving.requests.content import lookup_of
+from serving.http.routes import Service
+from serving.process.resources import settle
 from serving.requests.models import LookupRequest
+from serving.requests.parsing import lookup_of
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.catalogue import make_catalogue
 from tests.bench.tools.harness import Options, Report, alternate, parse

@@ -15,11 +15,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import redis
 
-from cache.format.manifest import Manifest, Producer, Table, TablePart
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.layout import Layout
+from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
+from cache.records import Layout
 from precompute.builds.tables import records_per_page
 from precompute.bulk.load import Part, load_part
 from precompute.config.settings import NightConfig

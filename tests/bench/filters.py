@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.filters.best import SubsetSearch
+from cache.filters.filtering import SubsetSearch
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
 from tests.bench.tools.http_load import Program, program
 from tests.bench.tools.place import own_server

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.control.control_keys import Control
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control
-from precompute.operations.roll_back import roll_back
+from precompute.releases.recovery import roll_back
 from precompute.steps import publish, verify
 from tests.bench.tools.flip_calls import Recording, calling
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse

@@ -23,8 +23,8 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
+from serving.arrow.schema import MEDIA_TYPE
+from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, compare, parse
 from tests.bench.tools.http_load import Program, place, program

@@ -27,10 +27,10 @@ import uvloop
 from cache.model.predictor import LiveInput
 from cache.store.blocklist import Blocklist
 from serving.config.settings import Precision, ServingConfig
+from serving.engine.batch_inference import compute
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
-from serving.process.gc_tuning import settle
+from serving.process.resources import settle
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.place import own_server

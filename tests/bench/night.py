@@ -31,11 +31,11 @@ from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.reference.spectral import SpectralShape
+from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
-from precompute.scoring.shard import Scorers
-from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring.scorers import Scorers
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.user_reading import read_users
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, real_case, real_file

@@ -27,8 +27,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
+from serving.arrow.schema import MEDIA_TYPE
+from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import feast_side
 from tests.bench.tools.feast_side import (

@@ -32,10 +32,10 @@ from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import page_keys
 from precompute.bulk.watch import cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.operations.train import train_reference
 from precompute.planning.forecast import DAY_S, MIB, Forecast, forecast
 from precompute.planning.options import PlanParameters
-from precompute.planning.spent import TimeSpent, timed
+from precompute.planning.trial import TimeSpent, timed
+from precompute.reference.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, quantize
 from precompute.steps import load as load_step
 from precompute.steps import score as score_step

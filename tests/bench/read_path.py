@@ -35,12 +35,12 @@ from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Hit, TieredCache
 from precompute.config.settings import NightConfig, TableConfig
 from serving.bootstrap import running
-from serving.http.service import Service
-from serving.lookup.batch_inference import compute
-from serving.lookup.entity import find_record_key
-from serving.lookup.micro_batcher import InferenceJob
-from serving.requests.content import lookup_of
+from serving.engine.batch_inference import compute
+from serving.engine.entity import find_record_key
+from serving.engine.micro_batcher import InferenceJob
+from serving.http.routes import Service
 from serving.requests.models import LookupRequest
+from serving.requests.parsing import lookup_of
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, place, program, wrk
 from tests.bench.tools.place import own_server, pin, unpin

@@ -9,7 +9,7 @@ process of its own, and the number of shards grows with the users, as a night's 
 
 Then resident memory of every step, up to the verified generation, while users (in one shard), items and the width of
 the users' features grow, each in turn. `peak_over_foretold` is the largest share of what `plan` foretells for a step
-(`precompute.planning.memory`) that a step took: 1 at most.
+(`precompute.planning.sizes`) that a step took: 1 at most.
 """
 
 import json
@@ -30,7 +30,7 @@ from cache.errors import Refused
 from cache.process.redis_server import server
 from cache.topk.topk import Scorer
 from precompute.config.settings import NightConfig, Sources, TableConfig
-from precompute.planning.memory import step_bytes
+from precompute.planning.sizes import step_bytes
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.bench.night import UNTIL, drawn_case, write_interactions
 from tests.bench.tools import wide_night

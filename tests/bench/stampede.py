@@ -28,9 +28,9 @@ import redis
 
 from serving.bootstrap import running
 from serving.config.settings import ServingConfig
-from serving.http.service import Service
-from serving.requests.content import lookup_of
+from serving.http.routes import Service
 from serving.requests.models import LookupRequest
+from serving.requests.parsing import lookup_of
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import stampede_peers
 from tests.bench.tools.harness import Options, Ratio, Report, parse

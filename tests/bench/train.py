@@ -24,9 +24,8 @@ import pyarrow.parquet as pq
 import scipy.sparse as sp
 
 from cache.process.redis_server import server
-from precompute.reference.choice import choose
-from precompute.reference.shapes import tables_of
-from precompute.reference.spectral import UserItemMatrix, matrix_of
+from precompute.reference.matrix_factorisation import UserItemMatrix, matrix_of, tables_of
+from precompute.reference.train import choose
 from tests.bench.tools.harness import Options, Report, parse
 
 ITEMS, CLICKS, DIMS = 20_000, 12, 128

@@ -5,19 +5,26 @@ import numpy as np
 from cache.format.ids import FINGERPRINT_SEED, fingerprint, hash_id, input_digest
 from cache.format.manifest import (
     MANIFEST_FORMAT,
+    Artefact,
     DirectoryPart,
     EntitySet,
     Index,
+    ItemFiles,
     Manifest,
     Model,
     Producer,
     Table,
     TablePart,
 )
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.codec import encode_numbers, encode_topk, pack_overlay
-from cache.format.records.layout import FLAG_LIVE, RECORD_FORMAT, Layout
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex
+from cache.records import (
+    FLAG_LIVE,
+    RECORD_FORMAT,
+    Layout,
+    encode_numbers,
+    encode_topk,
+    pack_overlay,
+)
 from cache.store.releases import Pointer, Release
 
 MARKS = np.array([0x1122334455667788], np.uint64)

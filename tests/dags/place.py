@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import redis
 
+from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.releases import Pointer
-from infra.demo.place import NEVER
-from infra.local.airflow import LocalAirflow
-from infra.local.airflow_client import RunReport, TaskReport
+from infra.local.airflow import NEVER, LocalAirflow, RunReport, TaskReport
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig, night_config
-from precompute.control.control_keys import Control
 from tests.integration.nights import PATIENT_ENVIRON, environment, top_lists
 from tests.integration.watching import Watch
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from cache.control.states import State
 from cache.process.redis_server import RedisServer
-from infra.local.airflow_client import AirflowFailed
-from precompute.control.states import State
+from infra.local.airflow import AirflowFailed
 from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
 from tests.integration.nights import build_verified
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.demo.place import NEVER
-from infra.local.airflow import ROOT
+from infra.local.airflow import NEVER, ROOT
 from precompute.config.settings import NightConfig, night_config
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from precompute.steps import retire
 from tests.dags.place import CONFIG, now, write_interactions
 from tests.integration.killed_steps import night

@@ -7,8 +7,8 @@ from pathlib import Path
 import redis
 
 from cache.events.event import Event
-from cache.format.reuse import Reuse
 from cache.process.redis_server import RedisServer
+from cache.reuse import Reuse
 from cache.store.artefacts import read_manifest
 from tests.dags.test_parse import ROOT, in_airflow
 from tests.integration.changed.month import FIRST, Month

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.local.airflow_client import AirflowFailed, TaskReport
+from infra.local.airflow import AirflowFailed, TaskReport
 from tests.dags.place import (
     CONFIG,
     RUN_S,

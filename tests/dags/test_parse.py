@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.control.night_steps import STAGES
+from cache.config.timetable import STAGES
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.local.airflow_client import AirflowFailed
-from precompute.builds.night import Night
-from precompute.operations.night import run_night
+from infra.local.airflow import AirflowFailed
+from precompute.steps.night import Night, run_night
 from tests.dags.place import RUN_S, USERS, airflow_over, now, states, write_interactions
 from tests.integration.wholeness import assert_whole, moves
 from tests.polling import until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.control.schedule import Schedule
+from cache.config.timetable import Schedule
 from tests.dags.test_parse import in_airflow
 
 CRONS = ("0 3 * * *", "30 2 * * *", "*/30 * * * *", "0 */2 * * *", "30 1-4 * * *", "0 0 * * 0")

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from serving.access.callers import Callers
-from serving.access.quota_table import QuotaTable
-from serving.dashboard.static_files import page_routes
+from serving.access.quota import QuotaTable
+from serving.http.static_files import page_routes
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import as_json

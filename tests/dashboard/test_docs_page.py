@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from precompute.config.settings import NightConfig
-from serving.dashboard.static_files import HEADERS
+from serving.http.static_files import HEADERS
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.integration.nights import build_night, histories

@@ -9,10 +9,10 @@ import pytest
 from setuptools import Distribution
 from starlette.applications import Starlette
 
-from serving.dashboard import static_files
-from serving.dashboard.static_files import HEADERS, assets, page_routes
+import serving.dashboard
+from serving.http.static_files import HEADERS, assets, page_routes
 
-FOLDER = Path(static_files.__file__).parent / "page"
+FOLDER = Path(str(serving.dashboard.__file__)).parent / "page"
 ROOT = Path(__file__).parents[2]
 CONTENT = {file.name: file.read_bytes() for file in FOLDER.iterdir()}
 TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from tests.unit.test_docs import PAGES
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*")
 """What stands right before a block that nobody runs: why."""

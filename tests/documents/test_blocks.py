@@ -11,7 +11,7 @@ import pytest
 from precompute.config.settings import night_config
 from serving.config.settings import ServingConfig
 from tests.documents.blocks import ALL, Block, blocks
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 RUN = ("sh", "python")
 """Languages of blocks that `test_examples` runs."""

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from infra.demo.synthetic import World, synthesize
 from precompute.config.settings import night_config
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from tests.integration.nights import publish_night, write_clicks
 from tests.integration.program import ROOT
 

@@ -13,23 +13,22 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.control.hot_keys import COLD_WINDOW, hour_of
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import open_client
 from cache.store.releases import Pointer
-from infra.cli.check.redis_kind import kind_of
+from cache.usage.hot_keys import COLD_WINDOW, hour_of
+from infra.cli.check import kind_of
 from precompute.bulk import readback, watch
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import mark_loaded
-from precompute.cli import worklist
-from precompute.control.control_keys import Control
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
 from precompute.events import stream
-from precompute.gates.rules.in_redis import memory_limit
+from precompute.gates.rules.headroom import memory_limit
 from precompute.releases.replication import run_ids
 from precompute.releases.staging import StagingNote
+from precompute.usage import worklist
 from tests.forged.malformations import MALFORMATIONS
 from tests.forged.proxy import ForgingProxy, Order, forging
 

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import xxhash
 
-from cache.format.records.layout import Layout
 from cache.native import pure
-from cache.native.number_text import DROPPED_BITS, Numerals
+from cache.native.loader import DROPPED_BITS, Numerals
+from cache.records import Layout
 from tests.fuzz.given import Given
 
 REFUSED = "refused"

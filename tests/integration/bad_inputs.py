@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from cache.model.tower import Histories, Inputs, Tower
 from cache.store.artefacts import sha256_of
-from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, BundleModel
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles import onnx_model
+from precompute.bundles.bundle import Bundle, BundleModel, ModelFile, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, ReferenceConfig
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from tests.integration.nights import UNTIL
 
 Change = Callable[[NightConfig, Path], NightConfig]
@@ -72,8 +71,8 @@ def with_vectors(
         version="2",
         dims=bundle.dims,
         item_ids=[raw.decode() for raw in bundle.item_ids],
-        user_tower=ModelFile(graphs.history_tower(padded), history.spec),
-        item_tower=ModelFile(graphs.item_tower(make(vectors)), tower.spec, entity="item"),
+        user_tower=ModelFile(onnx_model.history_tower(padded), history.spec),
+        item_tower=ModelFile(onnx_model.item_tower(make(vectors)), tower.spec, entity="item"),
         values={
             name: ModelFile(OnnxModel(model.path.read_bytes()), model.spec, labels=model.labels)
             for name, model in bundle.values.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import serving.bootstrap
 from serving.__main__ import main
-from serving.replica.freshness import Nights
+from serving.generations.nights import Nights
 
 AHEAD_FILE = "CLOCKED_AHEAD"
 

@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import Refused
 from cache.format.manifest import Manifest, Table
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import describe, read_manifest
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.integration.nights import UNTIL, pin, prepare, publish_night, write_clicks
 

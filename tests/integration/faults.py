@@ -11,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest
-from cache.format.records.layout import NO_ITEM
+from cache.records import NO_ITEM
 from precompute.partitions.shard_files import KINDS
 from tests.integration.corpus import Spoilt
 

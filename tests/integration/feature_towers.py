@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig
 

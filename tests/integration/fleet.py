@@ -7,10 +7,9 @@ from pathlib import Path
 
 import redis
 
+from cache.control.control_keys import Control, Replica
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control
-from precompute.control.rows import Replica
 from tests.integration.nights import PATIENT_ENVIRON, environment
 from tests.polling import until
 

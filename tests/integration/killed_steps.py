@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from cache.errors import Refused
-from precompute.builds.night import Night
 from precompute.config.settings import NightConfig
-from precompute.operations.night import run_night
 from precompute.steps import assemble, begin, embed_items, index, quantize, score, verify
+from precompute.steps.night import Night, run_night
 
 
 def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:

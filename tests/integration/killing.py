@@ -18,7 +18,7 @@ from typing import Any
 
 import redis
 
-from cache.control.night_steps import NIGHT
+from cache.config.timetable import NIGHT
 
 PRELOAD = (*(f"precompute.steps.{step}" for step in NIGHT), __name__)
 """A night imports each step only when it runs it."""

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cache.control.control_keys import Control
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
-from precompute.canary import trial
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.operations.restore import restore
-from precompute.operations.roll_back import roll_back
+from precompute.releases.recovery import restore, roll_back
 from precompute.steps import load as load_step
 from precompute.steps import publish, retire, verify
+from precompute.traffic import canary
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists
@@ -162,7 +162,7 @@ class Ground:
         self.watch.canaries.add(generation)
         self.step(
             "canary",
-            lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt),
+            lambda c, attempt: partial(canary.start, c, generation, percent=50.0, attempt=attempt),
             kills=kills,
         )
         self.compare()
@@ -171,7 +171,7 @@ class Ground:
         """End the canary; it is never published."""
         self.step(
             "abandon",
-            lambda c, attempt: partial(trial.abandon, c, reason="a test says so", attempt=attempt),
+            lambda c, attempt: partial(canary.abandon, c, reason="a test says so", attempt=attempt),
             kills=kills,
         )
         self.compare()

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cache.format.directory import Directory, map_file
-from cache.format.manifest import DirectoryPart, EntitySet
-from cache.format.manifest_files import Artefact
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 from cache.model.candidate_search import Searcher
 from tests.integration.mapped import private_kb
 

@@ -16,17 +16,14 @@ import pyarrow.parquet as pq
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.records.codec import decode
-from cache.format.records.layout import NO_ITEM
+from cache.records import NO_ITEM, decode
 from infra.demo.synthetic import Clicks, World, synthesize
-from precompute.builds.night import Night
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.operations.night import run_night
-from precompute.operations.roll_back import roll_back as move_back
-from precompute.operations.train import train_reference
-from precompute.releases.registry import open_releases
+from precompute.reference.train import train_reference
+from precompute.releases.moves import open_releases
+from precompute.releases.recovery import roll_back as move_back
 from precompute.steps import (
     assemble,
     begin,
@@ -38,6 +35,7 @@ from precompute.steps import (
     verify,
 )
 from precompute.steps import publish as publish_step
+from precompute.steps.night import Night, run_night
 from tests.opened import open_generation
 
 UNTIL = "2026-01-29T00:00:00Z"

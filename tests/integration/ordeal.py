@@ -13,11 +13,10 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from infra.demo.http import HttpConnection, get
-from infra.demo.scrape import ServiceCounts
+from infra.demo.http import HttpConnection, ServiceCounts, get
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from serving.answers.sources import STORED_SOURCES, Source
+from serving.requests.answers import STORED_SOURCES, Source
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment

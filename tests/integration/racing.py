@@ -10,17 +10,17 @@ from typing import Any
 
 import redis
 
+from cache.control.control_keys import Control
+from cache.control.states import State, demand
 from cache.errors import Conflict, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Control
-from precompute.control.states import State, demand
-from precompute.releases.release import Releases
-from precompute.releases.restore import restore
+from precompute.releases.moves import Releases
+from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.generations.pointer_rules import judge
+from serving.generations.pointer_follower import judge
 
 NIGHTS = tuple(
     f"2026{month:02}{day:02}T{hour:02}0000Z-{'c' * 12}"
@@ -114,7 +114,7 @@ class Racer:
         drop_old_rows(self.releases, overlay_ttl_s=2.0, kept_s=0.0)
 
     def _restore(self, _make: Make) -> None:
-        restore(self.releases, attempt=self._attempt(), chunk_bytes=1 << 16)
+        restore_redis(self.releases, attempt=self._attempt(), chunk_bytes=1 << 16)
 
     def _pin(self, _make: Make) -> None:
         generation = NIGHTS[max(0, self._newest())]

@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, Table, TablePart
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.codec import encode_numbers
-from cache.format.records.layout import Layout
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
+from cache.format.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
 from cache.format.redis_keys import Keyspace
+from cache.records import Layout, encode_numbers
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Control
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.releases.release import Releases
+from precompute.releases.moves import Releases
 
 if TYPE_CHECKING:
     import redis

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.config.settings import ServingConfig
-from serving.http.service import Service
+from serving.http.routes import Service
 
 BASE = "http://larder"
 PATIENT: dict[str, Any] = {

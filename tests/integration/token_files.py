@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving.access.scopes import SCOPES
-from serving.access.token_file import TokenEntry, write_tokens
+from serving.access.token_file import SCOPES, TokenEntry, write_tokens
 
 EXPIRED = "2020-01-01T00:00:00+00:00"
 

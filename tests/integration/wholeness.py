@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cache.control.control_keys import Control
+from cache.control.states import State
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest, sha256_of
 from cache.store.releases import MOVES, all_releases
-from precompute.bulk.load import parts_of, verify_part
+from precompute.bulk.load import parts_of
+from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State
-from precompute.releases.release import Releases
+from precompute.releases.moves import Releases
 from tests.opened import open_generation
 
 COMPARED = ("directory/", "items/", "tables/", "defaults.json")

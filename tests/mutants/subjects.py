@@ -55,7 +55,7 @@ def _python_files(parts: Sequence[str]) -> list[str]:
 
 SUBJECTS = {
     "ladder": Subject(
-        ("serving/lookup", "serving/fast_lookup"),
+        ("serving/engine",),
         (
             "tests/unit/serving/lookup",
             "tests/unit/serving/fast_lookup",
@@ -100,8 +100,7 @@ SUBJECTS = {
             "precompute/releases",
             "cache/store/releases.py",
             "serving/generations/pointer_follower.py",
-            "serving/generations/pointer_rules.py",
-            "serving/generations/release_history.py",
+            "serving/generations/holder.py",
         ),
         (
             "tests/unit/precompute/releases",
@@ -125,13 +124,12 @@ SUBJECTS = {
     ),
     "erasure": Subject(
         (
-            "precompute/erasing",
-            "precompute/erasures",
-            "precompute/events/forgetting.py",
-            "precompute/cli/erase.py",
+            "precompute/erasure",
+            "precompute/sources/erasures.py",
+            "precompute/events/stream.py",
             "cache/store/blocklist.py",
-            "cache/store/host_copies.py",
-            "serving/replica/blocklist_loader.py",
+            "cache/store/artefacts.py",
+            "serving/generations/refresher.py",
         ),
         (
             "tests/unit/precompute/erasures",
@@ -146,8 +144,8 @@ SUBJECTS = {
     "reuse": Subject(
         (
             "precompute/reuse",
-            "cache/format/reuse.py",
-            "precompute/builds/copies.py",
+            "cache/reuse.py",
+            "precompute/builds/build.py",
             "precompute/builds/reuse_fact.py",
         ),
         (
@@ -160,7 +158,7 @@ SUBJECTS = {
         ),
     ),
     "events": Subject(
-        ("serving/events", "serving/fresh", "precompute/events"),
+        ("serving/events", "precompute/events"),
         (
             "tests/unit/serving/events",
             "tests/unit/serving/replica",
@@ -178,7 +176,7 @@ SUBJECTS = {
         ),
     ),
     "filters": Subject(
-        ("serving/ranking", "cache/filters", "precompute/partitions/named_filters.py"),
+        ("serving/filters", "cache/filters", "precompute/filters/item_attributes.py"),
         (
             "tests/unit/serving/ranking",
             "tests/unit/cache/filters",

@@ -31,10 +31,10 @@ class Plant:
             path.write_text(source.replace(change.old, change.new))
 
 
-_FILTERED_LOOKUP = "serving/ranking/filtered_lookup.py"
-_ANSWER_BUILDER = "serving/lookup/answer_builder.py"
-_ENTITY = "serving/lookup/entity.py"
-_ARMS = "serving/experiments/arms.py"
+_FILTERED_LOOKUP = "serving/filters/filtered_lookup.py"
+_ANSWER_BUILDER = "serving/engine/answer_builder.py"
+_ENTITY = "serving/engine/entity.py"
+_ARMS = "serving/traffic/experiments/arms.py"
 
 PLANTS = (
     Plant(
@@ -130,7 +130,7 @@ PLANTS = (
     Plant(
         "vector_of_a_search_is_counted",
         "the metrics count an entity of `user_vector` for a filtered lookup that nobody sent for that table",
-        (Change("serving/lookup/ladder.py", "if not context.is_part:", "if True:"),),
+        (Change("serving/engine/ladder.py", "if not context.is_part:", "if True:"),),
     ),
     Plant(
         "erased_user_keeps_the_stored_list",

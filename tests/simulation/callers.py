@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cache.store.blocklist import Blocklist
-from serving.http.service import Service
+from serving.http.routes import Service
 from tests.simulation import nights
 from tests.simulation.nights import COUNT, ITEMS, LIVE, TABLE, WIDTH, generation_of, number_of
 from tests.simulation.virtual_loop import Host

@@ -8,29 +8,26 @@ from typing import Any
 
 import pytest
 
-from cache.l2.circuit_breaker import Breaker
-from cache.l2.connection import PipelineConnection
+from cache.l2.data_plane import Breaker
+from cache.l2.pool import PipelineConnection
 from cache.store.blocklist import Blocklist
-from cache.tiers import batch_reader, checks, tiered
+from cache.tiers import reads, tiered
 from cache.tiers.l1 import LocalKey, LocalTier
 from cache.tiers.singleflight import SingleFlight
-from cache.tiers.write_behind import WriteBehind
+from cache.tiers.tiered import WriteBehind
 from serving.admission.controller import Admission
-from serving.experiments.arms import Arm, Arms, ArmState, Routing
-from serving.experiments.router import ExperimentRouter
-from serving.generations import pointer_follower, pointer_rules
-from serving.generations.degraded_reopen import DegradedReopen
-from serving.generations.health import Concerns
+from serving.engine.inference import LiveInferences
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import MicroBatcher
+from serving.generations import pointer_follower, refresher
 from serving.generations.holder import GenerationHolder
-from serving.generations.pointer_follower import PointerFollower
+from serving.generations.pointer_follower import Concerns, DegradedReopen, PointerFollower
+from serving.generations.refresher import Refresher
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.inference import LiveInferences
-from serving.lookup.leases import LeaseManager
-from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.registry import Metrics
-from serving.replica import background
-from serving.replica.background import Refresher
+from serving.traffic.experiments.arms import Arm, Arms, ArmState, Routing
+from serving.traffic.experiments.router import ExperimentRouter
 from serving.usage.hot_keys import HotKeySketch, RecentNames
 from tests.simulation.scenarios import EXPERIMENTS, Bias
 
@@ -45,7 +42,7 @@ def _l1_forgets_the_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_older_epoch_is_followed(patch: pytest.MonkeyPatch) -> None:
-    real = pointer_rules.judge
+    real = pointer_follower.judge
 
     def judge(pointer: Any, seen_pointer: Any) -> Any:
         verdict = real(pointer, seen_pointer)
@@ -72,12 +69,12 @@ def _ready_answers_outlive_their_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 def _inputs_of_an_overlay_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    real = checks.judge
+    real = reads.judge
 
     def judge(entry: Any, record_key: Any, tier: Any) -> Any:
         return real(entry, record_key._replace(digest=None), tier)
 
-    for owner in (checks, tiered):
+    for owner in (reads, tiered):
         patch.setattr(owner, "judge", judge)
 
 
@@ -123,7 +120,7 @@ def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
         raw = store.read(f"blocklist/{names[len(names) // 2]}")
         return Blocklist.from_bytes(raw), None
 
-    patch.setattr(background, "newest_blocklist", read_middle_blocklist)
+    patch.setattr(refresher, "newest_blocklist", read_middle_blocklist)
 
 
 def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:
@@ -225,7 +222,7 @@ def _some_answers_are_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_canary_answers_some_entities_of_a_request(patch: pytest.MonkeyPatch) -> None:
-    from serving.lookup.ladder import Ladder
+    from serving.engine.ladder import Ladder
 
     real = Ladder.resolve
 
@@ -327,7 +324,7 @@ def _a_pin_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_page_of_another_night_is_read(patch: pytest.MonkeyPatch) -> None:
-    for owner in (tiered, batch_reader):
+    for owner in (tiered, tiered):
         name = "reads_of" if owner is tiered else "page_reads"
         real = getattr(owner, name)
         last: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """What must be over once nobody asks any more: nothing is under way, and what was counted adds up."""
 
-from serving.answers.sources import STORED_SOURCES
-from serving.http.service import Service
-from serving.lookup.service import LookupService
+from serving.engine.service import LookupService
+from serving.http.routes import Service
 from serving.metrics.registry import counts_of
+from serving.requests.answers import STORED_SOURCES
 
 
 class Broken(AssertionError):

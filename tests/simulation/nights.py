@@ -16,16 +16,22 @@ from cache.errors import InvalidInput
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import DirectoryPart, EntitySet, Manifest, Producer, Table, TablePart
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import FLAG_LIVE, Layout
+from cache.format.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
 from cache.model.input_preparation import LiveInput, PreparedInput, prepare_all
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.records import FLAG_LIVE, Layout, encode_topk
 from cache.store.blocklist import Blocklist
-from cache.tiers.results import View
-from serving.answers.default_lists import DefaultList
-from serving.generations.snapshot import Snapshot
+from cache.tiers.reads import View
+from serving.generations.snapshot import DefaultList, Snapshot
 
 OWN = "default"
 """Namespace that the service serves."""

@@ -6,21 +6,21 @@ from typing import Any
 
 import redis
 
-from cache.config.sections import FlipConfig
+from cache.config.night import FlipConfig
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import Conflict, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.blocklist import Blocklist, change_blocklist
-from cache.store.experiments import Experiments, change_experiments, latest_experiments
+from cache.traffic.experiments import Experiments, change_experiments, latest_experiments
 from precompute.bulk import reload
 from precompute.config.progress import quiet
-from precompute.control.control_keys import Control
-from precompute.control.states import State
-from precompute.experiments import changes, edits
-from precompute.experiments.edits import ArmOption, ExperimentOption
-from precompute.releases import restore, sweep
-from precompute.releases.release import Releases
+from precompute.releases import recovery, sweep
+from precompute.releases.moves import Releases
 from precompute.releases.staging import staged
+from precompute.traffic import experiments
+from precompute.traffic.experiments import ArmOption, ExperimentOption
 from tests.simulation import nights
 from tests.simulation.nights import FIRST_NIGHTS, OWN, TABLE
 from tests.simulation.redis_server import SimulatedRedis
@@ -127,7 +127,7 @@ class Publisher:
 
     def restore(self) -> str:
         """Brings back what Redis lost."""
-        pointer, loaded, _ = restore.restore(
+        pointer, loaded, _ = recovery.restore_redis(
             self._releases(), attempt=self._attempt(), chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
         )
         return f"{pointer.generation} with {loaded}"
@@ -159,30 +159,30 @@ class Publisher:
         own_control = self._control(OWN)
         controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
         option = ExperimentOption(OWN, name, arms, share)
-        self._edit(lambda record: edits.add(record, option, at=own_control.time()))
-        changes._wait(own_control, controls, name, FLIP.wait_s, quiet)
-        self._edit(lambda record: edits.begin(record, name, at=own_control.time()))
+        self._edit(lambda record: experiments.add(record, option, at=own_control.time()))
+        experiments._wait(own_control, controls, name, FLIP.wait_s, quiet)
+        self._edit(lambda record: experiments.begin(record, name, at=own_control.time()))
         return f"{name} in {namespaces}"
 
     def stop_experiment(self, position: int) -> str:
         """Stops one of those that are not over."""
         name = self._current(position)
-        self._edit(lambda record: edits.end(record, name, at=self._control(OWN).time()))
+        self._edit(lambda record: experiments.end(record, name, at=self._control(OWN).time()))
         return name
 
     def share(self, position: int, share: float, control: float | None) -> str:
         """Changes the share of one of them, or that of its arms."""
         name = self._current(position)
         if control is None:
-            self._edit(lambda record: edits.share_keys(record, {name: share}))
+            self._edit(lambda record: experiments.share_keys(record, {name: share}))
             return f"{name} {share}"
-        experiment = edits.current(latest_experiments(self._store), name)
+        experiment = experiments.current(latest_experiments(self._store), name)
         other_arms = [arm.name for arm in experiment.arms if arm.name != "control"]
         arm_shares = {
             "control": control,
             **dict.fromkeys(other_arms, (1 - control) / len(other_arms)),
         }
-        self._edit(lambda record: edits.share_arms(record, name, arm_shares))
+        self._edit(lambda record: experiments.share_arms(record, name, arm_shares))
         return f"{name} {arm_shares}"
 
     def _current(self, position: int) -> str:

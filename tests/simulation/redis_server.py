@@ -10,10 +10,10 @@ from typing import Any
 import hiredis
 import orjson
 
-from cache.control import hot_keys
+from cache.control import control_keys
 from cache.format.redis_keys import Keyspace
-from cache.l2 import control_plane, lease_commands
-from precompute.control import control_keys
+from cache.l2 import commands, control_plane
+from cache.usage import hot_keys
 from precompute.releases import staging
 from tests.memory import MemoryRedis, Watch, unwatched
 
@@ -35,7 +35,7 @@ class SimulatedRedis(MemoryRedis):
         self.scripts: dict[bytes, Callable[[list[str], list[bytes]], Any]] = {
             control_plane._BEAT.encode(): self._beat,
             hot_keys.REPORT.encode(): self._report,
-            lease_commands._SWAP: self._swap,
+            commands._SWAP: self._swap,
             staging._STAGE.encode(): self._stage,
             staging._UNSTAGE.encode(): self._unstage,
             control_keys._MOVE.encode(): lambda keys, argv: self._in(keys[0], self.move, argv),

@@ -8,10 +8,10 @@ from typing import Any
 from cache.store.artefacts import ArtefactStore
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
-from serving.experiments.arms import Arms
-from serving.http.service import Service
-from serving.lookup.service import LookupService
+from serving.engine.service import LookupService
+from serving.http.routes import Service
 from serving.process.server import Server
+from serving.traffic.experiments.arms import Arms
 from tests.simulation import nights
 from tests.simulation.virtual_loop import Host, VirtualLoop, context_of
 

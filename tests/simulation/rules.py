@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
-from cache.store.experiments import Experiments
 from cache.store.releases import Pointer
-from serving.answers.sources import STORED_SOURCES
-from serving.experiments.arms import ArmState
-from serving.http.service import Service
+from cache.traffic.experiments import Experiments
+from serving.http.routes import Service
 from serving.namespace import ServedArm
+from serving.requests.answers import STORED_SOURCES
+from serving.traffic.experiments.arms import ArmState
 from tests.simulation import nights
 from tests.simulation.callers import Asked, Call, Known, Question, Reply, Wrong, judge
 from tests.simulation.leftovers import Broken, demand_nothing_left, demand_sums

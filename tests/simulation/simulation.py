@@ -24,7 +24,7 @@ from cache.store.blocklist import Blocklist
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.namespace import ServedArm
-from serving.process.gc_tuning import settle
+from serving.process.resources import settle
 from tests.simulation import nights, substitution
 from tests.simulation.callers import Call, Client, Reply
 from tests.simulation.faults import Faults, NoThread

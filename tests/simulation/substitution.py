@@ -45,15 +45,15 @@ class Process(Protocol):
 
 
 PACKAGES = (
-    "cache", "serving", "precompute.releases", "precompute.control", "precompute.experiments.changes", "redis",
+    "cache", "serving", "precompute.releases", "cache.control", "precompute.traffic.experiments", "redis",
 )  # fmt: skip
 """Packages whose modules are looked at, with all that is below them."""
 
 LEFT_OUT = (
     "serving.client",
-    "serving.explain.asking",
+    "serving.cli.lookup",
     "serving.explain.cli",
-    "serving.dashboard.terminal",
+    "serving.dashboard",
     "cache.topk._topk",
 )
 """Programs and libraries for callers, which need extras of their own, and a library that is no module."""

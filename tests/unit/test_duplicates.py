@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 LINES_MAX = 10
 """Lines that two files may share in a row; comments, docstrings, imports and signatures do not count."""

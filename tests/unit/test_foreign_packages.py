@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 
 def said(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":

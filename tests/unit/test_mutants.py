@@ -13,7 +13,7 @@ from tests.mutants.__main__ import OTHER_LIMIT_S, UNIT_LIMIT_S, covering
 from tests.mutants.mutations import MutableModule, Mutant, drawn
 from tests.mutants.results import EQUIVALENT, Row, read_verdicts, summary, without_kills
 from tests.mutants.subjects import SUBJECTS, MeasuredTest
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 SOURCE = '''
 LIMIT = 3

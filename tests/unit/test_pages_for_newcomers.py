@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"

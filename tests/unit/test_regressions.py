@@ -11,7 +11,7 @@ import pytest
 
 from tests.regressions.__main__ import NOT_RED, RED, Row, red_before, write_rows
 from tests.regressions.findings import findings
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 TESTS = """
 import pytest

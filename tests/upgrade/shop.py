@@ -17,8 +17,8 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release as ReleaseRecord
 from cache.store.releases import all_releases
-from infra.demo.place import NEVER
 from infra.demo.synthetic import World, synthesize
+from infra.local.airflow import NEVER
 from infra.local.service import ServiceProcess
 from precompute.config.settings import night_config
 from tests import polling

@@ -15,7 +15,7 @@ def exact(
     steps: tl.constexpr, unroll: tl.constexpr, size: tl.constexpr, capacity: tl.constexpr, part: tl.constexpr,
     cosine: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the items of kept groups that may be better than what was left out, as by `precompute.device.exact`.
+    """Keys of the items of kept groups that may be better than what was left out, as by `precompute.device.items`.
 
     Its sums, in its order, so to be compiled without fused multiply-adds. int64 [n, size, capacity]: first of each
     group its first such item. What stands in the user's `excluded_ordinals` (ascending from `starts` on) and what is no

@@ -1,4 +1,1 @@
-"""Evidence that gates share: a candidate, its samples, scans of its records, and the verdict of one rule.
-
-Imports scoring. Start at `candidate`.
-"""
+"""Evidence that gates share: a candidate, its samples, scans of its records, and the verdict of one rule."""

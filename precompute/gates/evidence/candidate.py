@@ -1,18 +1,99 @@
-"""A candidate: a loaded generation with all that its gates may look at."""
+"""Candidate for publishing with its evidence, and gates: rules with public ids that give verdicts on it."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.config.settings import GateThresholds, GovernorConfig
-from precompute.control.control_keys import Control
-from precompute.erasures.erasure import NO_ERASURES, ErasedEntities
-from precompute.experiments.room import ArmRoom
 from precompute.gates.evidence.evidence import Evidence
-from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Measurement
+from precompute.sources.erasures import NO_ERASURES, ErasedEntities
+from precompute.traffic.experiments import ArmRoom
+
+FIRST = "the first generation has nothing to be compared with"
+
+
+UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A value held against a threshold; `baseline` is the live generation that it was compared with."""
+
+    passed: bool
+    value: float | str | None
+    threshold: float | str | None
+    note: str = ""
+    baseline: str | None = None
+
+    def under(self, rule: str) -> "Verdict":
+        """The verdict of the rule that measured this."""
+        return Verdict(rule, self.passed, self.value, self.threshold, self.note, self.baseline)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict of one gate: what it measured; `overridden` is the reason for which a failure was let pass."""
+
+    rule: str
+    passed: bool
+    value: float | str | None
+    threshold: float | str | None
+    note: str = ""
+    baseline: str | None = None
+    overridden: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form for the manifest; what does not apply is left out."""
+        fields: dict[str, Any] = {
+            "rule": self.rule,
+            "passed": self.passed,
+            "value": self.value,
+            "threshold": self.threshold,
+            "note": self.note,
+        }
+        if self.baseline is not None:
+            fields["baseline"] = self.baseline
+        if self.overridden is not None:
+            fields["overridden"] = self.overridden
+        return fields
+
+
+def at_least(
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measurement:
+    """A value and its floor; NaN fails."""
+    return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
+
+
+def at_most(
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measurement:
+    """A value and its ceiling; NaN fails."""
+    return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
+
+
+def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
+    """A count of what must not occur even once; `note` says where it was seen."""
+    return Measurement(not count, count, 0, note if count else "", baseline)
+
+
+def not_measured(threshold: float | None, reason: str) -> Measurement:
+    """A case in which a gate has nothing to measure, by definition and not by failure."""
+    return Measurement(True, None, threshold, reason)
+
+
+def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
+    """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
+    return min(
+        figures.items(),
+        key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,3 +151,33 @@ class Candidate:
     def is_retrained(self) -> bool:
         """True if another bundle made it than made the live generation."""
         return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
+
+
+Measure = Callable[[Candidate], Measurement]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A rule; one of `integrity` is on what is simply wrong, and nobody may wave it through.
+
+    One that `wants_interactions` is left out of a night that was given none: it has nothing to ask.
+    """
+
+    rule: str
+    is_integrity: bool
+    measure: Measure
+    wants_interactions: bool = False
+
+    def __call__(self, candidate: Candidate) -> Measurement:
+        """Measures a candidate; what it reads may make it raise anything."""
+        return self.measure(candidate)
+
+
+def integrity(rule: str) -> Callable[[Measure], Gate]:
+    """Decorator of a rule on what is simply wrong; `rule` is its id for good: manifests and alerts hold it."""
+    return lambda measure: Gate(rule, True, measure)
+
+
+def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measure], Gate]:
+    """Decorator of a rule on what is unusual: a person may know why it is right."""
+    return lambda measure: Gate(rule, False, measure, wants_interactions)

@@ -1,8 +1,1 @@
-"""Gate rules, a family in each module, a rule in each function; `judge` runs them.
-
-Imports gates.evidence. Start at `records`.
-
-A new rule is a function under `@integrity("its_id")` or `@judgement("its_id")` in the module of its family, its name in
-`judge.GATES`, its threshold in `GateThresholds` of `cache.config.gates`, and a fault that it alone finds in
-`tests/integration/faults.py`. An id that another room refers to stands in `cache.format.gate_rules`.
-"""
+"""Gate rules, a family in each module, a rule in each function; `judge` runs them."""

@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records.layout import ABSENT, Layout
-from cache.format.records.quantization import STEP, dequantize
 from cache.model.tower import Histories
+from cache.records import ABSENT, STEP, Layout, dequantize
 from precompute.bundles.bundle import BundleModel
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.verdict import (
+from precompute.gates.evidence.candidate import (
+    Candidate,
     Measurement,
     at_least,
+    integrity,
     none_of,
     not_measured,
     worst_of,

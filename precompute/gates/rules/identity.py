@@ -9,18 +9,16 @@ import numpy as np
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle, shard_report
 from precompute.builds.reuse_fact import INPUTS
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Measurement
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import scratch_folder
-from precompute.reuse.computed_by import computed_by
-from precompute.reuse.kept_shard import reasons_file
+from precompute.reuse.base import reasons_file
+from precompute.reuse.reproducibility import computed_by
 from precompute.scoring.items import ItemWork
-from precompute.scoring.shard import Scorers
-from precompute.scoring.users.again import recompute_users
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring.scorers import Scorers
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.users import recompute_users
 
 USERS: Final = 512
 """Users with copied records that are computed again, over all shards that gates read."""

@@ -1,15 +1,34 @@
-"""Gates on every record of every table, as the page files hold them."""
+"""Gates on records: who has one, none lost, doubled or exchanged, and each whole."""
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
-from cache.format.records.layout import ABSENT
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.gate import integrity, judgement
-from precompute.gates.evidence.verdict import Measurement, at_most, none_of
+from cache.format.directory import Directory
+from cache.format.ids import FINGERPRINT_SEED, hash_ids
+from cache.format.manifest import Table
+from cache.records import ABSENT
+from precompute.gates.evidence.candidate import (
+    Candidate,
+    Measurement,
+    at_least,
+    at_most,
+    integrity,
+    judgement,
+    none_of,
+    not_measured,
+)
+from precompute.gates.evidence.user_sample import names_of, sampled_shards
+from precompute.partitions.catalogue import item_texts
+from precompute.sources.columns import text_hashes
+from precompute.sources.unusable import EVENTS
+from precompute.sources.vocabulary import VOCABULARY_ROWS
 
 VECTORS_AT_ONCE: Final = 16_384
+
 
 _LIST_FAULTS = {
     "slots": "lists with a hole, or with items after their end",
@@ -104,3 +123,224 @@ def _count_faults(candidate: Candidate, kinds: dict[str, str]) -> Measurement:
             if scan.faults[kind] and not fault_note:
                 fault_note = f"{fault_text} in {name}: {scan.first_location_by_fault[kind]}"
     return none_of(count, fault_note)
+
+
+@judgement("coverage_of_source")
+def coverage_of_source(candidate: Candidate) -> Measurement:
+    """Users with an answer in the worst table, of all that the sources name.
+
+    As counted by the night, and as the partition's own files name users with a record.
+    """
+    manifest, users, evidence = candidate.manifest, candidate.evidence.users, candidate.evidence
+    named = max(1, manifest.facts["users_in_source"])
+    count = manifest.entity_sets["user"].count
+    answers = {
+        name: count - scan.absent
+        for name, scan in evidence.asked_scans.items()
+        if scan.table.entity == "user"
+    }
+    worst = min(answers, key=lambda name: answers[name], default="")
+    counted_coverage = answers.get(worst, count) / named
+    measured = users.with_record / max(1, users.in_source)
+    note = f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}"
+    if lacking := users.without_record:
+        lacking_text = ", ".join(
+            f"{count:,} {missing_input}" for missing_input, count in lacking.items()
+        )
+        note += f"; of {users.in_source:,} that were looked at these lack something: {lacking_text}"
+    return at_least(min(counted_coverage, measured), candidate.thresholds.coverage_of_source, note)
+
+
+@judgement("coverage_of_live")
+def coverage_of_live(candidate: Candidate) -> Measurement:
+    """Users of this generation against the live one's."""
+    return _against_live(candidate, "user", candidate.thresholds.coverage_of_live)
+
+
+@judgement("items_of_live")
+def items_of_live(candidate: Candidate) -> Measurement:
+    """Items of this generation against the live one's: neither far fewer nor far more."""
+    thresholds = candidate.thresholds
+    measured = _against_live(candidate, "item", thresholds.items_of_live)
+    if (
+        measured.passed
+        and isinstance(measured.value, float)
+        and measured.value > thresholds.items_of_live_most
+    ):
+        return at_most(
+            measured.value, thresholds.items_of_live_most, measured.note, measured.baseline
+        )
+    return measured
+
+
+def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measurement:
+    if candidate.live is None:
+        return candidate.uncompared(threshold)
+    live_count, candidate_count = (
+        manifest.entity_sets[entity].count for manifest in (candidate.live, candidate.manifest)
+    )
+    live_count -= _erased_of_live(candidate, entity)
+    return at_least(
+        candidate_count / max(1, live_count),
+        threshold,
+        f"{candidate_count:,} {entity}s, {live_count:,} before",
+        candidate.baseline,
+    )
+
+
+def _erased_of_live(candidate: Candidate, entity: str) -> int:
+    """Number of the live generation's entities that had to go: nobody misses them."""
+    evidence, erased = candidate.evidence, candidate.erased
+    if entity == "user" and erased.users and evidence.live_users is not None:
+        hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
+        return int((evidence.live_users.find_many(hashes) >= 0).sum())
+    if entity == "item" and erased.items and evidence.live_items is not None:
+        return int((evidence.live_items.ordinals_of(sorted(erased.items)) >= 0).sum())
+    return 0
+
+
+@integrity("directories_sorted")
+def directories_sorted(candidate: Candidate) -> Measurement:
+    """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
+    expected_order = "strictly ascending"
+    for entities in candidate.manifest.entity_sets.values():
+        directory = Directory.open(candidate.root, entities)
+        if directory.count != entities.count:
+            return Measurement(False, directory.count, entities.count, f"{entities.name}: count")
+        filled = [part for part in directory.parts if len(part)]
+        pairs = zip(filled[1:], filled, strict=False)
+        ascending = all(_ascends(part) for part in filled) and all(
+            later[0] > earlier[-1] for later, earlier in pairs
+        )
+        starts_well = all(
+            not len(part) or part[0] >= np.uint64(entry.first_hash)
+            for part, entry in zip(directory.parts, entities.parts, strict=True)
+        )
+        if not (ascending and starts_well):
+            return Measurement(False, "out of order", expected_order, entities.name)
+    return Measurement(True, expected_order, expected_order)
+
+
+def _ascends(hashes: NDArray[np.uint64]) -> bool:
+    starts = range(0, len(hashes), VOCABULARY_ROWS)
+    chunks = (hashes[start : start + VOCABULARY_ROWS + 1] for start in starts)
+    return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
+
+
+@integrity("known_ids")
+def known_ids(candidate: Candidate) -> Measurement:
+    """Every hash of a directory is that of an id which the sources or the item table name."""
+    directories = candidate.evidence.directories
+    hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
+    wrong = int((hashes != directories["item"].hashes()).sum())
+    if wrong or not _ascends(hashes):
+        return none_of(max(1, wrong), "items whose id and place differ, or twice")
+    entities, unknown = candidate.manifest.entity_sets["user"], 0
+    for shard in sampled_shards(entities):
+        part = directories["user"].parts[shard]
+        named = np.zeros(len(part), np.bool_)
+        for _, positions in named_entities(candidate, shard):
+            named[positions] = True
+        unknown += int((~named).sum())
+    return none_of(unknown, "users with a record whom the sources do not name")
+
+
+def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
+    entities = candidate.manifest.entity_sets["user"]
+    part = candidate.evidence.directories["user"].parts[shard]
+    for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
+        hashes = text_hashes(texts, entities.seed)
+        positions = np.minimum(part.searchsorted(hashes), len(part) - 1)
+        is_known = part[positions] == hashes
+        yield texts.filter(pa.array(is_known)), positions[is_known]
+
+
+@integrity("record_ids")
+def record_ids(candidate: Candidate) -> Measurement:
+    """Each record carries the fingerprint of the id in whose place it lies, in every table, and none comes twice.
+
+    All items, and all users whose partition gates read.
+    """
+    wrong, note = 0, ""
+    tables = list(candidate.manifest.stored_tables.values())
+    faults = {table.name: _out_of_place(candidate, table) for table in tables}
+    complete_tables = [table for table in tables if not faults[table.name]]
+    for table in complete_tables:
+        faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
+    for entity, start, expected in _expected(candidate):
+        for table in complete_tables:
+            if table.entity == entity:
+                fingerprints = candidate.evidence.scans[table.name].fingerprints.read(
+                    start, len(expected)
+                )
+                misplaced = (fingerprints != expected) & (expected != 0)
+                faults[table.name] += int(np.count_nonzero(misplaced))
+    for name, fault_count in faults.items():
+        note = note or (
+            f"records of {name} that belong to another entity, or twice" if fault_count else ""
+        )
+        wrong += fault_count
+    return none_of(wrong, note)
+
+
+def _out_of_place(candidate: Candidate, table: Table) -> int:
+    """Number of records too many or too few for the table's directory; at least 1 where its parts differ."""
+    scan, directory = (
+        candidate.evidence.scans[table.name],
+        candidate.evidence.directories[table.entity],
+    )
+    counts = [part.count for part in table.parts]
+    if counts != [len(part) for part in directory.parts] or scan.records != directory.count:
+        return int(max(1, abs(scan.records - directory.count)))
+    return 0
+
+
+def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
+    """(entity, first position, fingerprints from there on), a shard of users at a time; 0 where nobody says whose."""
+    yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
+    parts = candidate.evidence.directories["user"].parts
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
+        expected = np.zeros(len(parts[shard]), np.uint64)
+        for texts, positions in named_entities(candidate, shard):
+            expected[positions] = text_hashes(texts, FINGERPRINT_SEED)
+        yield "user", starts[shard], expected
+
+
+@judgement("unusable_rows")
+def unusable_rows(candidate: Candidate) -> Measurement:
+    """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
+
+    Unless the threshold is 0. Values that events set are told, not judged: whoever sends some would refuse every night.
+    """
+    threshold = candidate.thresholds.unusable_rows
+    unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
+    sources = {
+        name: source
+        for name, source in unusable_by_source.items()
+        if not name.startswith(f"{EVENTS}.")
+    }
+    if not sources:  # an older Larder began the night
+        return not_measured(threshold, "nothing was counted")
+    unusable_shares = {name: _left_out(source, threshold) for name, source in sources.items()}
+    worst = max(unusable_shares, key=lambda name: unusable_shares[name])
+    worst_source = sources[worst]
+    note = f"{worst_source['left_out']:,} of {worst_source['rows']:,} of {worst}"
+    reasons_text = "; ".join(
+        f"{reason}: {reason_counts['rows']:,}"
+        for reason, reason_counts in worst_source["reasons"].items()
+    )
+    passed = unusable_shares[worst] <= threshold
+    return Measurement(
+        passed,
+        round(unusable_shares[worst], 6),
+        threshold,
+        f"{note}: {reasons_text}" if reasons_text else note,
+    )
+
+
+def _left_out(source: dict[str, Any], threshold: float) -> float:
+    if source["left_out"] <= 1 and threshold > 0:
+        return 0.0
+    return float(source["left_out"] / max(1, source["rows"]))

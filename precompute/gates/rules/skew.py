@@ -5,20 +5,23 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.gate_rules import SKEW, SKEW_COSINE, SKEW_DEPTH
 from cache.format.ids import FeatureValue, fingerprint
 from cache.format.manifest import Table
-from cache.format.records.codec import decode
-from cache.format.records.layout import is_absent
-from cache.model.agreement import overlap, row_cosines
+from cache.model.agreement import SKEW, SKEW_COSINE, SKEW_DEPTH, overlap, row_cosines
 from cache.model.predictor import LiveInput, Predictor, PreparedInput
 from cache.model.tower_spec import TowerSpec
-from precompute.gates.evidence.candidate import Candidate
+from cache.records import decode, is_absent
+from precompute.gates.evidence.candidate import (
+    Candidate,
+    Measurement,
+    at_least,
+    judgement,
+    not_measured,
+    worst_of,
+)
 from precompute.gates.evidence.evidence import select_spread_rows
-from precompute.gates.evidence.gate import judgement
-from precompute.gates.evidence.verdict import Measurement, at_least, not_measured, worst_of
 from precompute.partitions.shard_input import ShardInput
-from precompute.scoring.inputs import usable_inputs
+from precompute.scoring.towers import usable_inputs
 from precompute.sources.columns import raws_of
 
 SKEW_SAMPLE: Final = 200

@@ -33,12 +33,11 @@ from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path, sha256_of
 from precompute.builds.build import Build, shard_report
-from precompute.builds.night import Night
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, Sources, TableConfig
-from precompute.operations.night import run_night
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
+from precompute.steps.night import Night, run_night
 from tests.bench.night import COPIES, COPIES_QUICK, DIMS, REMADE, K, drawn_case, write_interactions
 from tests.bench.tools.harness import Promise, Report, compare, parse
 from tests.bench.tools.topk_cases import NO_DATA, real_case, real_file

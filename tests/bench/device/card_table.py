@@ -1,13 +1,13 @@
 """Prints the table of measured GPUs that `plan --card` goes by, from the results that benches of them left.
 
-`python -m tests.bench.device.card_table` prints `CARDS` of `precompute.device.cards`; a test holds both together.
+`python -m tests.bench.device.card_table` prints `CARDS` of `precompute.planning.cards`; a test holds both together.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from precompute.device.cards import MEASURED_ITEMS, Card, ListCost, ShardCost
+from precompute.planning.cards import MEASURED_ITEMS, Card, ListCost, ShardCost
 from tests.bench.device.drawn import CLICKS
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, shard_report
-from precompute.bundles import graphs
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles import onnx_model
+from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
-from precompute.scoring.shard import Scorers
+from precompute.scoring.scorers import Scorers
 from precompute.steps import begin, embed_items, score
 
 K = 100
@@ -53,7 +53,7 @@ def write_models(folder: Path, size: DrawnSize, *, programs: bool) -> None:
     vectors = np.random.default_rng(1).standard_normal((size.items, size.dims), np.float32)
     padded = np.concatenate([vectors, np.zeros((1, size.dims), np.float32)])
     if programs:
-        from precompute.bundles import exports  # torch, for which nobody waits who has no device
+        from precompute.reference import exports  # torch, for which nobody waits who has no device
 
         history_program, item_program = exports.history_tower(padded), exports.item_tower(vectors)
     history = InputSpec("history", "history", "int32", max_length=256, pad=size.items)
@@ -61,11 +61,11 @@ def write_models(folder: Path, size: DrawnSize, *, programs: bool) -> None:
     write_bundle(
         folder, name="drawn", version="1", dims=size.dims, item_ids=_texts(np.arange(size.items)),
         user_tower=ModelFile(
-            graphs.history_tower(padded), TowerSpec((history,), "vector", size.dims),
+            onnx_model.history_tower(padded), TowerSpec((history,), "vector", size.dims),
             program=history_program,
         ),
         item_tower=ModelFile(
-            graphs.item_tower(vectors), TowerSpec((index,), "vector", size.dims), entity="item",
+            onnx_model.item_tower(vectors), TowerSpec((index,), "vector", size.dims), entity="item",
             program=item_program,
         ),
     )  # fmt: skip

@@ -19,8 +19,8 @@ from cache.model.tower import Histories
 from cache.process.redis_server import server
 from precompute.builds.build import Build, open_bundle
 from precompute.config.devices import devices
-from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.user_reading import read_users
 from tests.bench.device.drawn import SHARDS, STAGES, DrawnShards, DrawnSize, K
 from tests.bench.tools.harness import Promise, Report, alternate, parse
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cache.process.redis_server import server
-from precompute.builds.night import Night
 from precompute.config.devices import devices
-from precompute.operations.night import run_night
+from precompute.steps.night import Night, run_night
 from tests.bench.device.drawn import UNTIL, drawn_config
 from tests.bench.device.shard import SIZES
 from tests.bench.tools.harness import Report, parse

@@ -10,12 +10,11 @@ import itertools
 import time
 from collections.abc import Callable
 
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from serving.access.callers import Callers
-from serving.fast_lookup.dispatcher import FastLookups
-from serving.http.service import Service
-from serving.tracing.request_context import CALLER
+from serving.engine.hot_route import FastLookups
+from serving.http.routes import Service
+from serving.requests.context import CALLER
 from tests.bench.events.in_process import in_process
 from tests.bench.tools.harness import Options, Report, alternate, parse
 from tests.integration.fresh.events_world import EventWorld

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import uvloop
 
 from serving.bootstrap import running
-from serving.http.service import Service
+from serving.http.routes import Service
 from tests.bench.tools.harness import Options, Report
 from tests.bench.tools.place import own_server
 from tests.integration.fresh.events_world import EVENTS, EventWorld

@@ -19,8 +19,8 @@ from urllib.request import urlopen
 
 import redis
 
-from cache.events.accept import SCRIPT, StreamBounds, call_of, packed
 from cache.events.event import Event
+from cache.events.stream import SCRIPT, StreamBounds, call_of, packed
 from tests.bench.events.fresh import SETTINGS, make_case
 from tests.bench.hostile import interval
 from tests.bench.observe import served

@@ -23,11 +23,10 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from precompute.config.settings import NightConfig
 from serving.bootstrap import running
-from serving.http.service import Service
+from serving.http.routes import Service
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server

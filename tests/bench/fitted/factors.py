@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from precompute.adapters.factorisations import from_lightfm, from_rectools, from_sklearn
-from precompute.adapters.implicit_models import from_implicit
+from precompute.adapters.factorisations import (
+    from_implicit,
+    from_lightfm,
+    from_rectools,
+    from_sklearn,
+)
 from precompute.adapters.item_weights import ease, from_item_weights
 from tests.bench.fitted.cut import ITEMS, TOP, USERS, Cut
 from tests.bench.fitted.fitted import Fitted

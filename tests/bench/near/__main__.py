@@ -22,16 +22,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import uvloop
 
-from cache.config.near import NearConfig
-from cache.format.records.codec import decode
+from cache.config.serving import NearConfig
+from cache.records import decode
 from precompute.config.settings import NightConfig, ReferenceConfig, TableConfig
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from serving.config.settings import ServingConfig
+from serving.engine.batch_inference import compute
+from serving.engine.micro_batcher import Compute, ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import Compute, ComputedRecord, InferenceJob, MicroBatcher
 from serving.near.near_matches import NearMatches
-from serving.process.gc_tuning import settle
+from serving.process.resources import settle
 from tests.bench.live import Measured, compare, open_snapshot
 from tests.bench.near.stream import HistoryStream
 from tests.bench.tools.harness import Options, Report, parse

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from cache.model.predictor import LiveInput
+from serving.engine.micro_batcher import InferenceJob
 from serving.generations.snapshot import Snapshot
-from serving.lookup.micro_batcher import InferenceJob
 
 SHARE = 0.5
 """Share of near-duplicates."""

@@ -6,8 +6,8 @@ import numpy as np
 
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles import graphs
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles import onnx_model
+from precompute.bundles.bundle import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from tests.bench.night import write_interactions
 from tests.bench.read_path import TABLE, UNTIL, Case
@@ -31,9 +31,11 @@ def make_catalogue(folder: Path, redis_url: str) -> Case:
         version="1",
         dims=DIMS,
         item_ids=names,
-        user_tower=ModelFile(graphs.history_tower(padded), TowerSpec((history,), "vector", DIMS)),
+        user_tower=ModelFile(
+            onnx_model.history_tower(padded), TowerSpec((history,), "vector", DIMS)
+        ),
         item_tower=ModelFile(
-            graphs.item_tower(rows), TowerSpec((index,), "vector", DIMS), entity="item"
+            onnx_model.item_tower(rows), TowerSpec((index,), "vector", DIMS), entity="item"
         ),
     )
     drawn = Histories.of([rng.choice(ITEMS, 20, replace=False) for _ in range(USERS)])

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.item_table import ItemTable
-from cache.format.records.codec import decode
+from cache.records import decode
 from tests.bench.read_path import TABLE, Case
 from tests.bench.tools import feast_store
 from tests.bench.tools.http_load import Program, program

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import serving.fast_http.connection
+import serving.http.lookup_connection
 from serving.__main__ import main
 from tests.bench.tools.place import pin
 
@@ -72,7 +72,7 @@ class _Noting:
         return getattr(self._transport, name)
 
 
-class Timed(serving.fast_http.connection.LookupConnection):
+class Timed(serving.http.lookup_connection.LookupConnection):
     """A connection whose answers are timed if it is a caller's."""
 
     times: Times
@@ -93,5 +93,5 @@ class Timed(serving.fast_http.connection.LookupConnection):
 if __name__ == "__main__":
     pin(0, 0)
     Timed.times = Times(Path(os.environ[FILE]))
-    serving.fast_http.connection.LookupConnection = Timed  # type: ignore[misc]
+    serving.http.lookup_connection.LookupConnection = Timed  # type: ignore[misc]
     sys.exit(main())

@@ -9,11 +9,11 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
+from cache.control.control_keys import Control
 from cache.format.manifest import Manifest
 from precompute.bulk.governor import open_governor
 from precompute.bulk.load import load_part, unlink_pages
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control
 from tests.bench.bulk_load import AT_ONCE, KEYS, LAYOUT, Case
 from tests.bench.tools.harness import AA_TOLERANCE, Ratio
 

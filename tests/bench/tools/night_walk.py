@@ -21,19 +21,19 @@ from tests.integration.nights import UNTIL, prepare
 SHARD = 1
 DEEDS = {
     "score": {
-        "precompute.scoring.users.shard.score_users": "one shard's users, by stages that work side by side",
+        "precompute.scoring.users.score_users": "one shard's users, by stages that work side by side",
         "precompute.partitions.shard_input.group_rows": "its users are read from their partition",
         "cache.model.tower.Tower.run": "the tower makes vectors of them",
         "cache.topk.topk.Scorer.top": "each is compared with all items",
         "cache.topk.compiled.Kernel.top": "by the kernel, a tile of items at a time",
-        "precompute.scoring.encoding.encode": "the best become records",
-        "precompute.scoring.tables.PageFile.append": "records become pages of a file",
+        "precompute.scoring.pages.encode": "the best become records",
+        "precompute.scoring.pages.PageFile.append": "records become pages of a file",
         "precompute.builds.build.Build.finish": "files are handed to the store",
         "precompute.builds.build.Build.report": "the report proves that they are whole",
     },
     "load": {
         "precompute.builds.seal.seal": "the manifest lists all files",
-        "precompute.bulk.page_stream.PageStream.send": "pages are `SET` in Redis",
+        "precompute.bulk.load.PageStream.send": "pages are `SET` in Redis",
         "precompute.bulk.load.load_part.landed": "those that landed are marked",
     },
 }

@@ -2,7 +2,7 @@
 
 `python -m tests.bench.tools.tiles [seconds]`: Gaussian users by a million items, 128 numbers each and 256; shapes are
 tried until the seconds (50) are over. Rates are users/s of the product with what is kept of it, and their part of a
-large square bfloat16 product. The fastest belong into `precompute.device.sizes.tiles_of`.
+large square bfloat16 product. The fastest belong into `precompute.device.fused.tiles_of`.
 """
 
 import sys
@@ -58,7 +58,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     """Microseconds for each user of each stage, run by itself on what the one before gave; nothing if not used."""
     import torch
 
-    from precompute.device import fused, sizes
+    from precompute.device import fused
 
     on = held(items, device, fused.GROUP)
     users = users[:USERS]
@@ -66,7 +66,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     if not fused.fits(on, columns, FETCH):
         return {}
     queries = on.queries(users, users)
-    tiles = sizes.tiles_of(count, queries.codes.shape[1], device)
+    tiles = fused.tiles_of(count, queries.codes.shape[1], device)
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.hidden_of(pairs, count, len(items))
@@ -105,7 +105,7 @@ def main() -> None:
         raise SystemExit("no GPU here, or no torch that sees it: nothing was tried")
     import torch
 
-    from precompute.device import fused, sizes
+    from precompute.device import fused
 
     device = torch.device(gpu_devices[0])
     ends_at = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 50)
@@ -118,14 +118,14 @@ def main() -> None:
         for stage, us in times_of(items, users, device).items():
             print(f"  {stage:10} {us:8.4f} us a user", flush=True)
         on = held(items, device, fused.GROUP)
-        units = sizes.units_of(device)
+        units = fused.units_of(device)
         for rows, wide, warps, stages, resident in TRIED[dims]:
             if time.monotonic() > ends_at - (25 if dims == 128 else 0):
                 break
             count = rows * max(1, units * resident // 4)
             queries = on.queries(users[:count], users[:count])
             required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
-            tiles = sizes.Tiles(rows, wide, warps, stages, resident)
+            tiles = fused.Tiles(rows, wide, warps, stages, resident)
             try:
                 took_s = seconds(
                     partial(fused.kept_of, on, on.whole, queries, required_counts, CAPACITY, tiles)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories, Tower
 from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
-from precompute.reference.spectral import SpectralShape
+from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
 
 DATA = "LARDER_BENCH_DATA"

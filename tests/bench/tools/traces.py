@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.mrc.shards import Shards
+from cache.usage.miss_ratio_curve import Shards
 from tests.bench.tools.topk_cases import DATA
 
 Keys = NDArray[np.int64]

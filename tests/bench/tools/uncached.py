@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import serving.components
-from cache.l2.lease_commands import LeaseMark
-from cache.tiers.results import Miss, MissReason, ReadResult, RecordKey, View
+import serving.namespace
+from cache.l2.commands import LeaseMark
+from cache.tiers.reads import Miss, MissReason, ReadResult, RecordKey, View
 from cache.tiers.tiered import Hit, TieredCache
 from serving.__main__ import main
 
@@ -50,7 +50,7 @@ class NoTiers(TieredCache):
 @contextmanager
 def no_tiers() -> Iterator[None]:
     """Whatever service is put together meanwhile has none."""
-    with patch.object(serving.components, "TieredCache", NoTiers):
+    with patch.object(serving.namespace, "TieredCache", NoTiers):
         yield
 
 

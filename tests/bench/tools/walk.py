@@ -20,14 +20,14 @@ import orjson
 from cache.process.redis_server import server
 from precompute.config.settings import NightConfig
 from serving.app import create_app, make_server
-from serving.http.service import Service
+from serving.http.routes import Service
 from tests.call_walk import Call, Recorder, calls_of, hops, modules, table
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import settings
 
 BACKGROUND = (
-    "cache.process.background_loops", "serving.replica", "serving.process",
-    "serving.admission.loop_lag", "serving.dashboard", "serving.quality", "serving.usage",
+    "cache.process.background_loops", "serving.generations", "serving.process",
+    "serving.admission.controller", "serving.dashboard", "serving.quality", "serving.usage",
 )  # fmt: skip
 """Packages whose calls from the event loop are no part of a request."""
 

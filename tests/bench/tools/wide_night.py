@@ -11,9 +11,8 @@ from onnx import TensorProto, helper
 
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.builds.tables import layout_of
-from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles import onnx_model
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import NightShape
@@ -50,7 +49,7 @@ def write_case(folder: Path, case: Case) -> None:
             TowerSpec((history, taste), "vector", DIMS),
         ),
         item_tower=ModelFile(
-            graphs.item_tower(rows),
+            onnx_model.item_tower(rows),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", DIMS),
             entity="item",
         ),
@@ -82,14 +81,14 @@ def _write_users(path: Path, case: Case) -> None:
 def _user_tower(rows: np.ndarray, projection: np.ndarray) -> OnnxModel:
     padded = np.concatenate([rows, np.zeros((1, DIMS), np.float32)])
     nodes = [
-        *graphs._sum_of_rows("summed"),
+        *onnx_model._sum_of_rows("summed"),
         helper.make_node("MatMul", ["taste", "projection"], ["turned"], name="turned"),
         helper.make_node("Add", ["summed", "turned"], ["vector"], name="vector"),
     ]
     taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["rows", len(projection)])
-    inputs = [graphs.ints("history", ["rows", "length"]), taste]
+    inputs = [onnx_model.ints("history", ["rows", "length"]), taste]
     constants = {"table": padded, "axes": np.array([1], np.int64), "projection": projection}
-    return graphs.model_of(nodes, inputs, [graphs.floats("vector", DIMS)], constants)
+    return onnx_model.model_of(nodes, inputs, [onnx_model.floats("vector", DIMS)], constants)
 
 
 def config_of(folder: Path, redis_url: str) -> NightConfig:

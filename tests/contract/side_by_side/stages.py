@@ -6,10 +6,9 @@ from urllib.parse import quote
 
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import change_blocklist
-from cache.store.experiments import latest_experiments
-from precompute.canary import trial
+from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
-from precompute.experiments import changes
+from precompute.traffic import canary, experiments
 from tests.contract.side_by_side.draws import OF_ITEMS, TABLES
 from tests.contract.side_by_side.twins import SETTLE_S, Twins
 from tests.contract.side_by_side.world import BRANDS, start_canary, start_experiment
@@ -50,7 +49,7 @@ def begin_trials(twins: Twins) -> None:
 def end_trials(twins: Twins) -> None:
     """Stop the experiment, abandon the canary and roll back; return once both services answer so."""
     twins.arms = ()
-    twins.move(lambda config: changes.stop(config, "ranker", reason="a test"))
+    twins.move(lambda config: experiments.stop(config, "ranker", reason="a test"))
     twins.move(_abandon)
     twins.move(roll_back)
     previous = twins.shop.known.generations[1]
@@ -64,7 +63,7 @@ def end_trials(twins: Twins) -> None:
 
 
 def _abandon(config: NightConfig) -> None:
-    trial.abandon(config, None, reason="a test", attempt="abandoned")
+    canary.abandon(config, None, reason="a test", attempt="abandoned")
 
 
 def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:

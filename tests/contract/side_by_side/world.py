@@ -18,13 +18,12 @@ import redis
 
 from cache.process.redis_server import server
 from cache.store.blocklist import change_blocklist
-from infra.demo.place import NEVER
 from infra.demo.synthetic import World, synthesize
-from precompute.bundles.bundle_writer import write_bundle
-from precompute.canary import trial
+from infra.local.airflow import NEVER
+from precompute.bundles.bundle import write_bundle
 from precompute.config.settings import NightConfig, night_config
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.traffic import canary, experiments
+from precompute.traffic.experiments import ArmOption, ExperimentOption
 from tests.conftest import redis_binary
 from tests.integration.feature_towers import (
     COUNTRIES,
@@ -325,12 +324,12 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
 def start_experiment(config: NightConfig) -> None:
     """Start the experiment, in which the service's own namespace is the control."""
     arms = (ArmOption("control", NAMESPACE, 0.5), ArmOption("b", ARM_NAMESPACE, 0.5))
-    changes.start(config, ExperimentOption(NAMESPACE, "ranker", arms, 0.4))
+    experiments.start(config, ExperimentOption(NAMESPACE, "ranker", arms, 0.4))
 
 
 def start_canary(config: NightConfig) -> None:
     """Start a canary of the newest generation that is verified."""
-    trial.start(config, None, percent=30.0, attempt="canary")
+    canary.start(config, None, percent=30.0, attempt="canary")
 
 
 def _damage(redis_url: str, live: str) -> None:

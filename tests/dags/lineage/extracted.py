@@ -13,7 +13,7 @@ from airflow.providers.openlineage.extractors.base import OperatorLineage
 from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 from openlineage.client.serde import Serde
 
-from cache.control.night_steps import NIGHT, PRELIMINARY_STEPS
+from cache.config.timetable import NIGHT, PRELIMINARY_STEPS
 
 RUN_ID = "01a21a7d-03e6-767c-8abb-abc1316261be"
 EVENTS = {"events": 3, "events_until": "1769731200000-0", "left_out": 0, "unreadable": 0}

@@ -15,10 +15,9 @@ import redis
 from cache.errors import Refused
 from cache.process.redis_server import RedisServer
 from infra.local.airflow import ROOT, settings
-from precompute.builds.night import Night
 from precompute.config.settings import NightConfig, night_config
-from precompute.operations.night import run_night
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
+from precompute.steps.night import Night, run_night
 from tests.dags.lineage.receiver import silent
 from tests.dags.lineage.schemas import NOT_NAMED, SPEC, complaints
 from tests.dags.place import CONFIG, ITEMS, USERS, write_interactions

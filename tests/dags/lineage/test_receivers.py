@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from cache.process.redis_server import RedisServer
-from infra.demo.place import NEVER
-from infra.local.airflow import ROOT, settings
+from infra.local.airflow import NEVER, ROOT, settings
 from precompute.config.settings import night_config
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from tests.dags.lineage.dag_runs import SAID
 from tests.dags.lineage.receiver import receiving, silent
 from tests.dags.lineage.schemas import SPEC, complaints

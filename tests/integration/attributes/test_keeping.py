@@ -14,10 +14,10 @@ from cache.events.event import Event
 from cache.format.ids import hash_id
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.night import Night
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import open_items
 from precompute.steps import begin, take_events
+from precompute.steps.night import Night
 from tests.integration import nights
 from tests.integration.attributes.test_night import contents, prepared, rows_of
 from tests.integration.changed.worlds import beside

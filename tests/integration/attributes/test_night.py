@@ -10,13 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig, TableConfig
+from precompute.events.files import EventValues
 from precompute.reuse.inputs import VALUES
-from precompute.sources.event_values import EventValues
 from tests.integration import nights
 from tests.integration.changed.worlds import LENIENT
 from tests.integration.feature_towers import (

@@ -11,9 +11,8 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.accept import SCRIPT, StreamBounds, call_of, entry_of, outcomes, packed
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
+from cache.events.stream import SCRIPT, StreamBounds, call_of, entry_of, outcomes, packed
 from cache.format.redis_keys import Keyspace
 from precompute.config.settings import FilterConfig
 from serving.generations.holder import VALUES_S

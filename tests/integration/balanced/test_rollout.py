@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from precompute.config.settings import NightConfig
-from precompute.operations.restore import restore
+from precompute.releases.recovery import restore
 from tests.integration.balanced.balancer import PROGRAM, balancer
 from tests.integration.balanced.pods import Deployment, Load
 from tests.integration.events.durable_redis import DurableRedis, durable_redis

@@ -11,12 +11,11 @@ import pyarrow.parquet as pq
 from cache.format.manifest import EntityKind
 from precompute.builds.reuse_fact import ENTERED, INPUTS, ITEM_LOST, REASONS
 from precompute.config.settings import TableConfig
-from precompute.operations.train import train_reference
-from precompute.partitions.item_attributes import FOLDER
-from precompute.reuse.base import BUNDLE, SETTINGS
+from precompute.filters.item_attributes import FOLDER
+from precompute.reference.train import train_reference
+from precompute.reuse.base import BUNDLE, SETTINGS, inputs_file
 from precompute.reuse.inputs import BACK, DAMAGED, ERASED, FILES, LATE, TABLES
 from precompute.reuse.items import digests_file
-from precompute.reuse.kept_shard import inputs_file
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
 from tests.integration.feature_towers import (

@@ -16,7 +16,7 @@ from cache.format.manifest import EntityKind
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, shard_report
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import request
+from precompute.sources.erasures import request
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
 

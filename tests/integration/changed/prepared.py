@@ -8,19 +8,18 @@ from typing import Any, cast
 
 import numpy as np
 
+from cache.control.control_keys import Control
 from cache.format.item_table import ItemTable
 from precompute.builds.build import Build, shard_report
 from precompute.builds.seal import seal
-from precompute.control.control_keys import Control
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Measurement
+from precompute.gates.evidence.candidate import Candidate, Measurement
 from precompute.gates.rules.identity import identity
 from precompute.partitions.catalogue import open_items
 from precompute.partitions.shard_files import PARTITION
 from precompute.partitions.shard_input import ShardInput, read_shard
-from precompute.reuse.copied import paired
+from precompute.reuse.base import inputs_file
 from precompute.reuse.digests import Digests
-from precompute.reuse.kept_shard import inputs_file
+from precompute.reuse.shard_reuse import paired
 from precompute.steps import assemble
 from tests.integration.changed.events import Event
 from tests.integration.changed.month import Month

@@ -7,11 +7,11 @@ import pytest
 
 from cache.store.artefacts import generation_path
 from precompute.builds.build import shard_report
+from precompute.filters.item_attributes import FOLDER
 from precompute.partitions.catalogue import IDS, VECTORS, directory_file
-from precompute.partitions.earlier import POPULARITY, UNKNOWN
-from precompute.partitions.item_attributes import FOLDER
+from precompute.partitions.partition import POPULARITY, UNKNOWN
+from precompute.reuse.base import inputs_file
 from precompute.reuse.items import digests_file
-from precompute.reuse.kept_shard import inputs_file
 from tests.integration.changed import events
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared

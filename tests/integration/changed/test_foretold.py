@@ -11,8 +11,7 @@ import pytest
 
 from cache.process.redis_server import RedisServer
 from precompute.config.settings import TableConfig
-from precompute.planning.copies import CopyingNight
-from precompute.planning.forecast import forecast
+from precompute.planning.forecast import CopyingNight, forecast
 from precompute.planning.options import PlanParameters
 from tests.integration.changed.month import Month
 from tests.integration.nights import prepare, top_lists

@@ -13,14 +13,13 @@ from cache.model.ranking import score
 from cache.model.tower import Histories
 from cache.store.artefacts import generation_path
 from precompute.gates.rules import identity
-from precompute.partitions.earlier import EarlierPartition
+from precompute.partitions.partition import EarlierPartition
 from precompute.reuse import base, item_records, items, shard_reuse
-from precompute.reuse.copied import CopyDecisions
+from precompute.reuse.base import BaseShard
 from precompute.reuse.digests import of_users
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.kept_shard import BaseShard
-from precompute.reuse.shard_reuse import ShardReuse
-from precompute.scoring.users import reading
+from precompute.reuse.shard_reuse import CopyDecisions, ShardReuse
+from precompute.scoring import user_reading
 from tests.integration.changed.month import Month, spoil
 from tests.integration.changed.prepared import Prepared, judged, redigested
 
@@ -32,7 +31,7 @@ def stale_digest(patch: Patch, month: Month) -> None:
         return of_users(replace(entities, features={}), hashes)
 
     redigested(month, without_features)
-    patch.setattr(reading, "of_users", without_features)
+    patch.setattr(user_reading, "of_users", without_features)
 
 
 def capped_digest(patch: Patch, month: Month) -> None:
@@ -48,7 +47,7 @@ def capped_digest(patch: Patch, month: Month) -> None:
         )
 
     redigested(month, digest_capped_histories)
-    patch.setattr(reading, "of_users", digest_capped_histories)
+    patch.setattr(user_reading, "of_users", digest_capped_histories)
 
 
 def tie_is_no(patch: Patch, month: Month) -> None:

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cache.format.reuse import FACT, Reuse
 from cache.process.redis_server import RedisServer
+from cache.reuse import FACT, Reuse
 from cache.store.artefacts import read_manifest
-from precompute.builds.night import Night
-from precompute.cli.status_report import read_state, report
-from precompute.cli.status_table import render_status
-from precompute.operations.night import run_night
+from precompute.cli.status import read_state, render_status, report
+from precompute.steps.night import Night, run_night
 from serving.dashboard.generation_history import GenerationHistory
-from serving.replica.release_watch import ReleaseWatch
+from serving.generations.nights import ReleaseWatch
 from tests.integration.changed.month import Month
 from tests.integration.nights import prepare
 

@@ -16,19 +16,19 @@ from zoneinfo import ZoneInfo
 
 import redis
 
-from cache.control.schedule import CLOCKS_APART_S, Schedule
+from cache.config.timetable import CLOCKS_APART_S, Schedule
+from cache.control.control_keys import Control
+from cache.control.states import State, demand
 from cache.errors import Conflict, LarderError
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import Pointer, all_releases
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Control
-from precompute.control.states import State, demand
-from precompute.releases.release import Releases
-from precompute.releases.restore import restore
+from precompute.releases.moves import Releases
+from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.generations.pointer_rules import judge
+from serving.generations.pointer_follower import judge
 from tests.integration.release_world import World
 
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
@@ -309,7 +309,7 @@ class Simulation:
 
     def _restore(self) -> None:
         try:
-            restore(self.hosts[0], attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20)
+            restore_redis(self.hosts[0], attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20)
             self.count("restore")
         except Conflict:
             self.count("refused as a conflict")

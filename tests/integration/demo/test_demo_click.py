@@ -11,18 +11,18 @@ import pytest
 from rich.console import Console
 
 from cache.config.events import EventsConfig
+from infra.demo import run as click_module
 from infra.demo.checks import InvariantViolation, Judge, translate_errors
+from infra.demo.console import Step, Steps
 from infra.demo.dataset import Dataset, synthetic
-from infra.demo.fresh import click as click_module
-from infra.demo.fresh.click import Click
-from infra.demo.scrape import scrape
-from infra.demo.steps import Step, Steps
+from infra.demo.http import scrape
+from infra.demo.run import Click
 from infra.demo.synthetic import World
 from precompute.config.settings import NightConfig
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from precompute.steps import take_events
-from serving.answers.sources import Source
 from serving.client import Answer, Client, EventReceipt
+from serving.requests.answers import Source
 from tests.integration import nights
 from tests.integration.fleet import fleet
 from tests.polling import until

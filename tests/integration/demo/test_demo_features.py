@@ -8,14 +8,12 @@ import numpy as np
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset, synthetic
 from infra.demo.evaluate import TOP, offline_lists
-from infra.demo.features.cold_start import ask_cold
-from infra.demo.features.profiles import Profiles, profiles_of
-from infra.demo.features.towers import add_features, fit
-from infra.demo.scrape import scrape
-from infra.demo.synthetic import World, synthesize
+from infra.demo.features import add_features, ask_cold, fit
+from infra.demo.http import scrape
+from infra.demo.synthetic import Profiles, World, profiles_of, synthesize
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, Sources
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
 from tests.integration import nights
 from tests.integration.fleet import fleet
 

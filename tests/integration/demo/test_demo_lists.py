@@ -9,7 +9,7 @@ import pytest
 from infra.demo import evaluate
 from infra.demo.checks import Judge, Question
 from infra.demo.evaluate import TOP, offline_lists, served_lists
-from infra.demo.scrape import scrape
+from infra.demo.http import scrape
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories, top_lists
 

@@ -15,15 +15,13 @@ from rich.console import Console
 
 from infra.demo import __main__ as command
 from infra.demo.checks import InvariantViolation
+from infra.demo.console import Findings, Steps, invite, summarize
 from infra.demo.dataset import synthetic
 from infra.demo.evaluate import RankingQuality
-from infra.demo.features.cold_start import ColdStart
-from infra.demo.features.profiles import profiles_of
+from infra.demo.features import ColdStart
+from infra.demo.http import ServiceCounts
 from infra.demo.run import Demo
-from infra.demo.scrape import ServiceCounts
-from infra.demo.steps import Steps
-from infra.demo.summary import Findings, invite, summarize
-from infra.demo.synthetic import CATEGORIES, World, synthesize
+from infra.demo.synthetic import CATEGORIES, World, profiles_of, synthesize
 from infra.demo.traffic import Latencies
 
 COLUMNS = 80

@@ -16,8 +16,8 @@ from cache.errors import ConfigError, SourceError
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset, synthetic, user_data
 from infra.demo.evaluate import quality
-from infra.demo.place import prepare_demo_folder
-from infra.demo.scrape import ServiceCounts
+from infra.demo.http import ServiceCounts
+from infra.demo.run import prepare_demo_folder
 from infra.demo.synthetic import World, synthesize
 from infra.demo.traffic import Stream
 from precompute.config.settings import NightConfig

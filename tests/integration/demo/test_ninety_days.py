@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cache.format.redis_keys import Keyspace
+from cache.l2.sync_clients import connect
 from cache.store.releases import all_releases
-from precompute.control.control_keys import connect
 from tests.integration.demo.ninety_days import KEEP, QuickStore, Simulation
 
 ZONES = [

@@ -2,10 +2,10 @@
 
 import sys
 
-import serving.events.inbox
+import serving.events.intake
 from serving.__main__ import main
 
 if __name__ == "__main__":
     # Half a second instead of half a minute: also of consumers that live and are slow, so entries come twice.
-    vars(serving.events.inbox).update(CLAIM_AFTER_MS=500, CLAIM_EVERY_S=0.25)
+    vars(serving.events.intake).update(CLAIM_AFTER_MS=500, CLAIM_EVERY_S=0.25)
     sys.exit(main())

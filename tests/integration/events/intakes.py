@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.config.events import EventsConfig
-from cache.events.position import BEGINNING, Position
+from cache.events.event import BEGINNING, Position
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsUnavailable
-from serving.events.parts import EventParts
+from serving.events.intake import EventParts
 from serving.requests.errors import Problem
 
 

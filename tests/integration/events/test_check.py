@@ -9,7 +9,7 @@ import pytest
 from cache.config.events import EventsConfig
 from cache.config.serving import ServingConfig
 from cache.errors import ConfigError
-from infra.cli.check.command import CHECKS
+from infra.cli.check import CHECKS
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis, durable_redis
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cache.events.accept import StreamBounds, call_of
+from cache.events.stream import StreamBounds, call_of
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
-from serving.events import inbox as inbox_module
+from serving.events import intake as inbox_module
 from serving.events.connection import EventsRedis
-from serving.events.inbox import GROUP
+from serving.events.intake import GROUP
 from tests.integration.events.durable_redis import DurableRedis, durable_redis, stream_of
 from tests.integration.events.intakes import intake, rejected
 from tests.integration.serving_app import eventually

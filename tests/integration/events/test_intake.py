@@ -8,7 +8,7 @@ import orjson
 import pytest
 from redis.asyncio import ConnectionPool
 
-from cache.events.position import Position
+from cache.events.event import Position
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 
 from cache.errors import CorruptArtefact
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
-from cache.events.taken import FILE, read_taken
-from cache.events.user_events import UserEvents
+from cache.events.event import BEGINNING, Event, Position
+from cache.events.newer_events import UserEvents
+from cache.events.stream import FILE, read_taken
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.events.files import last_taken
-from precompute.events.taking import take_events
-from serving.fresh.newer_events import NewerEvents
-from serving.fresh.newest_position import NewestPosition
+from precompute.events.stream import take_events
+from serving.events.follower import NewestPosition
+from serving.events.newer_events import NewerEvents
 from tests.integration.events.durable_redis import DurableRedis, stream_of
 from tests.integration.events.intakes import event, intake
 

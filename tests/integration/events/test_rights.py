@@ -19,14 +19,11 @@ from cache.format.redis_keys import Keyspace
 from cache.process.child_process import GuardedCommand
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
-from precompute.control.connection import connect_events
-from precompute.erasures.erasure import ErasedEntities
-from precompute.events.forgetting import forget_in_stream
-from precompute.events.stores import EventStores
-from precompute.events.taking import take_events
-from precompute.events.trimming import trim
-from serving.events import inbox as inbox_module
-from serving.events.inbox import GROUP
+from precompute.events.stores import connect_events
+from precompute.events.stream import EventStores, forget_in_stream, take_events, trim
+from precompute.sources.erasures import ErasedEntities
+from serving.events import intake as inbox_module
+from serving.events.intake import GROUP
 from tests.conftest import redis_binary
 from tests.integration.events.intakes import event, intake
 from tests.integration.events.test_check import told

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from serving.events.durability import FoundDurability
+from serving.events.connection import FoundDurability
 from tests.integration.events.durable_redis import durable_redis, stream_of
 from tests.integration.events.intakes import event, intake
 

@@ -7,18 +7,18 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.config.sections import FlipConfig, TableConfig
+from cache.config.night import FlipConfig, TableConfig
+from cache.control.control_keys import Control
 from cache.errors import ConfigError, Conflict
-from cache.format.manifest import Manifest, NamedFilter
-from cache.format.manifest_files import EventsRead
+from cache.format.manifest import EventsRead, Manifest, NamedFilter
+from cache.l2.sync_clients import connect
 from cache.store.audit import audit_records
-from cache.store.experiments import latest_experiments
+from cache.traffic.experiments import latest_experiments
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.experiments import changes
-from precompute.experiments.matching import demand_match, published
+from precompute.traffic import experiments
+from precompute.traffic.experiments import demand_match, published
 from tests.integration.fleet import control_of
 from tests.integration.nights import UNTIL, build_night, publish_night
 
@@ -173,7 +173,7 @@ def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
         for namespace_control in (control, of_arm):
             namespace_control.client.zadd(namespace_control.keys.replicas, {beat: control.time()})
         assert run(namespaces, "start", "late", *ARMS, "--share", "0.1")["state"] == "running"
-    changes.stop(own_config, "late")
+    experiments.stop(own_config, "late")
 
 
 def test_an_arm_must_have_the_filters_that_are_called_by_name(

@@ -11,15 +11,15 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from cache.store.experiments import latest_experiments
+from cache.traffic.experiments import latest_experiments
 from infra.local.service import ServiceProcess
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
-from precompute.experiments.exposures import gather
 from precompute.steps import retire
+from precompute.traffic import experiments
+from precompute.traffic.experiments import ArmOption, ExperimentOption
+from precompute.traffic.exposures import gather
 from tests.integration.experiments.arms import arms
 from tests.integration.fleet import control_of, fleet
 from tests.integration.nights import histories
@@ -50,7 +50,7 @@ def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: 
     )
     user = min(histories(own_config))
     with fleet(own_config, tmp_path / "logs", count=1) as (service,):
-        changes.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.8))
+        experiments.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.8))
         expected, clicks = _asked(own_config, service, user)
 
     status = run(own_config, "experiment", "status", "ranker")

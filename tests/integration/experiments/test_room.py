@@ -12,15 +12,13 @@ from cache.errors import Conflict
 from cache.store.artefacts import read_manifest
 from precompute.bulk.governor import Governor
 from precompute.cli.parser import parser_of_commands
-from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import quiet
-from precompute.config.settings import NightConfig
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
-from precompute.experiments.freeing import free
-from precompute.experiments.room import arms_room
-from precompute.operations.restore import restore
+from precompute.config.settings import NightConfig, generations_at_peak
 from precompute.planning.capacity import limits_of
+from precompute.releases.recovery import restore
+from precompute.traffic import experiments
+from precompute.traffic.experiment_command import free
+from precompute.traffic.experiments import ArmOption, ExperimentOption, arms_room
 from tests.integration.experiments.arms import arms, live_of
 from tests.integration.fleet import control_of
 from tests.integration.nights import publish_night
@@ -52,7 +50,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
             ArmOption("control", own_config.namespace, 0.5),
             ArmOption("b", arm_config.namespace, 0.5),
         )
-        changes.start(own_config, ExperimentOption(own_config.namespace, name, named, 0.3))
+        experiments.start(own_config, ExperimentOption(own_config.namespace, name, named, 0.3))
 
     start("ranker", first_arm_config)
     start("cold", two)
@@ -90,9 +88,9 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(
     with pytest.raises(Conflict, match="not over"):
         free(own_config, "ranker")
     start("also", first_arm_config)
-    changes.stop(own_config, "ranker")
+    experiments.stop(own_config, "ranker")
     assert free(own_config, "ranker")["freed"] == [] and pages_of(first_arm_config)[0] > 0
-    changes.stop(own_config, "also")
+    experiments.stop(own_config, "also")
     with control_of(own_config) as control:
         assert [arm_room.namespace for arm_room in arms_room(own_config, control.client)] == [
             two.namespace
@@ -128,8 +126,8 @@ def test_pages_are_freed_at_the_pace_of_the_governor(
         ArmOption("control", own_config.namespace, 0.5),
         ArmOption("b", arm_config.namespace, 0.5),
     )
-    changes.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.3))
-    changes.stop(own_config, "ranker")
+    experiments.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.3))
+    experiments.stop(own_config, "ranker")
     _, size_bytes = pages_of(arm_config)
     paced: list[int] = []
     monkeypatch.setattr(Governor, "pace", lambda _governor, size: paced.append(size))

@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from cache.store.blocklist import change_blocklist
-from cache.store.experiments import Experiments, latest_experiments
+from cache.traffic.experiments import Experiments, latest_experiments
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.traffic import experiments
+from precompute.traffic.experiments import ArmOption, ExperimentOption
 from serving.client.calls import Options
 from serving.client.clients import AsyncClient
 from tests.integration.experiments.arms import arms, live_of
@@ -51,7 +51,7 @@ def start(
         ArmOption("control", own_config.namespace, 0.5),
         ArmOption("b", arm_config.namespace, 0.5),
     )
-    return changes.start(
+    return experiments.start(
         own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout
     )
 
@@ -268,7 +268,7 @@ async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served
     users = sorted(histories(own_config))[:2]
     assignment_before = seen(services[0], users)
 
-    await asyncio.to_thread(changes.change_shares, own_config, "ranker", key_share=0.9)
+    await asyncio.to_thread(experiments.change_shares, own_config, "ranker", key_share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
     after = seen(services[0], users)
 
@@ -283,7 +283,7 @@ async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:2]
 
-    await asyncio.to_thread(changes.stop, own_config, "ranker")
+    await asyncio.to_thread(experiments.stop, own_config, "ranker")
     assert until(lambda: not beating(arm_config))
 
     assert set((seen(services[0], users)).values()) == {(live_of(own_config), None, None)}
@@ -292,4 +292,4 @@ async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_
     await asyncio.to_thread(start, own_config, arm_config, "again", share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
     assert seen(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
-    await asyncio.to_thread(changes.stop, own_config, "again")
+    await asyncio.to_thread(experiments.stop, own_config, "again")

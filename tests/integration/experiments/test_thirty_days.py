@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.control.control_keys import connect
-from precompute.experiments.exposures import totals
+from cache.l2.sync_clients import connect
+from precompute.traffic.exposures import totals
 from tests.integration.experiments.thirty_days import ThirtyDays
 
 STORM_SEEDS = 8

@@ -17,33 +17,32 @@ import redis
 import xxhash
 from redis.asyncio import ConnectionPool
 
-from cache.control.allotment import BUCKETS, Ranges
 from cache.errors import StoreError
 from cache.format.redis_keys import Keyspace
 from cache.l2.control_plane import ServerControl
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.experiments import Experiment, Experiments, latest_experiments
 from cache.store.releases import Pointer
+from cache.traffic.experiments import Experiment, Experiments, latest_experiments
+from cache.traffic.split import BUCKETS, Ranges
 from precompute.config.settings import NightConfig
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
-from precompute.experiments.exposures import gather
-from precompute.experiments.freeing import free
 from precompute.releases.sweep import retire, sweepable
-from serving.experiments.arms import Arms
-from serving.experiments.exposures import ExposureLog
-from serving.experiments.router import ExperimentRouter
+from precompute.traffic import experiments
+from precompute.traffic.experiment_command import free
+from precompute.traffic.experiments import ArmOption, ExperimentOption
+from precompute.traffic.exposures import gather
+from serving.engine.service import LookupService
+from serving.generations.heartbeat import Heartbeat, RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
-from serving.generations.redis_clock import RedisClock
+from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
-from serving.lookup.service import LookupService
 from serving.metrics.registry import Metrics
-from serving.replica.background import Refresher
-from serving.replica.canary_router import CanaryRouter
-from serving.replica.heartbeat import Heartbeat
 from serving.requests.models import FeedbackReport
+from serving.traffic.canary import CanaryRouter
+from serving.traffic.experiments.arms import Arms
+from serving.traffic.experiments.exposures import ExposureLog
+from serving.traffic.experiments.router import ExperimentRouter
 from tests.integration.release_world import Clock
 from tests.integration.release_world import World as Nights
 from tests.unit.serving.world import LIMITS, USERS, World, ask, entity
@@ -298,13 +297,13 @@ class ThirtyDays:
             self.start("third", 0.3)
 
         def shares_grow() -> None:
-            changes.change_shares(self.config, "second", key_share=0.3)
+            experiments.change_shares(self.config, "second", key_share=0.3)
 
         def arms_change() -> None:
-            changes.change_shares(self.config, "first", arms={"control": 0.2, "b": 0.8})
+            experiments.change_shares(self.config, "first", arms={"control": 0.2, "b": 0.8})
 
         def shares_shrink() -> None:
-            changes.change_shares(
+            experiments.change_shares(
                 self.config, "third", key_share=0.2, arms={"control": 0.5, "b": 0.3, "c": 0.2}
             )
 
@@ -315,7 +314,7 @@ class ThirtyDays:
             assert night.live().generation != generation_before
 
         def stop() -> None:
-            changes.stop(self.config, "second")
+            experiments.stop(self.config, "second")
 
         def freed() -> None:
             free_report = free(self.config, "second")
@@ -349,7 +348,7 @@ class ThirtyDays:
             ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms))
             for arm, letter in arms.items()
         )
-        changes.start(
+        experiments.start(
             self.config,
             ExperimentOption(self.namespaces[0], name, named, key_share),
             holdout=holdout,
@@ -436,7 +435,7 @@ class ThirtyDays:
     async def end(self) -> None:
         """All experiments end: nothing of an arm is held, and what is freed is gone."""
         for experiment_name in ("first", "third"):
-            changes.stop(self.config, experiment_name)
+            experiments.stop(self.config, experiment_name)
         await self.follow()
         self.clock.now += GRACE_S
         await self.follow()

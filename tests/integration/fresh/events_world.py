@@ -16,13 +16,11 @@ import redis
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
+from cache.events.event import BEGINNING, Event, Position
+from cache.events.stream import SCRIPT, StreamBounds, call_of, outcomes, packed
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.manifest import WITH_EVENTS, Manifest
-from cache.format.manifest_files import Artefact, EventsRead, SeenPart
+from cache.format.manifest import WITH_EVENTS, Artefact, EventsRead, Manifest, SeenPart
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.topk.topk import Scorer

@@ -8,14 +8,13 @@ from typing import Any
 
 import redis
 
-from cache.events.accept import SCRIPT, StreamBounds, call_of, outcomes, packed
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
+from cache.events.event import BEGINNING, Event, Position
+from cache.events.stream import SCRIPT, StreamBounds, call_of, outcomes, packed
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
-from serving.fresh.event_follower import EventFollower
-from serving.fresh.newer_events import NewerEvents
+from serving.events.follower import EventFollower
+from serving.events.newer_events import NewerEvents
 
 BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from precompute.config.settings import TableConfig
 from serving.client import AsyncClient
-from serving.client.arrow import read_arrow_answers
+from serving.client.answers import read_arrow_answers
 from tests.integration.fresh.asking import Told
 from tests.integration.fresh.events_world import EventWorld, same_list, until_counted
 from tests.integration.nights import prepare

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.events.position import BEGINNING
-from serving.lookup.service import LookupService
+from cache.events.event import BEGINNING
+from serving.engine.service import LookupService
 from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
 from tests.integration.fresh.events_world import EVENTS, EventWorld
 from tests.integration.nights import NEXT, prepare

@@ -8,13 +8,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cache.events.event import Event
-from cache.events.position import BEGINNING
+from cache.events.event import BEGINNING, Event
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import Blocklist
-from serving.fresh.event_follower import BEHIND
-from serving.fresh.event_metrics import EventMetrics
+from serving.events.follower import BEHIND, EventMetrics
 from tests.integration.fresh.followed_stream import Stream
 from tests.integration.serving_app import eventually
 

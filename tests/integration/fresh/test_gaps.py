@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serving import namespace
-from serving.fresh.event_follower import EventFollower
+from serving.events.follower import EventFollower
 from tests.integration.fresh.asking import Told
 from tests.integration.fresh.events_world import EVENTS, EventWorld, same_list
 from tests.integration.nights import prepare

@@ -10,8 +10,7 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event
-from cache.events.position import BEGINNING
+from cache.events.event import BEGINNING, Event
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
 from precompute.steps import take_events

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from cache.events.position import BEGINNING
+from cache.events.event import BEGINNING
 from cache.store.blocklist import Blocklist
-from serving.fresh import event_follower
-from serving.fresh.event_follower import BEHIND
-from serving.fresh.newer_events import NewerEvents
+from serving.events import follower
+from serving.events.follower import BEHIND
+from serving.events.newer_events import NewerEvents
 from tests.integration.fresh.followed_stream import Stream
 
 
@@ -96,13 +96,13 @@ async def test_a_blocklist_is_looked_through_once(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocklists: list[Blocklist] = []
-    union = event_follower._blocked
+    union = follower._blocked
 
     def record_blocklist(blocklist: Blocklist) -> Any:
         blocklists.append(blocklist)
         return union(blocklist)
 
-    monkeypatch.setattr(event_follower, "_blocked", record_blocklist)
+    monkeypatch.setattr(follower, "_blocked", record_blocklist)
     stream.shelf.blocklist = blocklist = Blocklist(users=frozenset([b"u"]))
     stream.hold(BEGINNING)
     for _ in range(5):

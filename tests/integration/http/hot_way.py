@@ -8,12 +8,12 @@ from urllib.parse import unquote
 
 from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.fast_lookup.coalescer import GROUP_SIZE_MIN
-from serving.fast_lookup.dispatcher import FastLookups
+from serving.engine.coalescer import GROUP_SIZE_MIN
+from serving.engine.hot_route import FastLookups
 from serving.http.asgi_app import AsgiApp
-from serving.http.service import Service
+from serving.http.routes import Service
 from serving.requests.bodies import Messages
-from serving.tracing.request_context import CALLER
+from serving.requests.context import CALLER
 from tests.integration.serving_app import PATIENT, settings
 
 NOW = 1_800_000_000.125

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from cache.filters.expression import read_filter
 from cache.format.item_table import ItemTable
 from cache.format.manifest import WITH_ATTRIBUTES, WITH_FILTERS
-from cache.format.records.codec import decode
 from cache.model.ranking import Metric, rank
+from cache.records import decode
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import FacetConfig, FilterConfig, NightConfig
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, raw_records

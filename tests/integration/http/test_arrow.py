@@ -13,11 +13,11 @@ import redis
 
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
-from serving.answers.fields import Answer
 from serving.app import create_app
-from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.arrow.schema import MEDIA_TYPE
 from serving.client import AsyncClient, Entity, InvalidRequest, Options, Policy
-from serving.client.arrow import write_arrow_ids
+from serving.client.calls import write_arrow_ids
+from serving.requests.answers import Answer
 from tests.integration.http.hot_way import Asked, Sent, Ways
 from tests.integration.nights import K, build_night, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving, settings

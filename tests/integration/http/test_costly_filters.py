@@ -50,7 +50,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         "_INLINE_COST",
         "_INLINE_ITEMS",
     ):  # by what a release decides where a filter is worked out
-        monkeypatch.setattr(f"serving.ranking.filters.{limit}", -1, raising=False)
+        monkeypatch.setattr(f"serving.filters.filtered_lookup.{limit}", -1, raising=False)
     yield filter_gate
     filter_gate.open()
 

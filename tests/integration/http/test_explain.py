@@ -15,7 +15,7 @@ import redis
 from cache.process.redis_server import RedisServer
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
-from serving.explain import console
+from serving.explain import cli
 from serving.explain.cli import main
 from serving.explain.explainer import AT_ONCE
 from tests.integration.nights import (
@@ -430,7 +430,7 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(safe, "SafeConsole", Terminal)
     tier = {"found": False, "reason": "absent"}
-    console.show(
+    cli.show(
         {
             "table": "t", "id": "[red]", "sentence": "Redis would answer.", "generation": "g", "epoch": 1,
             "published_at": "p", "age_seconds": 3_700.0, "stale": None, "degraded": None,

@@ -14,13 +14,13 @@ import pytest
 import redis
 
 from cache.filters.expression import read_filter
-from cache.filters.masks import Masks
+from cache.filters.filtering import Masks
 from serving.admission.controller import Admission
+from serving.cli import lookup
 from serving.client import AsyncClient, Options
+from serving.engine.entity import PendingAnswer
 from serving.explain import cli as explain_cli
-from serving.explain import lookup_cli
-from serving.lookup.entity import PendingAnswer
-from serving.ranking.filtered_lookup import FilteredLookup
+from serving.filters.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
 from tests.integration.nights import (
@@ -212,12 +212,12 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
     redis_url = str(shop.night.redis_url)
     with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
         arguments = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter"]
-        assert lookup_cli.main([*arguments, filter_]) == 0
+        assert lookup.main([*arguments, filter_]) == 0
         (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
         assert explain_cli.main([*arguments, filter_]) == 0
         explanation = orjson.loads(capsys.readouterr().out)
         with pytest.raises(SystemExit):
-            lookup_cli.main([*arguments, "{"])
+            lookup.main([*arguments, "{"])
 
     assert {brands[item_id] for item_id in answer["items"]} == {"brand-0"}
     assert explanation["filter"]["passing"] == sum(brand == "brand-0" for brand in brands.values())

@@ -11,9 +11,9 @@ import pytest
 
 from infra.demo.synthetic import World, synthesize
 from precompute.config.settings import NightConfig
-from precompute.operations.train import train_reference
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
+from precompute.reference.train import train_reference
+from serving.arrow.schema import MEDIA_TYPE
+from serving.client.calls import write_arrow_ids
 from tests import hostile
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import UNTIL, prepare, publish_night, top_lists, write_clicks

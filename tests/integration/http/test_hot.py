@@ -17,11 +17,11 @@ from cache.store.releases import Canary
 from cache.tiers.l1 import LocalKey
 from precompute.config.settings import NightConfig
 from serving.admission import gate
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
-from serving.fast_lookup import batch_request
-from serving.lookup.entity import find_record_key
-from serving.requests import content
+from serving.arrow.schema import MEDIA_TYPE
+from serving.client.calls import write_arrow_ids
+from serving.engine import batch_lookup
+from serving.engine.entity import find_record_key
+from serving.requests import parsing
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import K, build_night, histories
 
@@ -433,8 +433,8 @@ def test_a_large_body_is_read_in_no_turn_of_the_loop(
         return read_and_note
 
     for name in "read_json", "read_stream":
-        monkeypatch.setattr(content, name, noting(getattr(content, name)))
-    for module in content, batch_request, gate:
+        monkeypatch.setattr(parsing, name, noting(getattr(parsing, name)))
+    for module in parsing, batch_lookup, gate:
         monkeypatch.setattr(module, "LARGE", len(http_request.pieces[0]) - 1)
     monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
 

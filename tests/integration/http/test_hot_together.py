@@ -11,10 +11,10 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
-from cache.tiers.addressing import reads_of
+from cache.tiers.reads import reads_of
 from precompute.config.settings import NightConfig
-from serving.fast_lookup.coalescer import GROUP_SIZE_MAX, GROUP_SIZE_MIN
-from serving.lookup.entity import find_record_key
+from serving.engine.coalescer import GROUP_SIZE_MAX, GROUP_SIZE_MIN
+from serving.engine.entity import find_record_key
 from tests.integration.http.hot_way import Asked, Sent, Ways, running
 from tests.integration.nights import K, build_night, histories
 
@@ -244,7 +244,7 @@ def test_what_fails_together_is_answered_alone(
     def broken(*_: object) -> list[bytes]:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("serving.fast_lookup.coalescer.texts_of", broken)
+    monkeypatch.setattr("serving.engine.coalescer.texts_of", broken)
     bodies = [
         json.loads(response.body) for response in ways.ask_at_once([get(u) for u in users[:20]])
     ]

@@ -21,9 +21,9 @@ from uvicorn.server import ServerState
 
 from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.fast_http.connection import SharedState, protocol
-from serving.fast_lookup.dispatcher import FastLookups
+from serving.engine.hot_route import FastLookups
 from serving.http.http1_protocol import Http1Protocol
+from serving.http.lookup_connection import SharedState, protocol
 from tests import hostile
 from tests.integration.http.hot_way import NOW
 from tests.integration.nights import build_night, histories

@@ -7,13 +7,12 @@ import pytest
 
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest
-from cache.model.generation_models import open_predictor
-from cache.model.predictor import ModelPrecision, Predictor
+from cache.model.predictor import ModelPrecision, Predictor, open_predictor
 from cache.model.runtime import Accelerator, ort
 from cache.model.tower import Tower
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import newest_release
-from infra.cli.check.command import CHECKS
+from infra.cli.check import CHECKS
 from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import serving

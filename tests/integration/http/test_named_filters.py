@@ -17,19 +17,19 @@ from cache.errors import Refused
 from cache.filters.expression import read_filter
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.builds.filtered_items import allowed_items
-from precompute.bulk.parts import total_bytes
-from precompute.cli.plan import _tables
-from precompute.cli.status_report import read_state, report
+from precompute.bulk.load import total_bytes
+from precompute.cli.status import read_state, report
 from precompute.config.settings import FilterConfig
+from precompute.filters.item_attributes import allowed_items
+from precompute.planning.command import _tables
 from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
-from precompute.scoring.users import work as scoring
+from precompute.scoring import shard_work as scoring
+from serving.cli import lookup
 from serving.client import AsyncClient, InvalidRequest, Options
+from serving.engine.entity import PendingAnswer
 from serving.explain import cli as explain_cli
-from serving.explain import lookup_cli
-from serving.lookup.entity import PendingAnswer
-from serving.ranking.filtered_lookup import FilteredLookup
+from serving.filters.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import Asked, running
 from tests.integration.http.shop import BRANDS, Shop, make_shop, wanted_of
 from tests.integration.nights import NEXT, UNTIL, publish_night, top_lists
@@ -345,7 +345,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
     user, redis_url = min(shop.users), str(shop.night.redis_url)
     with started(environment(shop.night, tmp_path, REDIS_URL=redis_url)) as (_, url):
         arguments = ["user_topk", user, "--url", url, "--k", "10", "--json", "--filter", "in_stock"]
-        assert lookup_cli.main(arguments) == 0
+        assert lookup.main(arguments) == 0
         (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
         assert explain_cli.main(arguments) == 0
         explanation = orjson.loads(capsys.readouterr().out)

@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.config.near import NearConfig
+from cache.config.serving import NearConfig
 from cache.store.blocklist import Blocklist
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import write_bundle
+from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.config.settings import NightConfig, TableConfig
 from serving.client import AsyncClient, Entity
 from tests.integration.feature_towers import (

@@ -13,13 +13,13 @@ from serving.app import create_app
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import BASE, Running, serving, settings
 from tests.openapi_document import Json, operations, parts, problems, resolved
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 
 def open_words(name: str) -> list[str]:
     """Words of an answer, by the name of their schema."""
-    from cache.tiers.results import DescribedEnum
-    from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+    from cache.tiers.reads import DescribedEnum
+    from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
 
     reasons_by_schema: dict[str, Iterable[DescribedEnum]] = {
         "Reason": PUBLIC_REASONS, "LiveReason": LiveReason, "StaleReason": StaleReason,

@@ -13,9 +13,9 @@ import redis
 
 from cache.errors import ConfigError
 from cache.filters.expression import read_filter
+from serving.cli import lookup
 from serving.client import AsyncClient, Options
 from serving.config.settings import ServingConfig, check_files
-from serving.explain import lookup_cli
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
 from tests.integration.nights import NEXT, build_night, publish_night
 from tests.integration.program import environment, started
@@ -301,7 +301,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
             "--rerank",
             rerank,
         ]
-        assert lookup_cli.main(arguments) == 0
+        assert lookup.main(arguments) == 0
     (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
     brands = {
         id_: item_attributes.get("brand")

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache.config.events import EventsConfig
 from precompute.config.settings import NightConfig
-from serving.access.scopes import SCOPES, Scope
+from serving.access.token_file import SCOPES, Scope
 from serving.client import Client, Forbidden, Policy, QuotaExceeded, TokenExpired, Unauthorized
-from serving.dashboard.static_files import page_routes
 from serving.http.routes import DOCS
+from serving.http.static_files import page_routes
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 from tests.integration.serving_app import Running, serving

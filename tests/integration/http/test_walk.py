@@ -20,7 +20,7 @@ from serving.config.settings import ServingConfig
 
 config = ServingConfig(artifacts=sys.argv[1], fast_http=sys.argv[2] == "on")
 make_server(create_app(config), config, "warning", lambda: None)
-print(any(name.startswith(("serving.fast_http", "serving.fast_lookup")) for name in sys.modules))
+print(any(name in ("serving.engine.hot_route", "serving.http.lookup_connection") for name in sys.modules))
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cache.errors import SourceError, StoreError
 from cache.process.redis_server import RedisServer
-from precompute.builds import vector_bundle
+from precompute.adapters import vector_bundle
 from precompute.config.settings import night_config
 from precompute.sources.files import SourceFile, pin
 from precompute.steps import (

@@ -15,16 +15,14 @@ import pytest
 from cache.errors import BundleError, Refused, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import CUT_CHARS
-from cache.format.records.codec import decode
-from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
-from precompute.builds.build import Build
-from precompute.cli.step_commands import standing_name
+from cache.records import NO_ITEM, decode
+from precompute.builds.build import CUT_FORMAT, Build
+from precompute.cli.commands import standing_name
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.partition import partition
-from precompute.releases.cuts import CUT_FORMAT
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
 from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 from precompute.steps import begin, embed_items

@@ -11,8 +11,8 @@ from cache.errors import ConfigError
 from cache.store.artefacts import generation_path
 from precompute.config.devices import devices
 from precompute.config.settings import NightConfig
-from precompute.device.towers import LENGTH_AGREEMENT, DeviceTower
-from precompute.operations.train import train_reference
+from precompute.reference.train import train_reference
+from precompute.scoring.towers import LENGTH_AGREEMENT, DeviceTower
 from precompute.steps import begin, embed_items, score
 from tests.devices import DEVICE
 from tests.integration.night.test_streaming import elsewhere, files_of

@@ -14,31 +14,26 @@ import pyarrow.parquet as pq
 import pytest
 from rich.table import Table
 
-from cache.control.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import Conflict
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
 from cache.format.redis_keys import hash_hex
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
-from cache.store.experiments import exposure_part
-from precompute.builds.copies import record_copies
-from precompute.cli.erase import erase
+from cache.traffic.experiments import exposure_part
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of
+from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State
-from precompute.erasing.erasing import (
-    ErasureStatus,
-    begin_erasing,
-    drop_overlays,
-    forget,
-    settle,
-)
-from precompute.erasures.erasure import all_erasures, demand_unerased, request
-from precompute.operations.restore import restore
+from precompute.erasure.command import erase
+from precompute.erasure.erasing import ErasureStatus, begin_erasing, drop_overlays, forget, settle
 from precompute.partitions import catalogue
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
+from precompute.releases.recovery import restore
+from precompute.sources.erasures import all_erasures, demand_unerased, request
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
 from tests.integration.nights import (
@@ -416,7 +411,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)
     assert settled(other_host) == [standing]
-    monkeypatch.setattr("precompute.builds.copies.COPY_IDLE_S", -60.0)
+    monkeypatch.setattr("precompute.builds.build.COPY_IDLE_S", -60.0)
     embed_items.run(worker, second_build)
     (standing,) = settled(other_host)
 

@@ -10,12 +10,10 @@ import pytest
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.records.codec import decode
-from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
+from cache.records import NO_ITEM, decode
 from cache.store.artefacts import sha256_of
 from precompute.builds.build import Build
-from precompute.builds.night import Night
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
@@ -25,6 +23,7 @@ from precompute.planning.forecast import forecast
 from precompute.planning.options import PlanParameters
 from precompute.sources.unusable import UnusableRows, ids_in
 from precompute.steps import begin, embed_items, index, quantize, score
+from precompute.steps.night import Night
 from tests.integration import nights
 from tests.integration.feature_towers import (
     COUNTRIES,

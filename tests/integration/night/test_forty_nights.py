@@ -16,12 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import BundleError, ConfigError, LarderError, Refused, SourceError
+from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
-from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress
-from precompute.config.settings import NightConfig
-from precompute.control.control_keys import connect
+from precompute.config.settings import NightConfig, generations_at_peak
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import CapacityLimits, limits_of
 from precompute.planning.forecast import forecast, judged

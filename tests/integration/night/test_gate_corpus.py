@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import NotJudged
+from cache.l2.sync_clients import connect
 from cache.process.redis_server import server
 from cache.store.artefacts import read_manifest
 from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import damaged
 from precompute.config.settings import ReferenceConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State
 from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
 from precompute.steps import verify
 from tests.conftest import redis_binary

@@ -12,8 +12,8 @@ import pytest
 from cache.format.item_table import ItemTable
 from cache.model.predictor import Predictor
 from precompute.config.settings import NightConfig
+from serving.engine import inference
 from serving.generations.snapshot import Snapshot
-from serving.lookup import inference
 from tests.integration.nights import (
     NEXT,
     build_night,

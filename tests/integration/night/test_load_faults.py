@@ -14,21 +14,21 @@ import pytest
 import redis
 
 from cache.config.timetable import DagConfig
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
+from cache.l2.sync_clients import connect
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.builds.seal import seal
-from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink_pages, verify_part
-from precompute.bulk.page_stream import PageStream
+from precompute.bulk.load import PageStream, Part, loaded_pages, page_keys, parts_of, unlink_pages
+from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.operations.restore import restore
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
+from precompute.releases.recovery import restore
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
@@ -407,7 +407,7 @@ def stalled(night, monkeypatch) -> list[Part]:
     stall = within_part(4, lambda: os.kill(night.server.pid, signal.SIGSTOP), parts)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr("precompute.gates.rules.in_redis.verify_part", stall)
+            patched.setattr("precompute.gates.rules.checksums.verify_part", stall)
             with pytest.raises(NotJudged, match="pages_in_redis"):
                 verify.run(replace(night.config, redis_timeout_s=0.3), night.build)
     finally:
@@ -419,7 +419,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     """The parts that are read back from now on."""
     parts: list[Part] = []
     monkeypatch.setattr(
-        "precompute.gates.rules.in_redis.verify_part", within_part(0, lambda: None, parts)
+        "precompute.gates.rules.checksums.verify_part", within_part(0, lambda: None, parts)
     )
     return parts
 
@@ -495,7 +495,7 @@ def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monke
         return verify_part(*arguments, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.rules.in_redis.verify_part", spoil)
+        patched.setattr("precompute.gates.rules.checksums.verify_part", spoil)
         with pytest.raises(NotJudged, match=r"does not hold what it is sent: .*user_topk:0"):
             verify.run(night.config, night.build)
 
@@ -517,7 +517,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
             unlink_pages(releases.control.client, keys, manifest)
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.rules.in_redis.verify_part", within_part(2, retire, []))
+        patched.setattr("precompute.gates.rules.checksums.verify_part", within_part(2, retire, []))
         with pytest.raises(Conflict, match="retired"):
             verify.run(night.config, night.build)
 
@@ -528,7 +528,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
 @pytest.mark.parametrize(
     "step",
     [
-        "precompute.gates.rules.files.fetch_checked",
+        "precompute.gates.rules.checksums.fetch_checked",
         "precompute.steps.verify.fetch_partition",
         "precompute.steps.verify.erased_from",
     ],

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import Conflict
 from cache.format.redis_keys import Keyspace
+from cache.l2.sync_clients import connect
 from cache.store.releases import Canary, Pointer
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
 from tests.memory import MemoryRedis
 
 NAMES = tuple(f"20260101T000000Z-00000000000{suffix}" for suffix in "abcd")

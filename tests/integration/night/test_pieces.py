@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.config.sections import GovernorConfig
+from cache.config.night import GovernorConfig
+from cache.control.control_keys import Control
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
-from precompute.bulk.governor import Governor, open_governor
-from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages, verify_part
-from precompute.bulk.piece_reader import UNANSWERED, PageDigest, PieceReader
-from precompute.bulk.priority import IdlePriority
-from precompute.bulk.readback import lengths
+from precompute.bulk.governor import Governor, IdlePriority, open_governor
+from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages
+from precompute.bulk.readback import UNANSWERED, PageDigest, PieceReader, lengths, verify_part
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
-from precompute.control.control_keys import Control, connect
 from tests.integration.release_world import A, World
 from tests.polling import until
 

@@ -20,6 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -31,27 +33,22 @@ from cache.errors import (
 )
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Producer
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
-from precompute.builds.build import Build
-from precompute.builds.copies import record_copies
+from precompute.builds.build import Build, record_copies
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.verdict import Measurement
+from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.judge import run_gates
 from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
-from precompute.operations.restore import restore
-from precompute.operations.train import train_reference
 from precompute.partitions.holdout import read_holdout
-from precompute.releases.release import Releases
+from precompute.reference.train import train_reference
+from precompute.releases.moves import Releases
+from precompute.releases.recovery import restore
 from precompute.sources import files
 from precompute.steps import (
     assemble,
@@ -392,8 +389,8 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
     config, tmp_path, monkeypatch
 ):
     # Given folders of their own for every step, and sources that all of them read by an address
-    for room in ("copies", "leftovers"):
-        monkeypatch.setattr(f"precompute.builds.{room}.COPY_IDLE_S", -60.0)
+    for module in ("builds.build", "steps.retire"):
+        monkeypatch.setattr(f"precompute.{module}.COPY_IDLE_S", -60.0)
     at = f"memory://hosts-{uuid.uuid4().hex}"
     for name in ("interactions.parquet", "items.parquet"):
         MemoryFileSystem().pipe_file(f"{at}/{name}", config.path(name).read_bytes())
@@ -457,7 +454,7 @@ def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypa
             for page in pages_of(client, config, build["generation"], "user_topk"):
                 client.set(page, b"cut off")
 
-    monkeypatch.setattr("precompute.releases.release.load_missing", cut_off)
+    monkeypatch.setattr("precompute.releases.moves.load_missing", cut_off)
     with pytest.raises(CorruptArtefact, match="read back"):
         publish.run(config, build, attempt="test")
     assert live(config) == first
@@ -838,8 +835,7 @@ def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process
 
 def test_a_score_that_vanishes_refuses_the_night_with_its_remedy():
     from cache.errors import UnfitValue
-    from cache.format.records.codec import encode_topk
-    from cache.format.records.layout import Layout
+    from cache.records import Layout, encode_topk
 
     with pytest.raises(UnfitValue, match="store it as f4"):
         encode_topk(

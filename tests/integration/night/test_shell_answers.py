@@ -9,19 +9,20 @@ from typing import Any
 import orjson
 import pytest
 
+from cache.control.control_keys import Control
+from cache.control.states import State, demand
 from cache.errors import ConfigError, Conflict, CorruptArtefact
+from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
-from precompute.canary import trial
-from precompute.cli import step_commands
+from precompute.cli import commands
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State, demand
-from precompute.erasing import erasing
-from precompute.releases.registry import open_releases
+from precompute.erasure import erasing
+from precompute.releases.moves import open_releases
 from precompute.steps import verify, warm
+from precompute.traffic import canary
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)
@@ -45,12 +46,12 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
     """A canary that runs."""
     config = nights_of[0]
     generation = build_verified(config, "2026-01-31T00:00:00Z")
-    trial.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
+    canary.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
     yield config, generation
     with connect(config.redis_url, 5.0) as client:
         pointer = Control(client, config.keyspace()).pointer()
     if pointer is not None and pointer.canary is not None:
-        trial.abandon(config, reason="over", attempt=f"end-{time.time()}")
+        canary.abandon(config, reason="over", attempt=f"end-{time.time()}")
 
 
 def run(config: NightConfig, *line: str) -> Any:
@@ -180,7 +181,7 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
 
 
 def test_the_commands_are_those_of_the_parser() -> None:
-    assert parser_of_commands().parse_args(["warm", "x"]).run.load() is step_commands.warm
+    assert parser_of_commands().parse_args(["warm", "x"]).run.load() is commands.warm
 
 
 def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(

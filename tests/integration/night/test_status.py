@@ -9,16 +9,15 @@ import pytest
 import redis
 
 from cache.config.events import EventsConfig
+from cache.control.states import State
 from cache.events.event import Event
 from cache.format.manifest import CUT_CHARS
+from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
-from precompute.cli.status_report import read_state, report
-from precompute.cli.status_table import render_status
+from precompute.cli.status import read_state, render_status, report
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import connect
-from precompute.control.states import State
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
 from precompute.steps import take_events
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 

@@ -15,10 +15,10 @@ from cache.store.artefacts import generation_path
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import read_shard
 from precompute.scoring import input_samples
-from precompute.scoring.shard import Scorers
-from precompute.scoring.tables import PageFile
-from precompute.scoring.users import shard as users_of_a_shard
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring import users as users_of_a_shard
+from precompute.scoring.pages import PageFile
+from precompute.scoring.scorers import Scorers
+from precompute.scoring.shard_work import ShardWork
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration.nights import UNTIL, prepare
 
@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "encode": (ShardWork, "encode"),
     "score": (ShardWork, "score"),
     "records": (users_of_a_shard, "add_records"),
-    "write": (users_of_a_shard, "write"),
+    "write": (users_of_a_shard, "write_records"),
     "sums": (PageFile, "_add_to_sums"),
 }
 """Where each stage of a shard is called by its name."""
@@ -81,8 +81,8 @@ def whole(prepared: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> di
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Cores that this process seems to have: with many, a shard is read and worked on by several threads."""
     core_count: int = request.param
-    for module in ("reading", "work"):
-        monkeypatch.setattr(f"precompute.scoring.users.{module}.usable_cores", lambda: core_count)
+    for module in ("user_reading", "shard_work"):
+        monkeypatch.setattr(f"precompute.scoring.{module}.usable_cores", lambda: core_count)
     return core_count
 
 
@@ -98,7 +98,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
-    monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", chunk)
+    monkeypatch.setattr("precompute.scoring.shard_work.CHUNK_USERS", chunk)
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_ROWS", 1 + rows // 6)
     monkeypatch.setattr("precompute.partitions.shard_input.PIECE_OF_A_BATCH_ROWS", 1)
@@ -157,7 +157,7 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
         raise ConnectionError("read failed")
 
     with monkeypatch.context() as broken:
-        broken.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
+        broken.setattr("precompute.scoring.shard_work.CHUNK_USERS", 9)
         broken.setattr(holder, name, reading_fails if stage == "read" else second_fails)
         with pytest.raises(ConnectionError, match=f"{stage} failed"):
             score.run_shard(config, build, 0)
@@ -176,7 +176,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
-    monkeypatch.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
+    monkeypatch.setattr("precompute.scoring.shard_work.CHUNK_USERS", 9)
     telling = threading.Lock()
     progress_calls: list[tuple[str, int, int]] = []
 
@@ -218,7 +218,7 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
             raise error
 
     with monkeypatch.context() as small:
-        small.setattr("precompute.scoring.users.work.CHUNK_USERS", 9)
+        small.setattr("precompute.scoring.shard_work.CHUNK_USERS", 9)
         with pytest.raises(error):
             score.run(config, build, [0, 1, 1], progress=progress)
     assert threading.active_count() == threads and progress_count == 3

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from cache.errors import ConfigError, Refused
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.bundle_writer import ModelFile
+from precompute.bundles.bundle import ModelFile
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import NightConfig, TableConfig
 from tests.integration import nights

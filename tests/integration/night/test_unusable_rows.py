@@ -11,17 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import numpy_helper
 
+from cache.control.states import State
 from cache.errors import Refused, SourceError
-from cache.format.records.layout import ABSENT
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import write_bundle
+from cache.records import ABSENT
+from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.bundles.onnx_model import OnnxModel
 from precompute.config.settings import TableConfig
-from precompute.control.states import State
-from precompute.erasing.holders import holders
-from precompute.erasures.erasure import Erasure, request
+from precompute.erasure.holders import holders
 from precompute.partitions import catalogue
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
+from precompute.sources.erasures import Erasure, request
 from precompute.sources.unusable import ids_in
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights

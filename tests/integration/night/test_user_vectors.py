@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
-from cache.format.gate_rules import SKEW
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
-from cache.format.manifest_files import Artefact
-from cache.format.records.codec import decode
-from cache.model.input_sample import FACT, Probe
+from cache.format.manifest import Artefact
+from cache.model.agreement import SKEW
+from cache.quality.probe import FACT, Probe
+from cache.records import decode
 from precompute.builds.build import Build
 from precompute.planning.sampling import draw
 from precompute.steps import begin

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cache.errors import Refused
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
-from precompute.control.control_keys import connect
 from precompute.releases.replication import run_ids
 from precompute.steps import verify
 from tests.integration.corpus import build

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.control.hot_keys import COLD_WINDOW, hour_of
+from cache.control.control_keys import Control
 from cache.errors import ConfigError
+from cache.l2.sync_clients import connect
 from cache.store.blocklist import change_blocklist
-from precompute.cli.worklist import WorklistRow, lines, read, worklist
+from cache.usage.hot_keys import COLD_WINDOW, hour_of
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
-from precompute.erasing.erasing import begin_erasing
+from precompute.erasure.erasing import begin_erasing
 from precompute.partitions.holdout import FILE
+from precompute.usage.worklist import WorklistRow, lines, read, worklist
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
 from tests.opened import open_generation

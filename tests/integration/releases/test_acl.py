@@ -9,18 +9,24 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.control.hot_keys import COLD_WINDOW, HotKeyReport
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.format.redis_keys import Keyspace
-from cache.l2.circuit_breaker import Breaker
-from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.l2.lease_commands import LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import (
+    LeaseMark,
+    LeaseSwap,
+    LeaseTake,
+    Overlay,
+    OverlayRead,
+    OverlayWrite,
+    PageRead,
+)
+from cache.l2.data_plane import Breaker
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
-from precompute.control.control_keys import Control
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
+from cache.usage.hot_keys import COLD_WINDOW, HotKeyReport
 from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
 from tests.polling import until

@@ -14,7 +14,7 @@ from precompute.cli.override import override
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
-from precompute.operations.roll_back import roll_back
+from precompute.releases.recovery import roll_back
 from precompute.steps import publish as publish_step
 from tests.integration.nights import NEXT, UNTIL, build_verified, histories, prepare, publish
 

@@ -8,11 +8,12 @@ import orjson
 import pytest
 import redis
 
+from cache.control.control_keys import REPLICA_DEAD_S, Control
 from cache.errors import CorruptArtefact, Refused, TierUnavailable
 from cache.format.redis_keys import Keyspace
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release, all_releases, intent_path
-from precompute.control.control_keys import REPLICA_DEAD_S, Control, connect
 from tests.integration.release_world import A, World
 
 

@@ -19,13 +19,13 @@ import orjson
 import pytest
 import redis
 
-from cache.config.sections import FlipConfig
+from cache.config.night import FlipConfig
+from cache.control.control_keys import REPLICA_DEAD_S
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import RedisServer
 from infra.demo.http import HttpConnection, get
 from infra.local.service import ROOT, ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import REPLICA_DEAD_S
 from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
 from precompute.steps import warm
@@ -187,7 +187,7 @@ def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: 
 
 _PUBLISHER = """
 import sys
-from cache.config.sections import FlipConfig
+from cache.config.night import FlipConfig
 from precompute.releases.staging import staged
 from tests.integration.fleet import control_of
 from tests.integration.nights import prepare

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import redis
 
+from cache.control.control_keys import Control
+from cache.control.states import State, fold
 from cache.format.redis_keys import Keyspace
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import MOVES, all_releases
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State, fold
-from precompute.releases.release import Releases
-from precompute.releases.restore import restore
+from precompute.releases.moves import Releases
+from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
@@ -113,7 +114,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
     with connect(url, 10.0) as client:
         releases = Releases(store, Control(client, keys))
         if disasters:
-            restore(releases, attempt="at the end", chunk_bytes=1 << 16)
+            restore_redis(releases, attempt="at the end", chunk_bytes=1 << 16)
         view = releases.view()
         view.demand_agreement()
         history, ledger = view.history, view.ledger

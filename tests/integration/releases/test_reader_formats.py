@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from cache.control.control_keys import demand_readers, demand_readers_of_night
 from cache.errors import Refused, UnknownFormat
 from cache.format.redis_keys import Keyspace
 from cache.formats import FORMATS, KEYS, MANIFEST, served_formats
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
-from precompute.control.control_keys import connect
-from precompute.control.reader_formats import demand_readers, demand_readers_of_night
 from tests.integration.release_world import A, B, World
 
 if TYPE_CHECKING:

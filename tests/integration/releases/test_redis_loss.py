@@ -13,14 +13,15 @@ import httpx
 import pytest
 import redis
 
+from cache.control.control_keys import Control
+from cache.l2.sync_clients import connect
 from cache.process.child_process import GuardedCommand
 from cache.process.redis_server import SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
-from infra.demo.scrape import ServiceCounts
+from infra.demo.http import ServiceCounts
 from infra.local.service import ROOT, ServiceProcess
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
 from tests.polling import until

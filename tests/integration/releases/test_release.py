@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import redis
 
+from cache.control.control_keys import Control, RegistryRow
+from cache.control.states import State
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
@@ -20,10 +23,8 @@ from cache.store.releases import (
     manifest_digest,
     newest_release,
 )
-from precompute.bulk.load import load_part, page_keys, parts_of, verify_part
-from precompute.control.control_keys import Control, connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
+from precompute.bulk.load import load_part, page_keys, parts_of
+from precompute.bulk.readback import verify_part
 from tests.integration.release_world import A, B, C, World, pages_of
 
 

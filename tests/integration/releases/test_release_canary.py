@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import ConfigError, Conflict
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State
-from precompute.releases.restore import restore
+from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 
@@ -45,9 +46,12 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
 
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
     pointer_before = tried.live()
-    assert not tried.releases.start_canary(C, 5.0, "try").has_moved and tried.live() == pointer_before
     assert (
-        not tried.releases.start_canary(C, 5.0, "other").has_moved and tried.live() == pointer_before
+        not tried.releases.start_canary(C, 5.0, "try").has_moved and tried.live() == pointer_before
+    )
+    assert (
+        not tried.releases.start_canary(C, 5.0, "other").has_moved
+        and tried.live() == pointer_before
     )
     assert tried.releases.start_canary(C, 10.0, "try").has_moved
     assert tried.live().canary.percent == 10.0 and tried.live().epoch > pointer_before.epoch
@@ -78,7 +82,7 @@ def test_every_move_ends_a_canary(tried, how):
             tried.releases.roll_back(to=None, reason="bad", attempt="operator")
         case _:
             lose_redis(tried)
-            restore(tried.releases, attempt="restore", chunk_bytes=1000)
+            restore_redis(tried.releases, attempt="restore", chunk_bytes=1000)
     assert tried.live().canary is None and tried.releases.ledger().canary is None
     with pytest.raises(Conflict, match="no generation is being tried out"):
         tried.releases.end_canary("end")
@@ -206,7 +210,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
     pointer_before = world.live()
     lose_redis(world)
 
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.epoch > pointer_before.epoch) == (A, True)
     assert world.releases.state(B) is State.ROLLED_BACK

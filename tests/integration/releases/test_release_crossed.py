@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from cache.control.control_keys import Control
+from cache.control.states import State
 from cache.errors import Conflict
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
     ArtefactStore,
 )
@@ -12,11 +15,10 @@ from cache.store.releases import (
     all_releases,
     done_path,
 )
-from precompute.control.control_keys import Control, connect
-from precompute.control.states import State
-from precompute.releases import release, sweep
-from precompute.releases import restore as restoring
-from precompute.releases.restore import restore
+from precompute.releases import moves as release
+from precompute.releases import recovery as restoring
+from precompute.releases import sweep
+from precompute.releases.recovery import restore_redis
 from precompute.releases.sweep import retire
 from tests.integration.release_world import (
     A,
@@ -43,7 +45,7 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
         world.releases.roll_back(to=None, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, restoring, "reload", roll_back)
-    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer == world.live() and pointer.generation == A and loaded == [A]
     assert world.control.rows()[B].state is State.ROLLED_BACK
@@ -55,10 +57,10 @@ def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
     lose_redis(world)
 
     def restore_concurrently():
-        restore(world.releases, attempt="other", chunk_bytes=1000)
+        restore_redis(world.releases, attempt="other", chunk_bytes=1000)
 
     meanwhile(monkeypatch, restoring, "reload", restore_concurrently)
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer == world.live() and pointer.attempt == "other"
 
 
@@ -139,11 +141,11 @@ def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world,
     world.releases.mark_verified(B, attempt="again")  # the records prove it verified from here on
 
     def restore_then_publish():
-        restore(world.releases, attempt="restore", chunk_bytes=1000)
+        restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
         with pytest.raises(Conflict, match="it is refused"):
             world.releases.publish(B, attempt="publish")
 
-    meanwhile(monkeypatch, world.releases, "_mark", restore_then_publish)
+    meanwhile(monkeypatch, world.releases, "_write_state", restore_then_publish)
     world.releases.refuse(B, reason="bad again", attempt="verify")
     assert world.live().generation == A
     assert world.releases.ledger().state(B) is State.REFUSED
@@ -172,7 +174,7 @@ def test_a_pin_or_a_reader_that_comes_late_still_stops_a_retirement(world, monke
     if when == "before the mark":
         pin()
     else:
-        meanwhile(monkeypatch, Control, "mark", pin)
+        meanwhile(monkeypatch, Control, "write_rows", pin)
     with pytest.raises(Conflict, match="pinned"):
         retire(world.releases, A, attempt="sweep")
     world.releases.unpin(A, attempt="auditor")

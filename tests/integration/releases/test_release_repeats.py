@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from cache.control.states import State
 from cache.errors import Conflict
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.control.control_keys import connect
-from precompute.control.states import State
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, D, World
 

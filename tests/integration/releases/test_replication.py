@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cache.errors import Conflict
+from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer, server
 from cache.store.artefacts import ArtefactStore
-from precompute.control.control_keys import connect
 from precompute.releases import replication
 from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
 from tests.conftest import redis_binary

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from cache.control.control_keys import RegistryRow
+from cache.control.states import State
 from cache.errors import Conflict, CorruptArtefact
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
@@ -17,10 +20,7 @@ from cache.store.releases import (
 )
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
-from precompute.control.control_keys import connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.releases.restore import forgotten, restore
+from precompute.releases.recovery import forgotten, restore_redis
 from precompute.releases.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
 
@@ -38,7 +38,7 @@ def test_a_restore_keeps_the_time_of_the_publish(world):
     for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
         world.client.delete(key)
 
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer.published_at == published_at
 
@@ -49,7 +49,7 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
     for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
         world.client.delete(key)
 
-    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.previous) == (
         pointer_before.generation,
@@ -61,7 +61,7 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
         world.control.rows()[B].state is State.LIVE
         and world.control.rows()[A].state is State.SUPERSEDED
     )
-    second_pointer, _, _ = restore(world.releases, attempt="restore-2", chunk_bytes=1000)
+    second_pointer, _, _ = restore_redis(world.releases, attempt="restore-2", chunk_bytes=1000)
     assert second_pointer == pointer
 
 
@@ -84,16 +84,18 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
     world.publish(A)
     lose_redis(world)
     governor = Paced()
-    restore(world.releases, attempt="one", chunk_bytes=1000, governor=governor)
+    restore_redis(world.releases, attempt="one", chunk_bytes=1000, governor=governor)
     assert governor.paced == 0 and len(pages_of(world, A)) == 10
     # All there: nobody waits for it, so it is read back with care.
-    restore(world.releases, attempt="two", chunk_bytes=1000, governor=governor)
+    restore_redis(world.releases, attempt="two", chunk_bytes=1000, governor=governor)
     assert governor.paced > 0
 
     world.publish(B)
     world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*"))
     governor = Paced()
-    _, loaded, _ = restore(world.releases, attempt="three", chunk_bytes=1000, governor=governor)
+    _, loaded, _ = restore_redis(
+        world.releases, attempt="three", chunk_bytes=1000, governor=governor
+    )
     assert loaded == [B, A] and governor.paced > 0 and len(pages_of(world, A)) == 10
 
 
@@ -117,14 +119,14 @@ def test_a_restore_names_what_redis_alone_knew(world):
     lose_redis(world)
     view_before = world.releases.view()
 
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     canary, verified = forgotten(world.releases, view_before, pointer)
     assert f"the canary of {B} has ended" in canary
     assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
     # Nothing was lost: nothing is named.
     view_before = world.releases.view()
-    pointer, _, _ = restore(world.releases, attempt="again", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="again", chunk_bytes=1000)
     assert forgotten(world.releases, view_before, pointer) == []
 
 
@@ -137,7 +139,7 @@ def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
     world.load(C)
     with pytest.raises(Conflict, match="older pointer"):
         world.releases.publish(C, attempt=world.attempt())
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
 
 
@@ -154,12 +156,12 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(ConnectionError):
-            restore(world.releases, attempt="dead", chunk_bytes=1000)
+            restore_redis(world.releases, attempt="dead", chunk_bytes=1000)
     unconfirmed_pointer = world.live()
     assert unconfirmed_pointer.epoch > Pointer.from_bytes(old).epoch  # readers may follow it by now
     world.client.set(world.keys.live, old)
 
-    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer.generation == A and pointer.epoch > unconfirmed_pointer.epoch
 
@@ -180,7 +182,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
         release_record = works(*arguments, **options) if overtaken_method == "record" else None
         if not overtaken:
             overtaken.append(None)
-            other_pointer, _, _ = restore(world.releases, attempt="other", chunk_bytes=1000)
+            other_pointer, _, _ = restore_redis(world.releases, attempt="other", chunk_bytes=1000)
             overtaken[0] = other_pointer
             if overtaken_method == "record":
                 world.client.delete(world.keys.live)  # a snapshot from in between
@@ -190,7 +192,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
 
     with monkeypatch.context() as patched:
         patched.setattr(where, overtaken_method, overtake)
-        pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+        pointer, _, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     other_pointer = overtaken[0]
     assert (
@@ -214,7 +216,7 @@ def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
     unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
     assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
     with pytest.raises(Conflict, match="no release record explains"):
-        restore(world.releases, attempt="restore", chunk_bytes=1000)
+        restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)
     with pytest.raises(Conflict, match="no release record explains"):
         world.releases.publish(C, attempt=world.attempt())
@@ -225,7 +227,7 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
     world.publish(A, B, C)
     manifest = read_manifest(world.store, A)
     lose_redis(world)
-    restore(world.releases, attempt="restore", chunk_bytes=1000)
+    restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert not pages_of(world, A)
 
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
@@ -240,7 +242,7 @@ def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
     lose_redis(world)
-    restore(world.releases, attempt="restore", chunk_bytes=1000)
+    restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == B and len(pages_of(world, B)) == 10
 
@@ -255,13 +257,13 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
         world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    _, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    _, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert loaded == [B]
     world.store.write(path, released)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
-        restore(world.releases, attempt="restore", chunk_bytes=1000)
+        restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
 
 @pytest.mark.parametrize("truncated_manifest", [b"", b'{"format": 1,', b"[]"])
@@ -274,12 +276,12 @@ def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
         world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    assert restore(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
+    assert restore_redis(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
     world.store.write(path, released)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
-        restore(world.releases, attempt="restore", chunk_bytes=1000)
+        restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
 
 def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_had_marked(world):
@@ -288,7 +290,7 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
     world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
     world.control.set_row(A, RegistryRow(State.RETIRED, world.clock()))
 
-    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.previous, loaded) == (B, None, [B])
     assert world.releases.ledger().state(C) is State.ROLLED_BACK
@@ -300,6 +302,6 @@ def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_the
     world.clock.now += 1000
     retire(world.releases, B, attempt="sweep")
     lose_redis(world)
-    restore(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
+    restore_redis(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
     states = {generation: row.state for generation, row in world.control.rows().items()}
     assert states == {B: State.RETIRED, C: State.SUPERSEDED, D: State.LIVE}

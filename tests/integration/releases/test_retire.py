@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from cache.control.control_keys import RegistryRow
+from cache.control.states import State
 from cache.errors import Conflict
+from cache.l2.sync_clients import connect
 from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
@@ -15,10 +18,7 @@ from cache.store.releases import (
     all_releases,
 )
 from precompute.bulk.load import parts_of
-from precompute.config.generations_at_peak import generations_at_peak
-from precompute.control.control_keys import connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
+from precompute.config.settings import generations_at_peak
 from precompute.releases.sweep import (
     drop_old_rows,
     is_back,

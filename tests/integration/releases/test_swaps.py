@@ -13,8 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
-from infra.demo.http import HttpConnection, get
-from infra.demo.scrape import scrape
+from infra.demo.http import HttpConnection, get, scrape
 from infra.local.service import ServiceProcess
 from tests.integration.nights import (
     NEXT,

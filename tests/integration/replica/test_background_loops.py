@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from cache.config.events import EventsConfig
-from cache.config.near import NearConfig
+from cache.config.serving import NearConfig
 from cache.process.background_loops import BackgroundLoop, BackgroundLoops
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
-from precompute.experiments import changes
-from precompute.experiments.edits import ArmOption, ExperimentOption
+from precompute.traffic import experiments
+from precompute.traffic.experiments import ArmOption, ExperimentOption
 from serving.app import create_app, make_server
 from serving.http.asgi_app import AsgiApp
-from serving.http.service import Service
+from serving.http.routes import Service
 from tests.certificates import Authority
 from tests.integration.experiments.arms import arms
 from tests.integration.serving_app import PATIENT, eventually, settings
@@ -100,7 +100,7 @@ def _start_experiment(service_night: NightConfig, arm_night: NightConfig) -> Non
         ArmOption("control", service_night.namespace, 0.5),
         ArmOption("b", arm_night.namespace, 0.5),
     )
-    changes.start(service_night, ExperimentOption(service_night.namespace, "one", named, 0.6))
+    experiments.start(service_night, ExperimentOption(service_night.namespace, "one", named, 0.6))
 
 
 async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
-from serving.dashboard.time_bins import BIN_S
+from serving.dashboard.counters import BIN_S
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cache.config.events import EventsConfig
-from cache.config.near import NearConfig
+from cache.config.serving import NearConfig
 from tests.certificates import Authority
 from tests.integration.nights import UNTIL, build_night, build_verified, publish
 from tests.integration.scraping import BOARDS, INFRA

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import redis
 
+from cache.control.control_keys import Control
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.redis_keys import Keyspace
-from cache.model.input_sample import FACT, Probe
+from cache.l2.sync_clients import connect
+from cache.quality.probe import FACT, Probe
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
 from serving.quality.monitor import QualityMonitor
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange

@@ -14,7 +14,7 @@ from cache.process.redis_server import RedisServer
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
-from precompute.operations.restore import restore
+from precompute.releases.recovery import restore
 from precompute.steps import verify
 from tests.integration.nights import (
     NEXT,
@@ -131,7 +131,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
     second = await asyncio.to_thread(publish_night, night, NEXT)
 
     async def has_both_generations() -> bool:
-        from precompute.control.control_keys import Control
+        from cache.control.control_keys import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
         return [(replica.serving, replica.held_generations) for replica in replicas] == [

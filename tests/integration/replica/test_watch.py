@@ -21,9 +21,9 @@ from opentelemetry.trace import SpanKind
 
 from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
-from serving import observability
+from serving import app
+from serving.tracing.observer import log as request_log
 from serving.tracing.otel_spans import Spans
-from serving.tracing.request_log import log as request_log
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, environment, started
 from tests.integration.serving_app import serving
@@ -54,7 +54,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         memory_exporter._stopped = False  # by the service before
         return Spans(processor, trace_share=sampled_share, with_ids=with_ids, instance=instance)
 
-    monkeypatch.setattr(observability, "_spans", make)
+    monkeypatch.setattr(app, "_spans", make)
     return memory_exporter
 
 

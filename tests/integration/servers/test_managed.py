@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.cli.check.command import CHECKS
-from precompute.operations.restore import restore
+from infra.cli.check import CHECKS
+from precompute.releases.recovery import restore
 from tests.integration.events.intakes import event
 from tests.integration.nights import UNTIL, histories, prepare, publish_night
 from tests.integration.program import environment, started

@@ -10,9 +10,8 @@ import pytest
 import redis
 
 from cache.process.redis_server import RedisServer
-from infra.cli.check import redis_kind
-from infra.cli.check.command import CHECKS
-from infra.cli.check.redis_kind import NEEDED, USED, kind_of
+from infra.cli import check
+from infra.cli.check import CHECKS, NEEDED, USED, kind_of
 from precompute.config.settings import NightConfig
 from tests.integration.events.durable_redis import DurableRedis
 from tests.integration.program import ROOT
@@ -95,7 +94,7 @@ def test_a_server_that_refuses_writes_is_not_taken_for_an_old_one(
 def test_servers_that_call_themselves_redis_are_told_apart(
     server_info: dict[str, Any], expected: str
 ) -> None:
-    name, version = redis_kind._named(server_info)
+    name, version = check._named(server_info)
 
     assert f"{name} {version}".strip() == expected
 

@@ -11,7 +11,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import another, open_client
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
-from precompute.gates.evidence.leash import GateConnections, OwnPool
+from precompute.gates.judge import GateConnections, OwnPool
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.polling import until

@@ -12,9 +12,9 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from cache.tiers.results import MissReason
+from cache.tiers.reads import MissReason
 from infra.demo.http import HttpConnection
-from serving.answers.sources import STORED_SOURCES, Source
+from serving.requests.answers import STORED_SOURCES, Source
 from tests.integration.ordeal import Lists
 
 CONNECTIONS: Final = 32

@@ -17,14 +17,13 @@ import redis.asyncio
 from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
-from cache.control.night_steps import NIGHT
+from cache.config.timetable import NIGHT
 from cache.process.redis_server import RedisServer
 from infra.demo.http import get
 from infra.local.service import ServiceProcess
-from precompute.builds.night import Night
 from precompute.config.settings import NightConfig
-from precompute.operations.night import step_in_night
 from precompute.steps import take_events
+from precompute.steps.night import Night, step_in_night
 from tests.integration import troubled_service
 from tests.integration.nights import UNTIL, environment, histories, prepare, top_lists
 from tests.integration.serving_app import eventually

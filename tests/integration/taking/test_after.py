@@ -6,12 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from cache.store.artefacts import read_manifest
-from precompute.erasures.erasure import all_erasures, request
 from precompute.events.files import event_files
 from precompute.events.stream import entries
+from precompute.sources.erasures import all_erasures, request
 from precompute.steps import retire, take_events
 from tests.integration.changed.month import Month
 from tests.integration.taking.clicking import click, some

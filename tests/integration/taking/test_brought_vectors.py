@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from cache.events.seen import SeenItems
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
+from cache.format.seen_items import SeenItems
 from precompute.config.settings import NightConfig
 from tests.integration.changed.month import Month, scored
 from tests.integration.changed.worlds import WORLDS, add_columns

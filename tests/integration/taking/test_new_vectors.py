@@ -15,8 +15,8 @@ from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.bundles.bundle_store import made_of_tables
 from precompute.config.settings import NightConfig, TableConfig
-from precompute.erasing.erasing import begin_erasing, settle
-from precompute.releases.registry import open_releases
+from precompute.erasure.erasing import begin_erasing, settle
+from precompute.releases.moves import open_releases
 from precompute.scoring.event_trials import BEYOND_TABLE, WIDTH
 from precompute.steps import take_events
 from tests.integration import nights

@@ -9,13 +9,12 @@ import redis
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
+from cache.events.event import BEGINNING, Event, Position
 from precompute.builds.build import Build, cut_of
 from precompute.events import files as event_files
-from precompute.events import merging
+from precompute.events import stream
 from precompute.events.files import FOLDER
-from precompute.events.stores import EventStores
+from precompute.events.stream import EventStores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
 from tests.integration.taking.clicking import alone, click, microseconds, some, taken
@@ -91,7 +90,7 @@ def test_nights_that_copy_have_the_bytes_of_full_ones(month: Month) -> None:
 def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     featured: Month, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "AT_ONCE", 2)
+    monkeypatch.setattr(stream, "FILES_MERGED", 2)
     # As if older ones were retired, which takes a minute.
     original_method = EventStores.iter_generation_positions
     monkeypatch.setattr(

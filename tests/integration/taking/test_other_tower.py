@@ -4,7 +4,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from cache.model.tower_spec import TowerSpec
-from precompute.bundles.bundle_writer import ModelFile
+from precompute.bundles.bundle import ModelFile
 from tests.integration.changed.month import Month, scored
 from tests.integration.feature_towers import (
     COUNTRY,

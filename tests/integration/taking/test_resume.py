@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from cache.store.artefacts import read_manifest
-from precompute.builds.night import Night
-from precompute.operations.night import run_night
 from precompute.steps import load
+from precompute.steps.night import Night, run_night
 from tests.integration.changed.month import Month
 from tests.integration.taking.clicking import click, some
 

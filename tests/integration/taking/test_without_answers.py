@@ -11,7 +11,7 @@ import pytest
 
 from cache.format.ids import hash_id
 from cache.format.manifest import Manifest
-from cache.format.records.layout import ABSENT
+from cache.records import ABSENT
 from cache.store.artefacts import read_manifest
 from tests.integration import nights
 from tests.integration.changed.month import Month, scored

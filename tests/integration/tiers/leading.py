@@ -19,12 +19,12 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
+from serving.engine.batch_inference import compute
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.batch_inference import compute
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.leases import LeaseManager
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
 from tests.unit.serving.world import World, ask, entity, ids
 
 

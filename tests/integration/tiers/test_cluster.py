@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from cache.config.sections import GovernorConfig
+from cache.config.night import GovernorConfig
 from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
 from precompute.bulk.reload import damaged
 from precompute.config.settings import NightConfig
-from precompute.operations.restore import restore
-from precompute.releases.registry import open_releases
+from precompute.releases.moves import open_releases
+from precompute.releases.recovery import restore
 from precompute.steps import load, retire
 from tests.clusters import TestCluster, cluster
 from tests.integration.nights import (

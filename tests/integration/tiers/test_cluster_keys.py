@@ -9,20 +9,26 @@ import pytest
 from redis.crc import key_slot
 from redis.exceptions import AskError
 
+from cache.control.control_keys import RegistryRow
+from cache.control.states import State
 from cache.errors import ConfigError, TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.circuit_breaker import Breaker
-from cache.l2.cluster.tier import ClusterTier
-from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.l2.lease_commands import DONE_PREFIX, LeaseMark, LeaseTake
-from cache.l2.sync_clients import by_server
+from cache.l2.cluster import ClusterTier
+from cache.l2.commands import (
+    DONE_PREFIX,
+    LeaseMark,
+    LeaseTake,
+    Overlay,
+    OverlayRead,
+    OverlayWrite,
+    PageRead,
+)
+from cache.l2.data_plane import Breaker
+from cache.l2.sync_clients import by_server, connect
 from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import connect
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
 from tests.certificates import self_signed
 from tests.clusters import TestCluster, cluster
 from tests.integration.release_world import LAYOUT, A, World

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from cache.control.hot_keys import LIFE_S, MEMBERS_MAX, HotKeyReport
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.store.blocklist import change_blocklist
+from cache.usage.hot_keys import LIFE_S, MEMBERS_MAX, HotKeyReport
 from precompute.config.settings import NightConfig
 from tests.integration.nights import NEXT, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving

@@ -15,13 +15,14 @@ import pytest
 import redis
 import uvloop
 
+from cache.control.control_keys import Control
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import L2Result, Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.l2.data_plane import Breaker
+from cache.l2.sync_clients import connect
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import RedisServer
-from precompute.control.control_keys import Control, connect
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 from tests.l2_reads import answers_of

@@ -15,12 +15,12 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import RedisServer
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
+from serving.engine.batch_inference import compute
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import MicroBatcher
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.batch_inference import compute
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.leases import LeaseManager
-from serving.lookup.micro_batcher import MicroBatcher
 from serving.requests.models import RequestedEntity
 from tests.unit.serving.world import World, ask, entity, ids
 

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import pytest
 
-from cache.format.records.codec import pack_overlay, unpack_overlay
-from cache.format.records.layout import peek_fingerprint
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite
 from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.records import pack_overlay, peek_fingerprint, unpack_overlay
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache
 from cache.tiers.tiered import Hit, TieredCache
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeRemote, Night

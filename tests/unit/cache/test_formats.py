@@ -9,7 +9,7 @@ from cache import formats
 from cache.errors import CorruptArtefact, UnknownFormat
 from cache.formats import FORMATS, MANIFEST, POINTER, RELEASE, demand, stamp, unread, version_of
 from cache.store.releases import Pointer
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 POINTED = Pointer("20260131T000000Z-0123456789ab", 7, None, "a", 1.0)
 

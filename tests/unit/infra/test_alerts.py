@@ -112,7 +112,7 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
             parser_of_service().parse_args(arguments[3:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
-            files = ("routes.py", "operations.py")
+            files = ("routes.py", "openapi.py")
             routes = "".join((INFRA.parent / "serving/http" / name).read_text() for name in files)
             assert path in routes and path
         case ["airflow", "dags", _]:

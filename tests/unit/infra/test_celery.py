@@ -7,7 +7,7 @@ import pytest
 from cache.errors import ConfigError
 from infra.celery import airflow
 from infra.celery.__main__ import main
-from infra.celery.postgres import find_postgres, owner
+from infra.celery.airflow import find_postgres, owner
 
 
 def programs(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.lineage.naming import DatasetName
+from infra.lineage.step_datasets import DatasetName
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from cache.config.gates import GateThresholds
-from cache.config.sections import CanaryConfig
-from cache.tiers.eviction_history import Absence
+from cache.config.night import CanaryConfig, GateThresholds
+from cache.tiers.l1 import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from serving.answers.sources import FALLBACKS, STORED_SOURCES, Source
-from serving.dashboard.verdict import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
+from serving.dashboard.document import INBOX_WARN_S, REJECTED_WARN, STREAM_WARN
 from serving.events.counts import ACCEPTED, ERASED, REFUSALS, REPEATED
-from serving.metrics.miss_reasons import REASONS
+from serving.metrics.collectors import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
-from serving.replica.canary_stats import ARMS
+from serving.requests.answers import FALLBACKS, STORED_SOURCES, Source
+from serving.traffic.canary import ARMS
 from tests.exposed import labels
 
 INFRA = Path(__file__).parents[3] / "infra"

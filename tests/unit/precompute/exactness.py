@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
+from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
 
 TOLERANCE = 1e-5

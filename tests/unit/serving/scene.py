@@ -7,19 +7,17 @@ from pathlib import Path
 
 import orjson
 
-from cache.control.staging_note import Staging
+from cache.control.control_keys import Staging
 from cache.errors import CorruptArtefact, TierUnavailable
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary, Pointer, Release, done_path, intent_path
+from serving.generations.heartbeat import Heartbeat, HostHeadroom, RedisClock
 from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import PointerFollower
-from serving.generations.redis_clock import RedisClock
+from serving.generations.refresher import Refresher
 from serving.generations.snapshot import Snapshot
-from serving.generations.store_threads import InThread
-from serving.replica.background import Refresher
-from serving.replica.heartbeat import Heartbeat
-from serving.replica.host import HostHeadroom
+from serving.process.resources import InThread
 from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 

@@ -13,28 +13,32 @@ from cache.errors import InvalidInput
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import EntitySet, Manifest, Producer, Table, TablePart
-from cache.format.manifest_files import Artefact, ItemFiles
-from cache.format.records.codec import encode_numbers, encode_topk
-from cache.format.records.layout import FLAG_LIVE, Layout
+from cache.format.manifest import (
+    Artefact,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
 from cache.model.predictor import LiveInput, PreparedInput
+from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.results import View
+from cache.tiers.reads import View
 from cache.tiers.tiered import TieredCache
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import DeadlineCheck
-from serving.admission.gate import AdmissionGate
-from serving.answers.default_lists import DefaultList
+from serving.admission.gate import AdmissionGate, DeadlineCheck
 from serving.config.settings import ServingConfig
-from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_inference import compute
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.engine.batch_inference import compute
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.generations.snapshot import DefaultList, Snapshot
 from serving.metrics.registry import Metrics
-from serving.requests.fast_parse import HeaderJudge
 from serving.requests.models import Limits, LookupRequest, RequestedEntity, RequestOptions
+from serving.requests.parsing import HeaderJudge
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"

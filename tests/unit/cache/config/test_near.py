@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.near import NearConfig
-from cache.config.serving import ServingConfig
+from cache.config.serving import NearConfig, ServingConfig
 from cache.errors import ConfigError
 
 

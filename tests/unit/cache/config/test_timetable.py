@@ -2,8 +2,7 @@
 
 import pytest
 
-from cache.config.timetable import Timetable
-from cache.control.schedule import Schedule
+from cache.config.timetable import Schedule, Timetable
 from cache.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.control.allotment import BUCKETS, Ranges, allotted, counts_of, size_of
-from cache.control.key_split import Owners
+from cache.traffic.split import BUCKETS, Owners, Ranges, allotted, counts_of, size_of
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
 NAMES = ("a", "b", "c", "d")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cache.control.rate_ratio import ALPHA, rate_ratio
+from cache.traffic.experiments import ALPHA, rate_ratio
 
 LOOKS = 60
 RUNS = 1_500

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from croniter import croniter
 
-from cache.control.schedule import CLOCKS_APART_S, MISSED_MAX, Schedule
+from cache.config.timetable import CLOCKS_APART_S, MISSED_MAX, Schedule
 from cache.errors import ConfigError
 
 HOUR_S = 3_600

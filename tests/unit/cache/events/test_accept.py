@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.accept import packed
 from cache.events.event import Event
+from cache.events.stream import packed
 from cache.format.redis_keys import Keyspace
 
 KEYS = Keyspace("test")

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cache.events.attribute_events import VALUES_MAX, AttributeEvents
-from cache.events.event import Event
-from cache.events.position import Position
-from cache.events.user_features import features_with, takes_any
+from cache.events.event import Event, Position
+from cache.events.newer_events import VALUES_MAX, AttributeEvents, features_with, takes_any
 from cache.model.tower_spec import InputSpec
 
 COUNTRY = InputSpec("home", "feature", "int64", column="country")
@@ -54,7 +52,7 @@ def test_the_newest_value_behind_any_position_is_known(
     for kind, raw, attributes in told[ms:]:
         expected_by_kind[kind] |= {(raw, name): value for name, value in attributes.items()}
 
-    with mock.patch("cache.events.attribute_events._RECENT_ITEMS_MAX", recent_items_max):
+    with mock.patch("cache.events.newer_events._RECENT_ITEMS_MAX", recent_items_max):
         newer_values = attribute_events.items_since(Position(ms, 0).number)
     users = {
         (raw, name): value

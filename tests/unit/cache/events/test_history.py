@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.history import TimedItems, merge
+from cache.events.event_predictor import TimedItems, merge
 
 Row = tuple[int, int]
 """Item, and when."""

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.events.attribute_events import VALUES_MAX
 from cache.events.event import Event
-from cache.events.new_item_tower import (
+from cache.events.new_items import (
     ITEM_VECTORS,
     OUTPUT_MAX,
     RETRIES_S,
     FixedItems,
+    NewItem,
     NewItemInputs,
     NewItemTower,
     UnfitNewItem,
 )
-from cache.events.new_items import NewItem
+from cache.events.newer_events import VALUES_MAX
 from cache.model.tower_spec import InputSpec
 from tests.models import item_table, train_small
 

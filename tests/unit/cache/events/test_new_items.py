@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.event import Event
+from cache.events.event import Event, Position
 from cache.events.new_items import (
     NO_NEW_ITEMS,
     EligibleNewItems,
@@ -16,10 +16,8 @@ from cache.events.new_items import (
     NewItems,
     merged_lists,
 )
-from cache.events.position import Position
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.ranking import Metric, rank
+from cache.records import NO_ITEM, Layout, encode_topk
 
 IDS = st.sampled_from([b"a", b"b", b"c", b"d", b"e"])
 

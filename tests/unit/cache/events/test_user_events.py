@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.events.event import Event
-from cache.events.position import Position
-from cache.events.user_events import UserEvents
+from cache.events.event import Event, Position
+from cache.events.newer_events import UserEvents
 
 USERS = ("u", "v", "w")
 DRAWN = st.lists(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.best import SubsetSearch
+from cache.filters.filtering import SubsetSearch
 from cache.model.ranking import Metric, rank
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.attributes import ItemAttributes
-from cache.filters.changed_columns import BEYOND, TOO_LONG, ItemValue, with_values
+from cache.filters.attributes import BEYOND, TOO_LONG, ItemAttributes, ItemValue, with_values
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.filters.expression import InvalidFilter, read_filter
-from cache.filters.masks import FilterMask, Masks, UnknownAttribute, cost_of, mask_of
+from cache.filters.filtering import FilterMask, Masks, UnknownAttribute, cost_of, mask_of
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
 
 TEXTS = ["", "a", "b", "ä", "aa", "z"]

@@ -6,11 +6,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.attributes import DTYPES, NO_CODE, AttributeColumn, ItemAttributes, Names
-from cache.filters.changed_columns import of_new_items
+from cache.filters.attributes import (
+    DTYPES,
+    NO_CODE,
+    AttributeColumn,
+    ItemAttributes,
+    Names,
+    of_new_items,
+)
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
-from cache.format.manifest_files import AttributeKind
+from cache.format.manifest import AttributeKind
 
 KINDS: dict[str, AttributeKind] = {
     "brand": "text", "tags": "texts", "price": "number", "stock": "flag", "since": "time",

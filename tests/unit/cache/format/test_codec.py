@@ -7,24 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cache.errors import ConfigError, CorruptArtefact, UnfitValue
-from cache.format.records.codec import (
-    absent,
-    decode,
-    encode_numbers,
-    encode_topk,
-    pack_overlay,
-    unpack_overlay,
-)
-from cache.format.records.layout import (
+from cache.records import (
     FLAG_LIVE,
     NIGHTLY,
     NO_ITEM,
     Layout,
+    absent,
+    decode,
+    encode_numbers,
+    encode_topk,
     is_absent,
+    pack_overlay,
     peek_fingerprint,
     peek_format,
+    unfit,
+    unpack_overlay,
 )
-from cache.format.records.quantization import unfit
 
 MARKS = np.array([1, 2**64 - 1], np.uint64)
 moderate = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
-from cache.format.manifest import DirectoryPart, EntitySet
-from cache.format.manifest_files import Artefact
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 
 hashes = st.lists(st.integers(0, 2**64 - 1), max_size=40, unique=True)
 

@@ -3,8 +3,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cache.format import item_json
-from cache.format.item_json import ItemJsonTexts
+from cache.format import item_table
+from cache.format.item_table import ItemJsonTexts
 
 
 def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[str]:
@@ -22,7 +22,7 @@ def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_json, "TEXTS_MAX", 10)
+    monkeypatch.setattr(item_table, "TEXTS_MAX", 10)
     texts = ItemJsonTexts(100, names)
 
     for first in range(0, 100, 5):

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.format import text_table
-from cache.format.item_json import ItemJsonTexts
-from cache.format.item_json_rows import ItemJsonRows
+from cache.format import item_table
+from cache.format.item_table import ItemJsonRows, ItemJsonTexts
 
 
 @given(
@@ -39,7 +38,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_table, "KEPT_MAX", 10)
+    monkeypatch.setattr(item_table, "KEPT_MAX", 10)
     read: list[int] = []
 
     def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.format.records import layout
-from cache.format.records.codec import absent, encode_numbers
-from cache.format.records.layout import (
+from cache import records as layout
+from cache.records import (
     FLAG_LIVE,
     HEADER,
     HEADER_BYTES,
     OFFSETS,
     RECORD_FORMAT,
     Layout,
+    absent,
     are_answers_of,
+    encode_numbers,
     is_answer_of,
     is_live,
     peek_fingerprint,
@@ -108,8 +109,8 @@ if sys.argv[1] in FORMATS:
 import numpy as np
 from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest
-from cache.format.records.codec import decode, encode_numbers
-from cache.format.records.layout import Layout, peek_format
+from cache.records import decode, encode_numbers
+from cache.records import Layout, peek_format
 
 layout = Layout("value", 1, "f4")
 record = encode_numbers(layout, np.ones(1, "u8"), np.ones((1, 1), "f4"), 1)[0].tobytes()

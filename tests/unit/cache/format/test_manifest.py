@@ -12,11 +12,10 @@ import orjson
 import pytest
 
 from cache.errors import CorruptArtefact
-from cache.format.manifest import Index, Manifest, Model, NamedFilter
-from cache.format.manifest_files import Artefact
-from cache.model.input_sample import FACT
+from cache.format.manifest import Artefact, Index, Manifest, Model, NamedFilter
+from cache.quality.probe import FACT
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from serving.quality.night_inputs import open_inputs
+from serving.quality.comparison import open_inputs
 from tests.unit.serving.world import World
 
 FILE = Artefact("some/file.bin", 1, "")

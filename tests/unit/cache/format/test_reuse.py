@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cache.format.reuse import FACT, NIGHTS, REASONS, Reuse
+from cache.reuse import FACT, NIGHTS, REASONS, Reuse
 
 USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.l2.circuit_breaker import Breaker
+from cache.l2.data_plane import Breaker
 from tests.fakes import FakeClock
 
 

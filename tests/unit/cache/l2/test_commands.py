@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
-from cache.l2.lease_commands import LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.commands import (
+    Command,
+    LeaseMark,
+    LeaseSwap,
+    LeaseTake,
+    Overlay,
+    OverlayRead,
+    OverlayWrite,
+    Packer,
+    PageRead,
+    unpack,
+)
 
 KEYS = Keyspace("ns")
 

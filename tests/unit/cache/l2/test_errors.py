@@ -11,7 +11,7 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.control_plane import ServerControl
 from cache.l2.errors import translated
-from cache.resp.reply_shapes import checked
+from cache.l2.resp import checked
 
 CLOSED = RuntimeError(
     "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"

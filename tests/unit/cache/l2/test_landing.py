@@ -9,7 +9,7 @@ import pytest
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead, PageRead, PageReads, unpack
-from cache.l2.connection import Pipeline
+from cache.l2.pool import Pipeline
 from cache.l2.tier import RemoteConfig, RemoteTier
 
 RECORD = b"12345678"

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.l2.connection import Pipeline
-from cache.l2.pool import PipelinePool, deadline_for
+from cache.l2.pool import Pipeline, PipelinePool, deadline_for
 
 BASE_S = 5.0
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.l2.connection import Pipeline, PipelineConnection
-from cache.l2.replies import Frames, stride
+from cache.l2.commands import Frames, stride
+from cache.l2.pool import Pipeline, PipelineConnection
 from cache.native import loader
 
 

@@ -10,8 +10,7 @@ from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from cache.config.events import EventsConfig
 from cache.config.serving import ServingConfig
 from cache.errors import ConfigError
-from cache.l2.sentinel.primary import PrimarySSLConnection, async_pool_of, pool_of
-from cache.l2.sentinel.url import is_sentinel, read_url
+from cache.l2.sentinel import PrimarySSLConnection, async_pool_of, is_sentinel, pool_of, read_url
 
 URL = "redis+sentinel://larder-reader:p%40ss@a:1,[::1]:2,c/my%2Fmaster/3?sentinel_password=q&client_name=x"
 

@@ -4,7 +4,7 @@ import pytest
 
 from cache.errors import InvalidInput
 from cache.format.ids import FeatureValue
-from cache.model.feature_checks import check_features, stack_features
+from cache.model.input_preparation import check_features, stack_features
 from cache.model.tower_spec import InputSpec
 
 INPUTS = (

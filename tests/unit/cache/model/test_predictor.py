@@ -5,13 +5,12 @@ import pytest
 from onnx import load, numpy_helper
 
 from cache.errors import InvalidInput
-from cache.format.records.codec import decode
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories
+from cache.records import decode
 from cache.topk.topk import Scorer
-from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles import onnx_model
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 
 AT = 1_700_000_000
@@ -243,13 +242,13 @@ def shuffle(bundle: Bundle, output_folder) -> Bundle:
         version="1",
         dims=bundle.dims,
         item_ids=[bundle.item_ids[index].decode() for index in order],
-        user_tower=ModelFile(graphs.history_tower(padded), bundle.user_tower.spec),
+        user_tower=ModelFile(onnx_model.history_tower(padded), bundle.user_tower.spec),
         item_tower=ModelFile(
-            graphs.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"
+            onnx_model.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"
         ),
         values={
             "user_affinity": ModelFile(
-                graphs.affinity_model(padded, table(affinity, "centroids").T),
+                onnx_model.affinity_model(padded, table(affinity, "centroids").T),
                 affinity.spec,
                 labels=affinity.labels,
             )

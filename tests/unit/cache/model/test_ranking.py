@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import pack, rank, score, top_keys, unpack
+from cache.records import NO_ITEM
 
 
 def test_order_is_score_then_ordinal():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cache.model.recent_vectors import RecentVectors
+from serving.near.near_matches import RecentVectors
 
 
 def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from cache.errors import BundleError
 from cache.model.tower import Histories, Tower, repeated
 from cache.model.tower_spec import InputSpec, TowerSpec, buckets_up_to
-from precompute.bundles import graphs
+from precompute.bundles import onnx_model
 from precompute.bundles.quantize import quantize_tower
 
 ITEMS, DIMS = 500, 24
@@ -28,7 +28,7 @@ def rows():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("tower") / "user_tower.onnx"
-    graphs.history_tower(rows).write(path)
+    onnx_model.history_tower(rows).write(path)
     return path
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.mrc.lru_stack import RecencyStack
-from cache.mrc.shards import SPACE, Shards
+from cache.usage.miss_ratio_curve import SPACE, RecencyStack, Shards
 from tests.bench.tools.traces import (
     capacities_of,
     lru_hit_ratio,

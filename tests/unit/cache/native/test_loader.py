@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from cache.format.directory import Directory
 from cache.format.ids import are_ids, hash_ids
-from cache.format.records.codec import encode_numbers
-from cache.format.records.layout import RECORD_FORMAT, Layout
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Packer, PageReads
-from cache.l2.replies import Frames, stride
+from cache.l2.commands import Frames, Packer, PageReads, stride
 from cache.native import loader, pure
-from cache.tiers import batch_reader
-from cache.tiers.batch_reader import FlightRecords
+from cache.records import RECORD_FORMAT, Layout, encode_numbers
+from cache.tiers import tiered
 from cache.tiers.singleflight import board, leave
+from cache.tiers.tiered import FlightRecords
 from tests.fakes import Night
 
 COLUMNS: Any = loader.load({})
@@ -205,12 +203,12 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
     landed = FlightRecords(records[own_indexes], {})
     record_by_index = {index: records[index].tobytes() for index in joined}
 
-    spread_records = batch_reader._spread(record_keys, landed, own_indexes, record_by_index)
+    spread_records = tiered._spread(record_keys, landed, own_indexes, record_by_index)
 
     with interpreted():
         assert (
             spread_records.tobytes()
-            == batch_reader._spread(record_keys, landed, own_indexes, record_by_index).tobytes()
+            == tiered._spread(record_keys, landed, own_indexes, record_by_index).tobytes()
         )
     for index in (*own_indexes, *joined):
         assert spread_records[index].tobytes() == records[index].tobytes()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache.format.item_bytes import Named
-from cache.format.records.layout import Layout
+from cache.format.item_table import Named
 from cache.native import loader, pure
+from cache.records import Layout
 
 
 def test_every_function_is_compiled_too() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.process.interrupts import never_swallowed
+from cache.process.command_line import never_swallowed
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cache.process.command_line import printable, printable_lines
 from cache.process.console import SafeConsole
-from cache.process.printable import printable, printable_lines
 
 HOSTILE = "a\x1b[31mred\x1b]0;title\x07\r\x9b2J\u202egnp\ud83d"
 SHOWN = r"a\u001b[31mred\u001b]0;title\u0007\u000d\u009b2J\u202egnp\ud83d"

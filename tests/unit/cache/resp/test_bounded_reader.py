@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cache.l2.resp import BoundedReader, ReplyBounds
 from cache.native import loader, pure
-from cache.resp.bounded_reader import BoundedReader, ReplyBounds
 from tests.forged_redis import ABSURD
 
 

@@ -13,7 +13,7 @@ def test_no_other_connection_is_opened() -> None:
         file
         for folder in ("cache", "serving", "precompute", "infra", "dags")
         for file in sorted((ROOT / folder).rglob("*.py"))
-        if "redis" in (text := file.read_text()) and "cache.resp.parsers" not in text
+        if "redis" in (text := file.read_text()) and "cache.l2.resp" not in text
     ]
     unbounded = [
         f"{file.relative_to(ROOT)}:{call.lineno}"

@@ -17,7 +17,7 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import _process_id
 from precompute.releases.replication import UNREACHABLE, _fetch_run_id
 from serving.events.connection import EventsRedis, EventsUnavailable
-from serving.fresh.event_follower import EventFollower
+from serving.events.follower import EventFollower
 from tests.forged_redis import ABSURD, forged_redis
 
 ABSURD_LIST = b"*100000000\r\n"

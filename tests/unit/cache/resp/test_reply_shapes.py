@@ -13,17 +13,9 @@ import redis
 import redis.asyncio
 from redis.commands.core import CoreCommands
 
+from cache.l2.resp import MEMBERS, SHAPES, WrongReply, check_replies, checked, excerpt, info_number
 from cache.l2.sync_clients import another, open_client
-from cache.resp.reply_shapes import (
-    MEMBERS,
-    SHAPES,
-    WrongReply,
-    check_replies,
-    checked,
-    excerpt,
-    info_number,
-)
-from infra.cli.check.redis_kind import NEEDED, USED
+from infra.cli.check import NEEDED, USED
 from tests.forged.proxy import Order, forging
 from tests.forged_redis import forged_redis
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache.errors import CorruptArtefact, UnknownFormat
 from cache.store.artefacts import ArtefactStore
-from cache.store.experiments import (
+from cache.traffic.experiments import (
     ENDED_MAX,
     VERSIONS,
     Experiment,

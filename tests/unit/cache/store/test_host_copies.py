@@ -2,8 +2,7 @@
 
 import pytest
 
-from cache.store.artefacts import ArtefactStore
-from cache.store.host_copies import FOLDER
+from cache.store.artefacts import FOLDER, ArtefactStore
 from tests.object_stores import Counting, Odd, PreconditionFailed, failing, requests, store_of
 
 OLD, LIVE = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))

@@ -7,11 +7,11 @@ import pytest
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from cache.store.packs import PACK_FILES
 from cache.store.releases import Release, all_releases, done_path, intent_path
-from precompute.erasing.erasing import begin_erasing
-from precompute.erasures.erasure import all_erasures, mark_done, request
+from cache.store.write_once import PACK_FILES
+from precompute.erasure.erasing import begin_erasing
 from precompute.releases.release_log import ReleaseLog
+from precompute.sources.erasures import all_erasures, mark_done, request
 from tests.object_stores import Counting, requests, store_of
 
 
@@ -83,7 +83,7 @@ def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_els
     write(store, range(1, 301))
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_once", pytest.fail)
-        patch.setattr("cache.store.packs.PACK_FILES", 1000)
+        patch.setattr("cache.store.write_once.PACK_FILES", 1000)
         expected = all_releases(store, packs=True)
     all_releases(store, packs=True)
     (pack,) = (name for name in store.names("releases") if name.startswith("pack-"))

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.mrc.shards import SPACE, Access
 from cache.tiers.access_sample import TRACE_MAX
-from cache.tiers.batches import RecordKeys
 from cache.tiers.l1 import (
     LIVE_BYTES,
     OVERHEAD_BYTES,
@@ -17,7 +15,9 @@ from cache.tiers.l1 import (
     ReadyAnswer,
     size_of,
 )
+from cache.tiers.reads import RecordKeys
 from cache.tiers.tiered import RecordKey, TieredCache
+from cache.usage.miss_ratio_curve import SPACE, Access
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()

@@ -11,14 +11,23 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.records.codec import absent
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
-from cache.tiers.addressing import page_reads, reads_of
-from cache.tiers.batches import RecordKeys, Rows
+from cache.records import absent
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiers.results import Hit, Miss, MissReason, ReadResult, RecordKey, View
+from cache.tiers.reads import (
+    Hit,
+    Miss,
+    MissReason,
+    ReadResult,
+    RecordKey,
+    RecordKeys,
+    Rows,
+    View,
+    page_reads,
+    reads_of,
+)
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import TieredCache
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night

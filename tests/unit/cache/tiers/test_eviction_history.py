@@ -6,8 +6,15 @@ from typing import get_args
 
 import pytest
 
-from cache.tiers.eviction_history import FLIPPED_S, Absence, EvictionHistory
-from cache.tiers.l1 import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
+from cache.tiers.l1 import (
+    FLIPPED_S,
+    OVERHEAD_BYTES,
+    Absence,
+    Entry,
+    EvictionHistory,
+    LocalKey,
+    LocalTier,
+)
 from tests.fakes import FakeClock
 
 

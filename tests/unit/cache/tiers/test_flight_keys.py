@@ -1,6 +1,6 @@
 """Numbers that stand for records under way."""
 
-from cache.tiers.addressing import FlightKeys
+from cache.tiers.reads import FlightKeys
 from tests.fakes import GENERATION, Night
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import PageRead
-from cache.tiers.inspector import TierInspector
-from cache.tiers.results import Miss, MissReason
+from cache.tiers.reads import Miss, MissReason
+from serving.explain.explainer import TierInspector
 from tests.fakes import FakeRemote
 
 READ = PageRead("g", "t", 3, 0, 8 << 20)
@@ -53,7 +53,7 @@ async def test_a_whole_page_does_not_travel_with_records() -> None:
 async def test_a_page_that_cannot_be_had_says_why_within_its_time(
     remote: Paged, reason: MissReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache.tiers.inspector._PAGE_S", 0.01)
+    monkeypatch.setattr("serving.explain.explainer._PAGE_S", 0.01)
 
     miss = await looking(remote).page(READ)
 

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.tiers.eviction_history import LossyKeySet
-from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, ReadyAnswer, size_of
+from cache.tiers.l1 import (
+    Entry,
+    LocalKey,
+    LocalTier,
+    LossyKeySet,
+    NegativeCache,
+    ReadyAnswer,
+    size_of,
+)
 from tests.fakes import FakeClock, room_for
 
 

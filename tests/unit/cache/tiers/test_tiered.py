@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.format.records.codec import absent, pack_overlay
 from cache.format.redis_keys import hash_hex
+from cache.records import absent, pack_overlay
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Hit, Miss, MissReason, RecordKey, TieredCache
 from tests.fakes import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import OverlayWrite
-from cache.tiers.write_behind import WriteBehind
+from cache.tiers.tiered import WriteBehind
 from tests.integration.serving_app import eventually
 
 

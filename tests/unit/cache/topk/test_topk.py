@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
+from cache.records import NO_ITEM
 from cache.topk import flat, topk
 from cache.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, brute, make

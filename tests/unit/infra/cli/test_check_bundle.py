@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from cache.errors import BundleError
-from infra.cli.check.night import look_at_bundle
+from infra.cli.check import look_at_bundle
 from precompute.bundles.bundle import FILE
 from precompute.config.settings import NightConfig
 from tests.models import train_small

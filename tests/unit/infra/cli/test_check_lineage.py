@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from cache.config.night import NightConfig
-from infra.cli.check import platform
-from infra.cli.check.command import CHECKS
+from infra.cli import check
+from infra.cli.check import CHECKS
 
 TRANSPORT, EXTRACTORS = "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 PROVIDER = "apache-airflow-providers-openlineage"
@@ -21,7 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
             raise PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(platform, "version", version)
+    monkeypatch.setattr(check, "version", version)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 def test_what_is_missing_is_named(
     environ: dict[str, str], state: str, expected_message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*platform.TRANSPORTS, EXTRACTORS):
+    for name in (*check.TRANSPORTS, EXTRACTORS):
         monkeypatch.delenv(name, raising=False)
     installed(monkeypatch, PROVIDER)
     for name, value in environ.items():

@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import SourceError
-from infra.cli.check.found import CheckResult
-from infra.cli.check.night import look_at_sources
+from infra.cli.check import CheckResult, look_at_sources
 from precompute.config.settings import NightConfig, Sources
 
 

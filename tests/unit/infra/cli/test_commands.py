@@ -13,11 +13,10 @@ import pytest
 
 from cache.formats import RELEASE
 from infra.cli.__main__ import main
-from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT
-from infra.cli.help import page
+from infra.cli.commands import BY_NAME, ENTRIES, EXTRAS, GROUPS, NIGHT, page
 from infra.cli.night_commands import commands_of
 from serving.__main__ import _COMMANDS
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 HIDDEN = """
 import runpy, sys
@@ -205,7 +204,7 @@ def test_a_host_of_nights_needs_nothing_of_the_service(
     )
 
 
-@pytest.mark.parametrize("module", ["serving.client", "precompute.operations.night", "dags.canary"])
+@pytest.mark.parametrize("module", ["serving.client", "precompute.steps.night", "dags.canary"])
 def test_the_client_and_the_night_load_without_a_web_framework(tmp_path: Path, module: str) -> None:
     import_code = f"import sys; sys.meta_path.insert(0, Hide()); import {module}"
     hide = HIDDEN.partition("import importlib.util")[0].format(hidden=SERVICE)
@@ -272,7 +271,7 @@ def test_what_stands_after_a_command_reaches_it_as_it_is(
         received_arguments.extend([prog, *arguments])
         return 7
 
-    monkeypatch.setattr("infra.cli.check.command.main", record_arguments)
+    monkeypatch.setattr("infra.cli.check.main", record_arguments)
 
     assert main(["check", "--reason", "a b", "-x", "--", "--json"]) == 7
     assert received_arguments == ["larder check", "--reason", "a b", "-x", "--", "--json"]
@@ -296,7 +295,7 @@ def test_no_error_is_a_traceback(
     def fail(_arguments: list[str], *, prog: str) -> int:
         raise error
 
-    monkeypatch.setattr("infra.cli.check.command.main", fail)
+    monkeypatch.setattr("infra.cli.check.main", fail)
 
     assert main(["check"]) == code
     error_line = capsys.readouterr().err
@@ -306,7 +305,7 @@ def test_no_error_is_a_traceback(
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     slow = (
-        f"import infra.cli.check.command as c; c.main = lambda words, *, prog: exec({code!r}) or 0; "
+        f"import infra.cli.check as c; c.main = lambda words, *, prog: exec({code!r}) or 0; "
         "import sys; from infra.cli.__main__ import main; sys.exit(main(['check']))"
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from cache.config.night import NightConfig
 from infra.cli.__main__ import main
-from infra.cli.check.command import CHECKS
+from infra.cli.check import CHECKS
 from infra.cli.dags import PACKAGED
 
 NAMES = sorted(file.name for file in PACKAGED.glob("*.py") if file.stem != "__init__")

@@ -15,7 +15,8 @@ import pytest
 
 from cache.errors import SourceError
 from infra.cli.__main__ import main
-from infra.cli.init.roles import Kind, roles_of
+from infra.cli.init.guesses import roles_of
+from infra.cli.init.tables import Kind
 from precompute.config.settings import night_config
 from precompute.sources.readers import read_interactions
 

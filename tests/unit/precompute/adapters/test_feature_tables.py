@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from cache.errors import SourceError
-from precompute.adapters.feature_tables import feature_columns
+from precompute.adapters.inputs import feature_columns
 
 IDS = pa.array([f"i{row}" for row in range(6)])
 SHUFFLED = [f"i{row}" for row in (3, 1, 5, 0, 4, 2)]

@@ -10,10 +10,17 @@ import scipy.sparse as sp
 from cache.errors import SourceError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.adapters.fold_in import HISTORY_MAX, choose, demand_taste, enough_steps, ridges, run
-from precompute.adapters.given import ClickMatrix, ids_of
-from precompute.adapters.implicit_models import _als
-from precompute.adapters.towers import Fold
+from precompute.adapters.factorisations import _als
+from precompute.adapters.fold_in import (
+    HISTORY_MAX,
+    Fold,
+    choose,
+    demand_taste,
+    enough_steps,
+    ridges,
+    run,
+)
+from precompute.adapters.inputs import ClickMatrix, ids_of
 from tests.unit.precompute.adapters.written import taste_clicks
 
 COUNT, DIMS = 1500, 12

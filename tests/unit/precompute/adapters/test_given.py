@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import scipy.sparse as sp
 
-from cache.config.sections import Sources
+from cache.config.night import Sources
 from cache.errors import SourceError
-from precompute.adapters.given import ClickMatrix, Vectors, ids_of
+from precompute.adapters.inputs import ClickMatrix, Vectors, ids_of
 from precompute.adapters.vectors import from_vectors
 from precompute.config.settings import night_config
 from tests.unit.precompute.adapters.written import taste_clicks

@@ -11,7 +11,7 @@ pytest.importorskip("onnxscript")
 from torch import nn
 
 from cache.errors import BundleError, LarderError, SourceError
-from precompute.adapters import traps
+from precompute.adapters import torch_export
 from precompute.adapters.torch_export import Example, export
 from precompute.adapters.torch_towers import from_torch
 from tests.unit.precompute.adapters import torch_examples as towers
@@ -119,7 +119,7 @@ def test_a_fixed_length_is_what_a_frozen_tower_may_have():
 
     _, spec, worst = export(bound(FrozenLength(), export_example))
 
-    assert worst <= traps.TOLERANCE and spec.inputs[0].max_length == 12
+    assert worst <= torch_export.TOLERANCE and spec.inputs[0].max_length == 12
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_fixed_length_is_what_a_frozen_tower_may_have():
 )
 def test_a_module_that_is_not_ready_is_refused(module, remedy):
     with pytest.raises(SourceError, match=re.escape(remedy)) as raised:
-        traps.demand_exportable(module, "the user tower")
+        torch_export.demand_exportable(module, "the user tower")
     assert "\n" not in raised.value.message
 
 
@@ -144,7 +144,7 @@ def test_a_scripted_module_is_refused():
     scripted = torch.jit.script(nn.Linear(2, 2).eval())
 
     with pytest.raises(SourceError, match=r"give the nn\.Module that it was made of"):
-        traps.demand_exportable(scripted, "the user tower")
+        torch_export.demand_exportable(scripted, "the user tower")
 
 
 def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
@@ -153,7 +153,7 @@ def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
     with pytest.raises(
         BundleError, match=r"has 68,853,694,464 bytes .* 68,719,476,736 at most: use fewer"
     ):
-        traps.demand_exportable(table, "the item tower")
+        torch_export.demand_exportable(table, "the item tower")
 
 
 @pytest.mark.parametrize("pad", [0, ITEMS - 1, -1])

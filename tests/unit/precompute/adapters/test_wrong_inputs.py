@@ -13,12 +13,12 @@ import scipy.sparse as sp
 from cache.errors import LarderError
 from cache.store.artefacts import sha256_of
 from infra.cli.__main__ import USAGE, main
-from precompute.adapters.implicit_models import from_implicit
+from precompute.adapters.factorisations import from_implicit
 from precompute.adapters.vectors import from_vectors
 from precompute.bundles.bundle import Bundle
 from tests.models import train_small
 from tests.unit.precompute.adapters.written import taste_clicks
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 PAGE = ROOT / "docs/how-to/import/wrong-inputs.md"
 CLICKS = taste_clicks()

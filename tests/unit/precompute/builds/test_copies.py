@@ -7,7 +7,7 @@ import pytest
 from cache.errors import Refused
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release, done_path, intent_path
-from precompute.builds.copies import demand_not_retired
+from precompute.builds.build import demand_not_retired
 
 G1, G2 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))
 PUBLISHED = Release(1, "publish", G1, None, "run-1", 100.0, number=1, is_done=True)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from cache.format.reuse import FACT, NIGHTS
+from cache.reuse import FACT, NIGHTS
 from precompute.builds import reuse_fact
 from precompute.builds.build import Build
 from precompute.builds.reuse_fact import MEASURED_USERS, reuse_of

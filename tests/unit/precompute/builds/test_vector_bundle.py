@@ -15,13 +15,13 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
+from precompute.adapters import vector_bundle
+from precompute.adapters.vector_bundle import make_bundle
 from precompute.adapters.vectors import model_of
-from precompute.builds import vector_bundle
-from precompute.builds.vector_bundle import make_bundle
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import bundle_made_of, forget_items, made_of_tables
 from precompute.config.settings import NightConfig, Sources
-from precompute.erasures.erasure import ErasedEntities
+from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.adapters.written import item_vectors
 
 USERS, ITEMS, DIMS = 40, 60, 6

@@ -1,9 +1,8 @@
 """A load that a scheduler would end is foreseen, with value, limit and remedy."""
 
-from cache.config.night import NightConfig
-from cache.config.sections import GovernorConfig
+from cache.config.night import GovernorConfig, NightConfig
 from cache.config.timetable import DagConfig
-from precompute.bulk.floor_time import time_limit_remark
+from precompute.bulk.headroom import time_limit_remark
 
 
 def test_a_load_that_ends_in_time_is_no_remark() -> None:

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.config.sections import GovernorConfig
+from cache.config.night import GovernorConfig
 from cache.errors import ConfigError
-from precompute.bulk.governor import REST_S, STEP_S, WORK_S, Governor
-from precompute.bulk.throttle import JUDGED_MIN, MIB, STEPS_MIN, Signals, Throttle, p99
+from precompute.bulk.governor import (
+    JUDGED_MIN,
+    MIB,
+    REST_S,
+    STEP_S,
+    STEPS_MIN,
+    WORK_S,
+    Governor,
+    Signals,
+    Throttle,
+    p99,
+)
 from precompute.bulk.watch import RedisObservation
 
 PIECE = 128 * 1024

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
 from precompute.bulk.watch import Watcher, is_whole
-from precompute.control.control_keys import Control
 from tests.polling import until
 
 

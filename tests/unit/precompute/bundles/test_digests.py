@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cache.store.artefacts import sha256_of
-from precompute.bundles import digests
-from precompute.bundles.digests import sha256_unchanged
+from precompute.bundles import bundle
+from precompute.bundles.bundle import sha256_unchanged
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         read_paths.append(path)
         return sha256_of(path)
 
-    monkeypatch.setattr(digests, "sha256_of", read)
-    digests._digest_by_stamp.clear()
-    monkeypatch.setattr(digests, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(bundle, "sha256_of", read)
+    bundle._digest_by_stamp.clear()
+    monkeypatch.setattr(bundle, "SETTLED_NS", -(10**12))
     return read_paths
 
 
@@ -65,7 +65,7 @@ def test_another_file_in_its_place_is_read(tmp_path: Path, reads: list[Path]) ->
 def test_what_was_written_just_now_is_not_taken_for_granted(
     tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "SETTLED_NS", 10**12)
+    monkeypatch.setattr(bundle, "SETTLED_NS", 10**12)
     path = tmp_path / "model"
     path.write_bytes(b"weights")
     assert sha256_unchanged(path) == sha256_unchanged(path) == digest(b"weights")
@@ -73,10 +73,10 @@ def test_what_was_written_just_now_is_not_taken_for_granted(
 
 
 def test_only_so_many_are_remembered(tmp_path: Path, reads: list[Path]) -> None:
-    paths = [tmp_path / str(number) for number in range(digests.FILES_MAX + 1)]
+    paths = [tmp_path / str(number) for number in range(bundle.FILES_MAX + 1)]
     for path in paths:
         path.write_bytes(path.name.encode())
         sha256_unchanged(path)
-    assert len(digests._digest_by_stamp) == digests.FILES_MAX
+    assert len(bundle._digest_by_stamp) == bundle.FILES_MAX
     sha256_unchanged(paths[0])
     assert reads == [*paths, paths[0]]

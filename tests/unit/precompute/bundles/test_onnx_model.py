@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from cache.errors import BundleError
 from cache.model.tower import Histories, Tower
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles import graphs, onnx_model
+from precompute.bundles import onnx_model
 from precompute.bundles.onnx_model import OnnxModel, demand_weights
 from precompute.bundles.quantize import quantize_tower
 
@@ -41,11 +41,11 @@ def test_a_model_is_the_same_with_its_weights_beside_it(tmp_path_factory, items,
         spec_of(items, dims),
     )
     histories = Histories.of([range(1 + seed % items), [0]])
-    graphs.history_tower(rows).write(folder / "inside.onnx")
+    onnx_model.history_tower(rows).write(folder / "inside.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_model, "GRAPH_BYTES_MAX", 0)
         patch.setattr(onnx_model, "_SMALL", 63)
-        model = graphs.history_tower(rows)
+        model = onnx_model.history_tower(rows)
     written = [model.write(folder / name) for name in ("outside.onnx", "again.onnx")]
 
     outputs = [
@@ -68,7 +68,9 @@ def test_a_model_is_the_same_with_its_weights_beside_it(tmp_path_factory, items,
 def test_several_arrays_begin_at_pages(tmp_path, outside):
     centroids = table(7, 8, 1)
 
-    weights_file = graphs.affinity_model(table(9, 8), centroids).write(tmp_path / "affinity.onnx")
+    weights_file = onnx_model.affinity_model(table(9, 8), centroids).write(
+        tmp_path / "affinity.onnx"
+    )
 
     assert weights_file is not None and weights_file.stat().st_size == 4096 + centroids.nbytes
     spec = TowerSpec(spec_of(9, 8).inputs, "probabilities", 8)
@@ -82,14 +84,14 @@ def test_several_arrays_begin_at_pages(tmp_path, outside):
 def test_weights_inside_are_one_file(tmp_path):
     path = tmp_path / "tower.onnx"
 
-    assert graphs.item_tower(table(5, 4)).write(path) is None
+    assert onnx_model.item_tower(table(5, 4)).write(path) is None
 
     assert list(tmp_path.iterdir()) == [path]
     demand_weights("item_tower", path, None)
 
 
 def test_weights_that_are_not_listed_are_refused_with_what_to_write(tmp_path, outside):
-    weights_file = graphs.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
+    weights_file = onnx_model.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
 
     with pytest.raises(BundleError, match=r'in tower\.weights .* lists none: .*"weights" of'):
         demand_weights("item_tower", tmp_path / "tower.onnx", None)
@@ -99,7 +101,7 @@ def test_weights_that_are_not_listed_are_refused_with_what_to_write(tmp_path, ou
 
 
 def test_weights_that_no_tensor_uses_are_refused(tmp_path):
-    graphs.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
+    onnx_model.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
 
     with pytest.raises(BundleError, match=r"tower\.onnx uses none: leave them out"):
         demand_weights("item_tower", tmp_path / "tower.onnx", tmp_path / "tower.weights")
@@ -153,7 +155,7 @@ def test_what_is_no_model_is_left_to_onnx_runtime(tmp_path):
 
 
 def test_a_model_read_back_is_the_model(tmp_path):
-    model = graphs.item_tower(table(5, 4))
+    model = onnx_model.item_tower(table(5, 4))
     model.write(tmp_path / "tower.onnx")
 
     assert OnnxModel((tmp_path / "tower.onnx").read_bytes()).graph == model.graph

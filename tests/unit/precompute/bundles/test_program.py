@@ -15,15 +15,15 @@ import pytest
 from cache.errors import BundleError, ConfigError
 from cache.model.tower import Histories, Tile, Tower
 from precompute.bundles.bundle import Bundle
-from precompute.device import towers as device_tower
-from precompute.device.towers import DeviceTower
-from precompute.reference.spectral import SpectralShape
+from precompute.reference.matrix_factorisation import SpectralShape
 from precompute.reference.train import ReferenceData, train
+from precompute.scoring import towers as device_tower
+from precompute.scoring.towers import DeviceTower
 from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
 
-from precompute.bundles.program import STREAMS, Program  # noqa: E402
+from precompute.device.program import STREAMS, Program  # noqa: E402
 
 ITEMS = 40
 NAMES = ("user_tower", "item_tower", "user_affinity")
@@ -234,8 +234,8 @@ def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
 
 
 def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
-    monkeypatch.delattr("precompute.bundles.exports")
-    monkeypatch.setitem(sys.modules, "precompute.bundles.exports", None)
+    monkeypatch.delattr("precompute.reference.exports")
+    monkeypatch.setitem(sys.modules, "precompute.reference.exports", None)
 
     with pytest.raises(ConfigError, match="extra `gpu`"):
         train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), programs=True)

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from precompute.bundles.bundle_swap import heal, put_in_place, sweep_training
+from precompute.bundles.bundle_store import heal, put_in_place, sweep_training
 from precompute.sources.columns import Ids
-from precompute.sources.interactions import HashedIds, NumberedIds
+from precompute.sources.vocabulary import HashedIds, NumberedIds
 
 
 def bundle(folder: Path, version: str) -> Path:
@@ -92,7 +92,7 @@ def ids_of(texts: list[str]) -> Ids:
 
 def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
     """As one dictionary over all texts numbers them: which had offsets of 32 bits, so 2 GiB of ids were too many."""
-    monkeypatch.setattr("precompute.sources.interactions.MERGED_AT_ONCE", 3)
+    monkeypatch.setattr("precompute.sources.vocabulary.MERGED_AT_ONCE", 3)
     rng = np.random.default_rng(5)
     batches = [[f"item-{number}" for number in rng.integers(0, 40, 30)] for _ in range(10)]
     numbered, hashed_ids = NumberedIds(), HashedIds()

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.config.sections import CanaryConfig
-from precompute.canary.comparison import Comparison, Totals, decide, psi, shift
-from serving.replica.canary_stats import ArmCounts, KeySample, bucket
+from cache.config.night import CanaryConfig
+from precompute.traffic.canary import Comparison, Totals, decide, psi, shift
+from serving.traffic.canary import ArmCounts, KeySample, bucket
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")

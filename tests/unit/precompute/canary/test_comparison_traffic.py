@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache.config.sections import CanaryConfig
-from cache.control.key_split import KeySplit
-from precompute.canary.comparison import Comparison, Totals, decide
-from serving.replica.canary_stats import ArmCounts
+from cache.config.night import CanaryConfig
+from cache.traffic.split import KeySplit
+from precompute.traffic.canary import Comparison, Totals, decide
+from serving.traffic.canary import ArmCounts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0
 REPLICAS = 2

@@ -9,8 +9,8 @@ import pytest
 from rich.table import Table
 
 from cache.errors import InvalidInput
-from precompute.cli.erase import erase
 from precompute.config.settings import NightConfig
+from precompute.erasure.command import erase
 
 G1, G2 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2))
 

@@ -6,7 +6,7 @@ import sys
 
 from precompute.cli.console import CommandPlace
 from precompute.cli.parser import parser_of_commands
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 # One process that has imported what every command has, and forks for each; libraries that take long are loaded once.
 PROGRAM = """

@@ -14,8 +14,8 @@ import pytest
 from cache.errors import ConfigError
 from precompute.config import devices
 from precompute.config.settings import NightConfig, night_config
-from precompute.scoring import shard
-from precompute.scoring.shard import Scorers
+from precompute.scoring import scorers as shard
+from precompute.scoring.scorers import Scorers
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def forgotten():
 def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
-        "from cache.control.night_steps import NIGHT\n"
-        "from precompute.operations.night import step_in_night\n"
+        "from cache.config.timetable import NIGHT\n"
+        "from precompute.steps.night import step_in_night\n"
         "assert [step_in_night(name) for name in NIGHT]\n"
         "from precompute.config import devices\n"
         "devices._SIGNS = ()\n"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.control.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 from cache.errors import Conflict
 from cache.store.releases import MOVES, Action, Canary, Release
-from precompute.control.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 
 
 def release(epoch, action, generation, *, is_done=True, expires_at=None):

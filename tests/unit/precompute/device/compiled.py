@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from precompute.device import fused, sizes
-from precompute.device.kernels import above, hits, keep, keys
+from precompute.device import fused
+from precompute.device.kernels import above, keep, keys
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -81,8 +81,8 @@ def main() -> None:
     """Compile what 1 M items need, of 40 numbers to the widest."""
     for width in (40, 128, 256, fused.WIDTH_MOST):
         depth = 1 << (width - 1).bit_length()
-        tiles = sizes.triton_tiles_of(width)
-        writing, constraints = hits.writing(tiles.columns // 16)
+        tiles = fused.triton_tiles_of(width)
+        writing, constraints = above.entry_instructions(tiles.columns // 16)
         shape = {
             "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,
             "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "hole": 2, "near": depth <= 256,

@@ -14,8 +14,8 @@ from tests.devices import DEVICE
 pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
 from precompute.builds.build import Build, open_bundle
-from precompute.scoring.users.reading import read_users
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring.shard_work import ShardWork
+from precompute.scoring.user_reading import read_users
 from tests.bench.device.drawn import SHARDS, DrawnShards, DrawnSize
 
 USERS = 1_000

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache.errors import ConfigError
-from precompute.cli.card_plan import quick_answer
-from precompute.device.cards import CARDS, Card, ListCost, find_card
+from precompute.planning.cards import CARDS, Card, ListCost, find_card
+from precompute.planning.options import quick_answer
 from tests.bench.device.card_table import CASES, RESULTS, main, measured_cards
 
 CLOSE = 0.15
@@ -36,7 +36,7 @@ def test_the_table_is_printed_as_it_stands_in_the_source(
     names: dict[str, Any] = {}
     exec(  # noqa: S102 - what the line printed
         capsys.readouterr().out,
-        {"Mapping": dict, **vars(sys.modules["precompute.device.cards"])},
+        {"Mapping": dict, **vars(sys.modules["precompute.planning.cards"])},
         names,
     )
     assert names["CARDS"] == CARDS

@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="the compiler of CUDA: make to
 
 from precompute.device import fused, hopper  # noqa: E402
 from precompute.device.columns import LANES, SPLITS  # noqa: E402
-from precompute.device.sizes import SEGMENTS  # noqa: E402
+from precompute.device.fused import SEGMENTS  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPILLED_BYTES = 32

@@ -21,17 +21,20 @@ from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
 from precompute.device.columns import LANES  # noqa: E402
-from precompute.device.exact import WORST  # noqa: E402
-from precompute.device.items import UNDERFLOW, DeviceItems  # noqa: E402
-from precompute.device.kernels.keep import keep  # noqa: E402
-from precompute.device.scorer import DeviceScorer  # noqa: E402
-from precompute.device.sizes import (  # noqa: E402
+from precompute.device.fused import (  # noqa: E402
     FETCH_MOST,
     SEGMENTS,
     estimating_stages_of,
     stages_of,
     tiles_of,
 )
+from precompute.device.items import (  # noqa: E402
+    UNDERFLOW,
+    WORST,
+    DeviceItems,
+)
+from precompute.device.kernels.keep import keep  # noqa: E402
+from precompute.device.scorer import DeviceScorer  # noqa: E402
 
 WHERE = torch.device(DEVICE)
 AGREES = fused.agrees

@@ -11,8 +11,9 @@ from tests.devices import DEVICE
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
-from precompute.device.exact import (  # noqa: E402
+from precompute.device.items import (  # noqa: E402
     WORST,
+    DeviceItems,
     dots,
     in_order,
     keys_of,
@@ -20,7 +21,6 @@ from precompute.device.exact import (  # noqa: E402
     scores_of,
     unpacked,
 )
-from precompute.device.items import DeviceItems  # noqa: E402
 from precompute.device.search import tiles  # noqa: E402
 
 WHERE = torch.device(DEVICE)
@@ -49,7 +49,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
     monkeypatch.setattr(
-        "precompute.device.exact.dots",
+        "precompute.device.items.dots",
         lambda users, items: (items * users[:, None]).sum((2, 3)),
     )
 

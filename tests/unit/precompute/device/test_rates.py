@@ -8,10 +8,9 @@ import pytest
 
 from cache.errors import ConfigError
 from cache.topk.compiled import K_MAX
-from precompute.device.cards import CARDS, MEASURED_ITEMS
-from precompute.device.rates import DeviceRate, by_rehearsal, by_table
 from precompute.planning import trial
-from precompute.planning.trial import Trial
+from precompute.planning.cards import CARDS, MEASURED_ITEMS
+from precompute.planning.trial import DeviceRate, Trial, by_rehearsal, by_table
 from tests.devices import DEVICE
 
 
@@ -88,7 +87,7 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
 def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's: make torch-env")
     from precompute.device import scorer
-    from precompute.device.sizes import FETCH_MOST
+    from precompute.device.fused import FETCH_MOST
 
     assert (
         max(

@@ -8,13 +8,13 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
-from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.runtime import Accelerator, ort
 from cache.model.tower import Histories, Tile, Tower
+from cache.records import NO_ITEM, Layout
 from cache.topk.topk import Scorer
-from precompute.device.towers import AGREEMENT, LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
 from precompute.gates.rules import exact
 from precompute.scoring import towers
+from precompute.scoring.towers import AGREEMENT, LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
 
 DIMS = 48
 K = 30

@@ -7,14 +7,15 @@ import orjson
 import pyarrow as pa
 import pytest
 
+from cache.control.control_keys import RegistryRow
+from cache.control.states import State
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from precompute.builds.copies import record_copies
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
-from precompute.erasing.erasing import forget
-from precompute.erasing.holders import holders
-from precompute.erasures.erasure import (
+from precompute.builds.build import record_copies
+from precompute.erasure.erasing import forget
+from precompute.erasure.holders import declare_gone, holders, note_left_out, sweep_notes
+from precompute.sources.columns import Ids
+from precompute.sources.erasures import (
     NO_ERASURES,
     ErasedEntities,
     Erasure,
@@ -23,8 +24,6 @@ from precompute.erasures.erasure import (
     mark_forgotten,
     request,
 )
-from precompute.erasures.host_records import declare_gone, note_left_out, sweep_notes
-from precompute.sources.columns import Ids
 from precompute.sources.readers import Interactions
 
 G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cache.events.position import Position
-from cache.format.manifest import WITH_EVENTS, Manifest
-from cache.format.manifest_files import EventsRead
+from cache.events.event import Position
+from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import request
-from precompute.events.taking import take_events
+from precompute.events.stream import take_events
+from precompute.sources.erasures import request
 from tests.life import manifest_of
 from tests.unit.precompute.events.stream import Crash, Stream
 

@@ -10,13 +10,12 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.events.files import list_taken_files, until_of
-from precompute.events.stores import EventStores
+from precompute.events.stream import EventStores
 
 
 class Crash(Exception):

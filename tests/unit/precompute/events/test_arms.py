@@ -7,18 +7,14 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.errors import ConfigError
-from cache.events.position import Position
-from cache.format.manifest import WITH_EVENTS, Manifest
-from cache.format.manifest_files import EventsRead
+from cache.events.event import Position
+from cache.format.manifest import WITH_EVENTS, EventsRead, Manifest
 from cache.store.artefacts import generation_path
-from cache.store.experiments import Experiment, ExperimentArm, change_experiments
+from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import request
 from precompute.events.files import event_files
-from precompute.events.forgetting import forget_events
-from precompute.events.stores import EventStores
-from precompute.events.taking import take_events
-from precompute.events.trimming import trim
+from precompute.events.stream import EventStores, forget_events, take_events, trim
+from precompute.sources.erasures import request
 from precompute.steps import retire
 from precompute.steps import take_events as take_events_step
 from tests.life import manifest_of

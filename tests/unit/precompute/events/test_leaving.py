@@ -10,14 +10,17 @@ import pytest
 
 from cache.config.events import EventsConfig
 from cache.errors import TierUnavailable
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import ErasedEntities, Erasure, request
-from precompute.events.forgetting import forget_events, forget_in_files, forget_in_stream
-from precompute.events.stream import entries
-from precompute.events.taking import take_events
-from precompute.events.trimming import trim
+from precompute.events.stream import (
+    entries,
+    forget_events,
+    forget_in_files,
+    forget_in_stream,
+    take_events,
+    trim,
+)
+from precompute.sources.erasures import ErasedEntities, Erasure, request
 from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream
 

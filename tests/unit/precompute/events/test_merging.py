@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact
-from cache.events.position import Position
+from cache.events.event import Position
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.erasures.erasure import ErasedEntities
-from precompute.events import merging
+from precompute.events import stream as merging
 from precompute.events.files import (
     TakenFile,
     event_files,
@@ -21,9 +20,8 @@ from precompute.events.files import (
     path_of,
     superseded,
 )
-from precompute.events.forgetting import forget_in_files
-from precompute.events.merging import merge
-from precompute.events.stores import EventStores
+from precompute.events.stream import EventStores, forget_in_files, merge
+from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.events.merging_nights import (
     MANY,
     Killed,
@@ -36,7 +34,7 @@ from tests.unit.precompute.events.stream import Crash, Stream
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "AT_ONCE", MANY)
+    monkeypatch.setattr(merging, "FILES_MERGED", MANY)
 
 
 KILLS = (st.integers(1, 12), st.booleans(), st.integers(0, 2 * MANY), st.integers(0, 3))
@@ -64,7 +62,7 @@ def killed_and_gone_on(
     redis_url: str, at: int, is_behind: bool, earlier_nights: int, later_nights: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(merging, "AT_ONCE", MANY)
+        patched.setattr(merging, "FILES_MERGED", MANY)
         stream = Stream.of(redis_url, Path(folder))
         ends = nights(stream, MANY + 2 + earlier_nights)
         published(stream, ends[-1])

@@ -8,18 +8,16 @@ import orjson
 import pytest
 
 from cache.config.events import EventsConfig
+from cache.control.states import State
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.builds.night import Night
-from precompute.control.states import State
-from precompute.erasures.erasure import ErasedEntities, all_erasures, request
-from precompute.events import merging
+from precompute.events import stream as merging
 from precompute.events.files import last_taken, list_taken_files, superseded
-from precompute.events.forgetting import forget_in_files
-from precompute.events.merging import merge
-from precompute.events.stores import EventStores
-from precompute.releases.registry import open_releases
+from precompute.events.stream import EventStores, forget_in_files, merge
+from precompute.releases.moves import open_releases
 from precompute.reuse.base import settings_digest
+from precompute.sources.erasures import ErasedEntities, all_erasures, request
+from precompute.steps.night import Night
 from precompute.steps.take_events import for_night
 from tests.unit.precompute.events.merging_nights import MANY, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream
@@ -27,7 +25,7 @@ from tests.unit.precompute.events.stream import Crash, Stream
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "AT_ONCE", MANY)
+    monkeypatch.setattr(merging, "FILES_MERGED", MANY)
 
 
 def test_who_was_erased_while_a_killed_merge_was_writing_goes_with_the_next_erasure_of_another(

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.config.events import EventsConfig
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.events.files import to_bytes
-from precompute.partitions.earlier import EarlierPartition
-from precompute.partitions.partition import PartitionResult, partition
+from precompute.partitions.partition import EarlierPartition, PartitionResult, partition
 from precompute.partitions.shard_input import read_shard
 from precompute.reuse.digests import of_users
 from tests.unit.precompute.reuse.test_earlier import item_table

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
-from cache.events.event import Event
-from cache.events.position import BEGINNING, Position
+from cache.events.event import BEGINNING, Event, Position
 from precompute.config.settings import NightConfig
-from precompute.erasures.erasure import ErasedEntities, request
 from precompute.events import stream as stream_of_entries
-from precompute.events import taking
-from precompute.events.files import event_files, last_taken, path_of
-from precompute.events.reading import read_events
-from precompute.events.taking import take_events
+from precompute.events import stream as taking
+from precompute.events.files import event_files, last_taken, path_of, read_events
+from precompute.events.stream import take_events
+from precompute.sources.erasures import ErasedEntities, request
 from precompute.sources.unusable import UnusableRows
 from precompute.steps import take_events as take_events_step
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
@@ -76,7 +74,7 @@ def test_every_event_is_in_exactly_one_file(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(taking, "FILE_EVENTS", events_of_a_file)
-        patched.setattr(stream_of_entries, "AT_ONCE", 3)
+        patched.setattr(stream_of_entries, "ENTRIES_AT_ONCE", 3)
         stream = Stream.of(redis_url, Path(folder))
 
         for happening in happenings:

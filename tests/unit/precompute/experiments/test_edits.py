@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.control.allotment import BUCKETS, size_of
 from cache.errors import ConfigError, Conflict
-from cache.store.experiments import NAMESPACES_MAX, RUNNING_MAX, Experiments
-from precompute.experiments import edits
-from precompute.experiments.edits import ArmOption, ExperimentOption
+from cache.traffic.experiments import NAMESPACES_MAX, RUNNING_MAX, Experiments
+from cache.traffic.split import BUCKETS, size_of
+from precompute.traffic import experiments as edits
+from precompute.traffic.experiments import ArmOption, ExperimentOption
 
 KEYS = [f"key-{number}".encode() for number in range(3_000)]
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
-from cache.store.experiments import exposure_part
-from precompute.experiments import exposures
-from precompute.experiments.exposures import ArmTotals, forget_keys, gather, totals
+from cache.traffic.experiments import exposure_part
+from precompute.traffic import exposures
+from precompute.traffic.exposures import ArmTotals, forget_keys, gather, totals
 
 HOUR = 500_000
 LATER = (HOUR + 10) * 3_600.0

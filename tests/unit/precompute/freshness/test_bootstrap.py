@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from precompute.freshness.bootstrap import estimates
+from precompute.evaluation.freshness import estimates
 
 ALL = np.ones((1, 600), np.bool_)
 

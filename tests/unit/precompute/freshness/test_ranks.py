@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from cache.model.tower import Histories, Tower
 from precompute.bundles.bundle import Bundle
-from precompute.freshness import ranks
-from precompute.freshness.ranks import ListModel, histories, keep_newest_items, rank_targets
-from precompute.freshness.targets import Targets
-from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import EVENTS, NIGHT, NIGHT_LESS_SEEN, STRATEGIES
+from precompute.evaluation import freshness
+from precompute.evaluation.freshness import (
+    EVENTS,
+    NIGHT,
+    NIGHT_LESS_SEEN,
+    STRATEGIES,
+    ListModel,
+    Targets,
+    TimedLog,
+    histories,
+    keep_newest_items,
+    rank_targets,
+)
 from tests.models import ITEMS, train_small
 
 CUT_US = 20_000 * 86_400_000_000
@@ -33,8 +41,8 @@ def bundle(tmp_path_factory) -> Bundle:
 
 @pytest.mark.parametrize(("rows", "lists"), [(1 << 20, 4096), (50, 4096), (1 << 20, 3)])
 def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows, lists):
-    monkeypatch.setattr(ranks, "CHUNK_ROWS", rows)
-    monkeypatch.setattr(ranks, "CHUNK_LISTS", lists)
+    monkeypatch.setattr(freshness, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(freshness, "CHUNK_LISTS", lists)
     log = a_log()
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     popularity = np.random.default_rng(1).permutation(ITEMS)

@@ -9,9 +9,8 @@ import pytest
 
 from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
-from precompute.freshness.options import ReplayOptions
-from precompute.freshness.replay import replay
-from precompute.freshness.ways import EVENTS, HOURLY, NIGHT, NIGHT_LESS_SEEN
+from precompute.evaluation.freshness import EVENTS, HOURLY, NIGHT, NIGHT_LESS_SEEN, replay
+from precompute.evaluation.options import ReplayOptions
 from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, before, write
 
 DAY = ReplayOptions(days=1)

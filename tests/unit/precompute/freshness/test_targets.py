@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import SourceError
-from precompute.freshness.targets import Targets, cut_before_days, lists_per_day
-from precompute.freshness.timed_log import TimedLog
-from precompute.freshness.ways import EVENTS, HOURLY, NIGHT, STRATEGIES
+from precompute.evaluation.freshness import (
+    EVENTS,
+    HOURLY,
+    NIGHT,
+    STRATEGIES,
+    Targets,
+    TimedLog,
+    cut_before_days,
+    lists_per_day,
+)
 
 HOUR_US = 3_600_000_000
 DAY_US = 24 * HOUR_US

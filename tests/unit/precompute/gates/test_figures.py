@@ -10,13 +10,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints
-from cache.format.manifest import Producer, Table, TablePart
-from cache.format.manifest_files import Artefact
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import NO_ITEM, Layout
-from cache.format.records.quantization import dequantize
+from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.model.tower import Histories
-from precompute.gates.evidence.scan import Scan, depth_of, scan_table
+from cache.records import NO_ITEM, Layout, dequantize, encode_topk
+from precompute.gates.evidence.evidence import Scan, depth_of, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.rules.exact import _compare, _rows_equal
 from precompute.gates.rules.live import psi

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cache.errors import CorruptArtefact, StoreError
-from cache.format.manifest_files import Artefact
+from cache.format.manifest import Artefact
 from cache.store.artefacts import ArtefactStore, describe, generation_path
-from precompute.gates.rules.files import NOTES, files, in_threads
+from precompute.gates.rules.checksums import CHECKED_NOTES, files, in_threads
 
 GENERATION = "20260131T000000Z-0123456789ab"
 
@@ -53,7 +53,7 @@ def cut_off(
 ) -> None:
     """A try that a store ends, which no longer answers."""
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.rules.files.AT_ONCE", 1)
+        patched.setattr("precompute.gates.rules.checksums.FILES_AT_ONCE", 1)
         fetch = store.fetch
         fetched_paths: list[str] = []
 
@@ -80,7 +80,7 @@ def test_another_try_reads_only_what_was_not_read(store, root, artefacts, hashed
 
 def test_once_all_are_checked_another_verify_reads_all_again(store, root, artefacts, hashed):
     files(store, GENERATION, artefacts)
-    assert not (root / NOTES).exists()
+    assert not (root / CHECKED_NOTES).exists()
     hashed.clear()
 
     files(store, GENERATION, artefacts)
@@ -108,7 +108,7 @@ def test_what_changed_since_it_was_checked_is_read_again(store, root, artefacts,
 
 def test_a_line_that_a_killed_try_left_half_is_no_note(store, root, artefacts, hashed, monkeypatch):
     cut_off(store, artefacts, monkeypatch, after=1)
-    notes = root / NOTES
+    notes = root / CHECKED_NOTES
     notes.write_text(notes.read_text()[:-9])
     hashed.clear()
 

@@ -5,12 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from cache.config.gates import GateThresholds
-from precompute.control.rows import Replica
-from precompute.experiments.room import ArmRoom
+from cache.config.night import GateThresholds
+from cache.control.control_keys import Replica
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.rules.host import disk_headroom, memory_headroom
-from precompute.gates.rules.in_redis import redis_room
+from precompute.gates.rules.headroom import disk_headroom, memory_headroom, redis_room
+from precompute.traffic.experiments import ArmRoom
 
 MAPPED = 1_000
 ROOMY = 10**9

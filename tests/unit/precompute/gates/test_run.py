@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import redis
 
+from cache.control.control_keys import Control
 from cache.errors import (
     ConfigError,
     CorruptArtefact,
@@ -22,24 +23,23 @@ from cache.errors import (
 )
 from cache.format.redis_keys import Keyspace
 from precompute.config.settings import GateThresholds, GovernorConfig
-from precompute.control.control_keys import Control
 from precompute.gates import judge
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.evidence import Evidence
-from precompute.gates.evidence.gate import integrity
-from precompute.gates.evidence.limits import TimeLimits
-from precompute.gates.evidence.verdict import (
+from precompute.gates.evidence.candidate import (
+    Candidate,
     Measurement,
     Verdict,
     at_least,
     at_most,
+    integrity,
     none_of,
     worst_of,
 )
+from precompute.gates.evidence.evidence import Evidence
 from precompute.gates.judge import (
     GATES,
     INTEGRITY,
     OVERRIDABLE,
+    TimeLimits,
     asked_of,
     demand_overridable,
     overridden,
@@ -180,7 +180,7 @@ def test_a_gate_that_raises_refuses_nothing_and_says_where_it_raised() -> None:
 
 
 def test_where_a_gate_raised_is_the_innermost_line_of_our_own() -> None:
-    with pytest.raises(judge.GateRaised, match=r"verdict\.py, line \d+, in at_least\)"):
+    with pytest.raises(judge.GateRaised, match=r"candidate\.py, line \d+, in at_least\)"):
         run_within("coverage", lambda: at_least("much", 0.5), 5.0)  # type: ignore[arg-type]
 
 

@@ -12,14 +12,12 @@ import pytest
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from precompute.config.settings import GateThresholds
-from precompute.erasures.erasure import ErasedEntities
-from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import FIRST, UNREADABLE
+from precompute.gates.evidence.candidate import FIRST, UNREADABLE, Candidate
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from precompute.gates.rules.entities import coverage_of_live, items_of_live
 from precompute.gates.rules.live import tables_of_live
 from precompute.gates.rules.models import bundle, defaults, dimension
-from precompute.gates.rules.records import short_lists
+from precompute.gates.rules.records import coverage_of_live, items_of_live, short_lists
+from precompute.sources.erasures import ErasedEntities
 
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 

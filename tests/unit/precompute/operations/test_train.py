@@ -13,10 +13,9 @@ import pytest
 from cache.errors import SourceError
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources
-from precompute.operations import train as operation
-from precompute.operations.train import train_reference
-from precompute.reference.spectral import SpectralShape
-from precompute.reference.train import ReferenceData, train
+from precompute.reference import train as operation
+from precompute.reference.matrix_factorisation import SpectralShape
+from precompute.reference.train import ReferenceData, train, train_reference
 from precompute.sources.columns import Ids
 
 ITEMS = 50_000

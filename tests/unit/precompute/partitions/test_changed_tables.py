@@ -10,12 +10,16 @@ import pytest
 
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions.catalogue import ITEM_FEATURES, open_items, write_catalogue
-from precompute.partitions.item_attributes import write_item_attributes
-from precompute.partitions.item_features import write_item_features
+from precompute.filters.item_attributes import write_item_attributes
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES,
+    open_items,
+    write_catalogue,
+    write_item_features,
+)
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
-from precompute.sources.event_values import NO_VALUES, EntityValues
+from precompute.sources.features import NO_VALUES, EntityValues
 from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 from tests.unit.precompute.partitions.test_partition import item_table

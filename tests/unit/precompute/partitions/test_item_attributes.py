@@ -10,15 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import ConfigError, SourceError
-from cache.filters.attributes import ItemAttributes
-from cache.filters.changed_columns import BEYOND, TOO_LONG
+from cache.filters.attributes import BEYOND, TOO_LONG, ItemAttributes
 from cache.filters.expression import read_filter
-from cache.filters.masks import FilterMask, mask_of
-from cache.format.manifest import Manifest
-from cache.format.manifest_files import Artefact, Attribute
+from cache.filters.filtering import FilterMask, mask_of
+from cache.format.manifest import Artefact, Attribute, Manifest
 from precompute.config.settings import NightConfig, Sources, TableConfig
+from precompute.filters.item_attributes import write_item_attributes
 from precompute.partitions.catalogue import open_items, write_catalogue
-from precompute.partitions.item_attributes import write_item_attributes
 from precompute.sources.unusable import NOT_FINITE, UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 

@@ -13,10 +13,15 @@ import pytest
 from cache.model.tower import AnyTower, Inputs
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
-from precompute.partitions import item_features
-from precompute.partitions.catalogue import ITEM_FEATURES, open_items, write_catalogue
-from precompute.partitions.item_features import ItemFeatures, write_item_features
-from precompute.scoring.shard import embed_catalogue
+from precompute.partitions import catalogue
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES,
+    ItemFeatures,
+    open_items,
+    write_catalogue,
+    write_item_features,
+)
+from precompute.scoring.items import embed_catalogue
 from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import Vocabulary, as_strings
 
@@ -82,7 +87,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(
     config = write_features(tmp_path, {"item": names, "title": titles, "price": prices})
     bundle, unusable = bundle_of(names), UnusableRows()
     items = open_items(tmp_path, write_catalogue(config, bundle, tmp_path))
-    monkeypatch.setattr(item_features, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(catalogue, "ROWS_AT_ONCE", at_once)
 
     write_item_features(config, bundle, items, tmp_path, unusable=unusable)
     features = ItemFeatures.open(tmp_path / ITEM_FEATURES, SPEC, items.count)

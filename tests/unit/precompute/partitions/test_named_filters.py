@@ -9,7 +9,7 @@ import pytest
 from cache.errors import ConfigError
 from cache.filters.attributes import DTYPES
 from precompute.config.settings import FilterConfig, NightConfig, Sources, night_config
-from precompute.partitions.named_filters import named_filters, passing_filters
+from precompute.filters.item_attributes import named_filters, passing_filters
 
 PRICES = [5.0, 20.0, np.nan, 70.0]
 

@@ -20,9 +20,8 @@ from cache.errors import ConfigError, CorruptArtefact, SourceError
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.records.codec import encode_numbers
-from cache.format.records.layout import Layout
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.records import Layout, encode_numbers
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
 from precompute.partitions.grouping import places_of, sort_unique
@@ -44,8 +43,8 @@ from precompute.partitions.shard_input import (
     slice_shard,
 )
 from precompute.scoring import input_samples
-from precompute.scoring.inputs import usable_inputs
-from precompute.scoring.tables import PageFile
+from precompute.scoring.pages import PageFile
+from precompute.scoring.towers import usable_inputs
 from precompute.sources.features import read_values
 from precompute.sources.readers import read_interactions
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.format.records.layout import Layout
-from precompute.planning.copies import (
+from cache.records import Layout
+from precompute.planning.forecast import (
     ITEMS_CHANGED,
     USERS_CHANGED,
     active_lately,
@@ -17,8 +17,7 @@ from precompute.planning.copies import (
     touched,
     users_changed,
 )
-from precompute.planning.spent import TimeSpent
-from precompute.planning.trial import Timings
+from precompute.planning.trial import TimeSpent, Timings
 
 NOTHING = TimeSpent(0.0, 0.0)
 TIMINGS = Timings(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cache.format.records.layout import NO_ITEM
-from precompute.cli.plan import _pays
+from cache.records import NO_ITEM
+from precompute.planning.command import _pays
 from precompute.planning.filter_costs import FilterCost, _cut
 
 COST = FilterCost(

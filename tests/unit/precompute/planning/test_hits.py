@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, ReadyAnswer
-from precompute.planning.hits import hits, popularity_of, zipf
+from precompute.planning.forecast import hits, popularity_of, zipf
 
 MIB = 1 << 20
 RECORD = 616

@@ -1,6 +1,6 @@
 """The memory of a night's steps, foretold: no step grows with a shard, and what grows is named."""
 
-from precompute.planning.memory import step_bytes
+from precompute.planning.sizes import step_bytes
 from tests.unit.precompute.planning.test_sizes import shape
 
 GIB = 1 << 30

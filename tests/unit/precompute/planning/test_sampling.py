@@ -14,8 +14,8 @@ from cache.errors import ConfigError, SourceError
 from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
 from precompute.planning.sampling import draw
-from precompute.sources.distinct import Distinct
 from precompute.sources.readers import read_features, read_interactions
+from precompute.sources.vocabulary import Distinct
 
 USERS = 400
 

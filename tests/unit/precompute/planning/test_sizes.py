@@ -9,15 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import Refused
-from cache.format.records.layout import Layout
-from precompute.config.generations_at_peak import generations_at_peak
-from precompute.config.settings import GateThresholds, NightConfig
+from cache.records import Layout
+from precompute.config.settings import GateThresholds, NightConfig, generations_at_peak
 from precompute.planning.capacity import CapacityLimits, RedisNode, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import REPORTS_BYTES, NightShape, Pages
-from precompute.planning.spent import TimedRun, TimeSpent, grown, timed
-from precompute.planning.trial import Timings
-from precompute.scoring.tables import PageFile, sums_path
+from precompute.planning.trial import TimedRun, TimeSpent, Timings, grown, timed
+from precompute.scoring.pages import PageFile, sums_path
 
 LAYOUT = Layout("topk", 10, "f2")
 GB = 10**9

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from precompute.reference.affinity import spherical_clusters
+from precompute.reference.train import spherical_clusters
 
 
 def test_clusters_find_separate_directions():

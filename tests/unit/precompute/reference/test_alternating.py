@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from precompute.reference import alternating
-from precompute.reference.alternating import AlternatingShape, fold, item_vectors
-from precompute.reference.spectral import SpectralShape, UserItemMatrix, matrix_of, singular_vectors
+from precompute.reference import matrix_factorisation
+from precompute.reference.matrix_factorisation import (
+    AlternatingShape,
+    SpectralShape,
+    UserItemMatrix,
+    fold,
+    item_vectors,
+    matrix_of,
+    singular_vectors,
+)
 
 USERS, ITEMS = 300, 120
 RNG = np.random.default_rng(0)
@@ -58,9 +65,9 @@ def test_the_bits_do_not_depend_on_cores_and_hardly_on_blocks(data, start, monke
     usual = item_vectors(data, start, SHAPE, RNG)
 
     for cores in (1, 5):
-        monkeypatch.setattr(alternating, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
         assert item_vectors(data, start, SHAPE, RNG).tobytes() == usual.tobytes()
-    monkeypatch.setattr(alternating, "BLOCK", 1)
+    monkeypatch.setattr(matrix_factorisation, "BLOCK", 1)
     np.testing.assert_allclose(item_vectors(data, start, SHAPE, RNG), usual, atol=1e-4)
 
 
@@ -68,7 +75,7 @@ def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(
     data, start, monkeypatch
 ):
     usual = item_vectors(data, start, SHAPE, RNG)
-    monkeypatch.setattr(alternating, "USERS_NUMBERS", 8 * USERS * 2 // 3)
+    monkeypatch.setattr(matrix_factorisation, "USERS_NUMBERS", 8 * USERS * 2 // 3)
 
     sampled_vectors = item_vectors(data, start, SHAPE, np.random.default_rng(0))
 
@@ -101,6 +108,8 @@ def test_rows_are_solved_together_with_rows_of_about_their_length():
     rows = np.repeat(np.arange(7), lengths)
     matrix = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), (7, 1_000))
 
-    blocks = list(alternating._Side.of(matrix, SHAPE)._blocks(alternating.BLOCK // 6))
+    blocks = list(
+        matrix_factorisation._Side.of(matrix, SHAPE)._blocks(matrix_factorisation.BLOCK // 6)
+    )
 
     assert [block.tolist() for block in blocks] == [[2, 6, 5], [0, 4], [3]]

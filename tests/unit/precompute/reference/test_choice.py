@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from precompute.reference import choice, cuts, held_out
-from precompute.reference.alternating import AlternatingShape
-from precompute.reference.choice import choose
-from precompute.reference.shapes import Shape
-from precompute.reference.spectral import SpectralShape
+from precompute.bundles import held_out
+from precompute.reference import train
+from precompute.reference.matrix_factorisation import AlternatingShape, Shape, SpectralShape
+from precompute.reference.train import choose
 
 USERS, ITEMS, GROUPS = 400, 60, 6
 
@@ -41,8 +40,8 @@ def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_on
         SpectralShape(0.5, 0.3): [usual - 0.2],
     }
 
-    tied = choice._first(shapes)
-    clear = choice._first(shapes | {SpectralShape(0.25, 0.2): [usual + 0.1]})
+    tied = train._first(shapes)
+    clear = train._first(shapes | {SpectralShape(0.25, 0.2): [usual + 0.1]})
 
     assert tied == SpectralShape(0.5, 0.4) and clear == SpectralShape(0.25, 0.2)
 
@@ -54,7 +53,7 @@ def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeyp
             finds = 0.5 * (1 + gain * isinstance(shape, AlternatingShape))
             recalls_by_shape.setdefault(shape, [np.full(100, finds)])
 
-    monkeypatch.setattr(choice, "_try", tried)
+    monkeypatch.setattr(train, "_try", tried)
 
     shape_choice = choose(*clicks(), ITEMS, 16, np.random.default_rng(0))
 
@@ -85,7 +84,7 @@ def test_little_data_is_cut_more_than_once_and_by_time_only_once():
     at_random = choose(users, items, ITEMS, 8, np.random.default_rng(0))
     latest = choose(users, items, ITEMS, 8, np.random.default_rng(0), times=times)
 
-    assert at_random.cuts == choice.CUTS and not at_random.is_by_time
+    assert at_random.cuts == train.CUTS and not at_random.is_by_time
     assert latest.cuts == 1 and latest.is_by_time
 
 
@@ -111,7 +110,7 @@ def test_with_times_the_latest_items_are_held_out(monkeypatch):
 
 
 def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
-    monkeypatch.setattr(cuts, "SAMPLE", 1_000)
+    monkeypatch.setattr(train, "SAMPLE", 1_000)
 
     shape_choice = choose(*clicks(), ITEMS, 8, np.random.default_rng(0))
 

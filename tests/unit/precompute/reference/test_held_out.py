@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cache.model.tower import Histories
-from precompute.reference.held_out import TOP, recall
+from precompute.bundles.held_out import TOP, recall
 
 
 @pytest.mark.parametrize("users", [1, 7, 40])

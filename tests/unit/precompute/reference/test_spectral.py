@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from precompute.reference import spectral
-from precompute.reference.spectral import (
+from precompute.reference import matrix_factorisation
+from precompute.reference.matrix_factorisation import (
     SpectralShape,
     UserItemMatrix,
     matrix_of,
@@ -54,7 +54,7 @@ def test_the_bits_of_a_product_do_not_depend_on_cores_or_chunks_of_users(matrix,
     data, serialised_products = UserItemMatrix.of(matrix), []
 
     for cores in (1, 2, 5):
-        monkeypatch.setattr(spectral, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(matrix_factorisation, "usable_cores", lambda cores=cores: cores)
         serialised_products.append(data.gram_times(basis, SpectralShape()).tobytes())
 
     assert len(set(serialised_products)) == 1

@@ -6,9 +6,8 @@ import pytest
 from cache.errors import SourceError
 from cache.model.tower import Tower
 from precompute.bundles import onnx_model
-from precompute.reference.affinity import CLUSTERS
-from precompute.reference.spectral import SpectralShape
-from precompute.reference.train import ReferenceData, train
+from precompute.reference.matrix_factorisation import SpectralShape
+from precompute.reference.train import CLUSTERS, ReferenceData, train
 from tests.models import ITEMS, USERS, histories_of, interactions, train_small
 
 

@@ -3,9 +3,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from cache.control.control_keys import Control
 from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
-from precompute.control.control_keys import Control
 from precompute.releases.staging import StagingNote
 
 ONE, TWO = "20260131T000000Z-aaaaaaaaaaaa", "20260201T000000Z-bbbbbbbbbbbb"

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
+from cache.control.control_keys import RegistryRow
+from cache.control.states import State
 from cache.errors import Conflict
-from precompute.control.rows import RegistryRow
-from precompute.control.states import State
 from precompute.releases.release_log import standing
 from precompute.releases.replication import confirm
 

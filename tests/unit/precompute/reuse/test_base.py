@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.control.states import State
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
-from precompute.control.states import State
 from precompute.releases.release_log import ReleaseLog
 from precompute.reuse import base
 from precompute.reuse.base import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.reuse.computed_by import computed_by, instructions
+from precompute.reuse.reproducibility import computed_by, instructions
 
 Says = Callable[[str | None], str]
 

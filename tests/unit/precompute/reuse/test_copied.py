@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from cache.model.tower import Histories
 from precompute.builds.reuse_fact import COPIED, ENTERED, INPUTS, ITEM_LOST
 from precompute.partitions.shard_input import ShardInput
-from precompute.reuse.copied import CopiedUsers, CopyDecisions
-from precompute.reuse.kept_shard import PAIR, BaseShard
-from precompute.reuse.shard_reuse import ShardReuse
+from precompute.reuse.base import PAIR, BaseShard
+from precompute.reuse.shard_reuse import CopiedUsers, CopyDecisions, ShardReuse
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,19 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
-from precompute.partitions.earlier import UNKNOWN_SEED, EarlierPartition
-from precompute.partitions.partition import PartitionResult, partition
+from precompute.partitions.partition import (
+    UNKNOWN_SEED,
+    EarlierPartition,
+    PartitionResult,
+    partition,
+)
 from precompute.partitions.shard_files import HASH, TOUCHED, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
 from precompute.partitions.user_tables import USER_ROWS
-from precompute.reuse.copied import paired
 from precompute.reuse.digests import of_users
+from precompute.reuse.shard_reuse import paired
 from precompute.sources.columns import text_hashes
-from precompute.sources.formats import INTERACTIONS
+from precompute.sources.readers import INTERACTIONS
 
 SHARDS = 2
 CUT = "1970-01-01T00:30:00Z"

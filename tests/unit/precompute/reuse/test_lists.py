@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import ABSENT, NO_ITEM, Layout, Precision
 from cache.model.ranking import Metric, rank
 from cache.model.tower import Histories
+from cache.records import ABSENT, NO_ITEM, Layout, Precision, encode_topk
 from precompute.reuse.lists import could_enter, floors, holds_lost, renumbered
-from precompute.scoring.encoding import encode
+from precompute.scoring.pages import encode
 
 METRICS: tuple[Metric, ...] = ("inner_product", "cosine")
 PRECISIONS: tuple[Precision, ...] = ("f2", "f4")

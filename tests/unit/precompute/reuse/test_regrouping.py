@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories, Inputs, rows_of
-from precompute.reuse.regrouping import ROWS, is_regrouped_alike
+from precompute.reuse.reproducibility import ROWS, is_regrouped_alike
 
 Run = Callable[[Inputs], NDArray[np.float32]]
 

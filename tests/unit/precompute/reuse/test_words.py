@@ -3,7 +3,7 @@
 import pytest
 
 from precompute.reuse.base import BUNDLE, NONE
-from precompute.reuse.words import base_in_words, users_in_words
+from precompute.reuse.reasons import base_in_words, users_in_words
 
 
 @pytest.mark.parametrize(

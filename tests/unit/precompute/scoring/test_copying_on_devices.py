@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.device.towers import DeviceTower
 from precompute.scoring import input_samples
+from precompute.scoring.towers import DeviceTower
 
 
 @pytest.mark.parametrize(("device", "is_alike"), [("cuda:0", False), (None, True)])

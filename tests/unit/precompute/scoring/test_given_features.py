@@ -7,7 +7,7 @@ import orjson
 import pyarrow as pa
 
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.scoring.users.published import given_features
+from precompute.scoring.user_reading import given_features
 
 
 def test_a_value_that_cannot_be_used_costs_no_other() -> None:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.filters.attributes import NO_CODE, AttributeColumn
-from cache.filters.best import SubsetSearch
-from cache.format.records.layout import NO_ITEM
+from cache.filters.filtering import SubsetSearch
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
+from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
 from precompute.scoring.defaults import AttributeValues, favourites_of, mean_scores
 from tests.unit.cache.filters.columns import names_of

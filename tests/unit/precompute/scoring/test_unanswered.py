@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
+from cache.records import NO_ITEM
 from cache.topk.topk import Scorer
-from precompute.scoring.users.work import ShardWork
+from precompute.scoring.shard_work import ShardWork
 
 K = 7
 

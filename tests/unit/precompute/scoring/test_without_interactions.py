@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.model.ranking import Metric
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.defaults import favourites_of
-from precompute.scoring.drawn_histories import LONGEST, USERS_MAX, with_drawn_histories
+from precompute.scoring.input_samples import DRAWN_LONGEST, DRAWN_USERS_MAX, with_drawn_histories
 
 ITEMS, DIMS = 300, 8
 RNG = np.random.default_rng(7)
@@ -60,7 +60,7 @@ def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric:
     best_items = np.argsort(-scored(original_entities.vectors[kept_rows], metric), axis=1)[:, :100]
     for row, suits in enumerate(best_items):
         history = drawn.ordinals[drawn.indptr[row] : drawn.indptr[row + 1]]
-        assert 1 <= len(history) == len(set(history.tolist())) <= LONGEST
+        assert 1 <= len(history) == len(set(history.tolist())) <= DRAWN_LONGEST
         assert set(history.tolist()) <= set(suits.tolist())
 
 
@@ -72,7 +72,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
         for seed in (0, 0, 1)
     )
 
-    assert len(first.ids) == USERS_MAX
+    assert len(first.ids) == DRAWN_USERS_MAX
     assert np.array_equal(first.ordinals, repeated_draw.ordinals)
     assert not np.array_equal(first.ordinals, reseeded_draw.ordinals)
 

@@ -11,19 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import CorruptArtefact, SourceError
-from cache.events.attribute_events import VALUES_MAX
-from cache.events.event import Event
-from cache.events.position import Position
+from cache.events.event import Event, Position
+from cache.events.newer_events import VALUES_MAX
+from precompute.events.files import EventValues, brought_vectors
 from precompute.sources.columns import Ids
-from precompute.sources.event_values import (
-    NO_VALUES,
-    EntityValues,
-    EventValues,
-    Kind,
-    brought_vectors,
-    digest_of,
-    with_event_values,
-)
+from precompute.sources.features import NO_VALUES, EntityValues, Kind, digest_of, with_event_values
 from precompute.sources.unusable import UnusableRows
 
 TYPES = {

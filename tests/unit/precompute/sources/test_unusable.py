@@ -13,8 +13,8 @@ from cache.errors import SourceError
 from cache.model.tower_spec import InputSpec
 from precompute.config.settings import Sources, parse_time
 from precompute.sources.features import demand_type, read_values
-from precompute.sources.moments import times_of_texts
 from precompute.sources.readers import read_features, read_interactions
+from precompute.sources.times import times_of_texts
 from precompute.sources.unusable import CASES, UnusableRows, ids_in, merged
 
 GOOD = [("u1", "i1", 1_700_000_000), ("u2", "i2", 1_700_000_100)]

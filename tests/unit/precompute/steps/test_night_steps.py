@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.control.night_steps import NIGHT, PRELIMINARY_STEPS, SEALED_BY, STAGES, TIMED_APART
+from cache.config.timetable import NIGHT, PRELIMINARY_STEPS, SEALED_BY, STAGES, TIMED_APART
 from precompute.builds.seal import REPORTED
 from precompute.cli.parser import INSIDE_SCORE, parser_of_commands
 
@@ -16,7 +16,9 @@ STEPS = ROOT / "precompute/steps"
 
 
 def test_each_step_is_a_module_named_after_it() -> None:
-    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *PRELIMINARY_STEPS, *NIGHT}
+    assert {file.stem for file in STEPS.glob("*.py")} == {
+        "__init__", "night", *PRELIMINARY_STEPS, *NIGHT,
+    }  # fmt: skip
     for name in NIGHT:
         step = import_module(f"precompute.steps.{name}")
         assert callable(step.run) and callable(step.in_night), name

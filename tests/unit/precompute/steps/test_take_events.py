@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cache.config.events import EventsConfig
+from cache.control.states import State
 from precompute.builds.build import Build
 from precompute.config.settings import NightConfig
-from precompute.control.states import State
 from precompute.reuse.base import settings_digest
 from precompute.steps import take_events
 

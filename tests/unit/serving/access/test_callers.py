@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Caller, CallerCounts, Callers
-from serving.access.quota_table import QuotaTable
-from serving.access.scopes import SCOPES
-from serving.access.token_file import TokenEntry
+from serving.access.quota import QuotaTable
+from serving.access.token_file import SCOPES, TokenEntry
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from cache.errors import ConfigError
 from serving.access.quota import (
     BURST_S,
+    ROWS,
     Quota,
     QuotaLimits,
     QuotaState,
+    QuotaTable,
     Shortage,
     after_taking,
     burst_s,
     exceeded,
+    key_of,
 )
-from serving.access.quota_table import ROWS, QuotaTable, key_of
 from tests.fakes import FakeClock
 
 RATES = st.one_of(st.floats(0.05, 2.0), st.floats(2.0, 10_000.0))

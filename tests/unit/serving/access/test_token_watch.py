@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
-from serving.access.callers import Callers
-from serving.access.quota_table import QuotaTable
+from serving.access.callers import Callers, TokenWatch
+from serving.access.quota import QuotaTable
 from serving.access.token_file import TokenEntry, write_tokens
-from serving.access.token_watch import TokenWatch
 
 
 def entry(token: str, *scopes: str) -> TokenEntry:

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from starlette.types import Message, Scope
 
 from cache.model.predictor import LiveInput
-from serving.admission.codel import Valve
-from serving.admission.controller import Admission
-from serving.admission.loop_lag import LoopLagSampler
+from serving.admission.controller import Admission, LoopLagSampler, Valve
+from serving.engine.batch_inference import compute
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from serving.generations.served_set import ServedGenerations
 from serving.http.asgi_app import ADMITTED, AsgiApp
-from serving.lookup.batch_inference import compute
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, MicroBatcher
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, gate_of, ids
 

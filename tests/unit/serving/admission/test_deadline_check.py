@@ -7,12 +7,12 @@ import pytest
 
 from serving.access.callers import ANYBODY, STRANGER, Caller
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import DeadlineCheck
-from serving.arrow_ipc.schema import MEDIA_TYPE
-from serving.client.arrow import write_arrow_ids
-from serving.requests.fast_parse import HeaderJudge
+from serving.admission.gate import DeadlineCheck
+from serving.arrow.schema import MEDIA_TYPE
+from serving.client.calls import write_arrow_ids
+from serving.requests.context import CALLER
 from serving.requests.models import Limits
-from serving.tracing.request_context import CALLER
+from serving.requests.parsing import HeaderJudge
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5

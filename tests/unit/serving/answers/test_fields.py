@@ -10,19 +10,21 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.answers.fields import (
+from serving.client.answers import read_answers
+from serving.http import schemas
+from serving.requests.answers import (
+    FALLBACKS,
     ORIGIN,
     PREDICTION,
+    STORED_SOURCES,
     Answer,
     AnswerField,
     Origin,
     Ranking,
+    Source,
     fields_of,
 )
-from serving.answers.sources import FALLBACKS, STORED_SOURCES, Source
-from serving.client.answers import read_answers
-from serving.http import answer_schema
-from tests.unit.test_rooms import FILES, ROOT
+from tests.unit.test_layering import FILES, ROOT
 
 WHEN = {
     "always": "always", "told": "if it applies", "topk": "top-K tables",
@@ -30,7 +32,7 @@ WHEN = {
 }  # fmt: skip
 KINDS = {"array": "list", "integer": "integer", "number": "number", "boolean": "boolean"}
 
-OWN = {ROOT / "cache/tiers/results.py"}
+OWN = {ROOT / "cache/tiers/reads.py"}
 """The tiers, which know nothing of the other sources."""
 
 
@@ -56,7 +58,7 @@ def test_the_reference_page_has_every_field_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "schema"), [(Answer, answer_schema.ANSWER), (Ranking, answer_schema.SCORES)]
+    ("declared", "schema"), [(Answer, schemas.ANSWER), (Ranking, schemas.SCORES)]
 )
 def test_the_schema_has_every_field_and_demands_what_is_always_there(
     declared: type[Origin], schema: dict[str, Any]

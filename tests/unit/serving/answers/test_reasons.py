@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from cache.tiers.results import NOWHERE, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
-from serving.answers.reasons import PUBLIC_REASONS, LiveReason, StaleReason
-from serving.metrics.miss_reasons import REASONS
-from tests.unit.test_rooms import ROOT
+from cache.tiers.reads import NOWHERE, PUBLIC_BY_INTERNAL_REASON, DescribedEnum, MissReason
+from serving.metrics.collectors import REASONS
+from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+from tests.unit.test_layering import ROOT
 
 
 @pytest.mark.parametrize(

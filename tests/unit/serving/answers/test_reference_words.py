@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 
 @pytest.mark.parametrize(

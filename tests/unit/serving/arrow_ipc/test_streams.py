@@ -11,18 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from serving.arrow_ipc.flatbuffers import Malformed
-from serving.arrow_ipc.messages import Unsupported
-from serving.arrow_ipc.reader import read
-from serving.arrow_ipc.schema import Field
-from serving.arrow_ipc.writer import Column, fixed_lists, flags, lists, numbers, stream, texts
-from serving.client.arrow import read_arrow_answers, write_arrow_ids
+from serving.arrow.reader import Unsupported, read
+from serving.arrow.schema import Field, Malformed
+from serving.arrow.writer import Column, fixed_lists, flags, lists, numbers, stream, texts
+from serving.client.answers import read_arrow_answers
+from serving.client.calls import write_arrow_ids
 from serving.client.errors import Garbled
-from serving.requests.content import lookup_of
 from serving.requests.errors import Problem
-from serving.requests.lookup_arrow import batch, read_stream
 from serving.requests.models import Limits
 from serving.requests.negotiation import Forms, forms
+from serving.requests.parsing import lookup_of, read_stream, stream_batch
 
 LIMITS = Limits(max_batch=50, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=1_000)
 FIELDS = (
@@ -123,7 +121,7 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    id_batch = batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
+    id_batch = stream_batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
 
     assert id_batch == ([id_.encode() for id_ in ids], 7)
 

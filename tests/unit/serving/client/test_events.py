@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.client import Client, Policy
-from serving.client import events as events_module
-from serving.client.calls import Call
-from serving.client.events import NewEvent, event_calls, send_events
-from serving.client.loop_thread import LoopThread
+from serving.client import calls as events_module
+from serving.client.calls import Call, NewEvent, event_calls
+from serving.client.clients import LoopThread, send_events
 
 BODY = {"accepted": 1, "repeated": 0, "rejected": [], "durability": "none", "position": "1-0"}
 

@@ -393,7 +393,7 @@ def test_a_policy_that_cannot_be_kept_is_refused(setting: dict[str, Any]) -> Non
 def test_a_client_from_before_a_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(URL, transport=httpx.MockTransport(Script([good()]))) as larder:
         with monkeypatch.context() as patch:
-            patch.setattr("serving.client.loop_thread.os.getpid", lambda: -1)
+            patch.setattr("serving.client.clients.os.getpid", lambda: -1)
             with pytest.raises(RuntimeError, match="fork"):
                 larder.lookup("t", "u-1")
         assert larder.lookup("t", "u-1").id == "u-1"

@@ -9,8 +9,8 @@ import pytest
 
 from cache.config.serving import parse_cores
 from cache.errors import ConfigError
-from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
+from serving.process.resources import check_cores, place_thread
 
 needs_pinning = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here"

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.peers import Bounds
-from cache.config.timetable import Timetable
-from cache.control.schedule import Schedule
+from cache.config.serving import Bounds
+from cache.config.timetable import Schedule, Timetable
 from cache.errors import ConfigError
 from precompute.config.settings import NightConfig
 from serving.config.settings import ServingConfig

@@ -11,10 +11,17 @@ from serving.dashboard.aggregator import (
     FleetReading,
     FleetView,
 )
-from serving.dashboard.counters import Counts, merged
-from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, MetricsPublisher
-from serving.dashboard.time_bins import BIN_S, BINS_MAX
-from serving.metrics.log_buckets import finer
+from serving.dashboard.counters import (
+    _SWEEP,
+    AT_ONCE,
+    BIN_S,
+    BINS_MAX,
+    GONE_S,
+    Counts,
+    MetricsPublisher,
+    merged,
+)
+from serving.metrics.collectors import finer
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
 

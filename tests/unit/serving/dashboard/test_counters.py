@@ -8,11 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.format.redis_keys import Keyspace
-from serving.answers.sources import Source
-from serving.dashboard.counters import collect_counts, difference, merged, pack, totals, unpack
-from serving.dashboard.time_bins import BIN_S, BINS_MAX, TimeBins, start_of
+from serving.dashboard.counters import (
+    BIN_S,
+    BINS_MAX,
+    TimeBins,
+    collect_counts,
+    difference,
+    merged,
+    pack,
+    start_of,
+    totals,
+    unpack,
+)
 from serving.events.counts import ACCEPTED, REFUSALS, REJECTIONS, REPEATED, EventCounts
 from serving.metrics.registry import Metrics
+from serving.requests.answers import Source
 
 fields = st.one_of(
     st.sampled_from(["r", "e", "x", "a:l1", "m:not:plain", "s:parse"]),

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from serving.dashboard.aggregator import FleetReading
-from serving.dashboard.document import SETTLED_S, document, redis, replicas
-from serving.dashboard.document_schema import DASHBOARD
-from serving.dashboard.series import row
-from serving.metrics.log_buckets import finer
+from serving.dashboard.aggregator import FleetReading, row
+from serving.dashboard.document import DASHBOARD, SETTLED_S, document, redis, replicas
+from serving.metrics.collectors import finer
 
 BOUNDS = finer((0.001, 1.0))
 NOW = 1_000_000.0

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cache.control.rate_ratio import rate_ratio
+from cache.traffic.experiments import rate_ratio
 from serving.dashboard.counters import collect_counts, pack, totals, unpack
-from serving.dashboard.experiments import experiments
+from serving.dashboard.document import experiments
 from serving.metrics.registry import Metrics
 
 TOLD = [

@@ -8,12 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.format.manifest import Manifest
-from cache.format.manifest_files import Artefact, ItemFiles
+from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
-from serving.replica.release_watch import ReleaseWatch
+from serving.generations.nights import ReleaseWatch
 
 G1, G2, G3 = (f"2026112{day}T000000Z-00000000000{day}" for day in (1, 2, 3))
 FILE = Artefact("f", 100, "")

@@ -1,8 +1,8 @@
 """Bins as columns."""
 
-from serving.dashboard.series import REASONS_MAX, row, series
-from serving.dashboard.time_bins import BIN_S
-from serving.metrics.log_buckets import finer
+from serving.dashboard.aggregator import REASONS_MAX, row, series
+from serving.dashboard.counters import BIN_S
+from serving.metrics.collectors import finer
 
 BOUNDS = finer((0.001, 1.0))
 

@@ -9,14 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.schedule import Schedule
+from cache.config.timetable import Schedule
 from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
-from serving.metrics.log_buckets import finer
-from serving.replica.freshness import Nights
-from serving.replica.release_watch import ReleaseWatch
+from serving.generations.nights import Nights, ReleaseWatch
+from serving.metrics.collectors import finer
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from serving.dashboard.terminal.layout import screen
+from serving.dashboard.screen import screen
 from tests.dashboard.healthy import well
 
 COLUMNS = 110

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.dashboard.verdict import verdict
+from serving.dashboard.document import verdict
 
 G1, G2 = "20261120T000000Z-000000000001", "20261119T000000Z-000000000002"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cache.events.accept import PackedEvent, StreamBounds
-from cache.events.position import Position
+from cache.events.event import Position
+from cache.events.stream import PackedEvent, StreamBounds
 from cache.format.redis_keys import Keyspace
-from serving.events import acceptor as acceptor_module
-from serving.events.acceptor import PIECE, Acceptor, EventsBusy
+from serving.events import intake as acceptor_module
 from serving.events.connection import EventsFull, EventsUnavailable
+from serving.events.intake import PIECE, Acceptor, EventsBusy
 
 BOUNDS = StreamBounds(1 << 20, 1_000, 10)
 

@@ -6,7 +6,7 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
 from cache.config.events import Durability
-from serving.events.durability import FoundDurability, durability_of
+from serving.events.connection import FoundDurability, durability_of
 
 
 def server(

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from cache.errors import InvalidInput
-from cache.events.position import Position
+from cache.events.event import Position
+from serving.dashboard.counters import NUMBERS, TEXTS, EventOverview, merge_rows
 from serving.events.counts import TEXTS as GAUGES
-from serving.events.overview import NUMBERS, TEXTS, EventOverview, merge_rows
 
 
 def row(**changes: Any) -> dict[str, Any]:

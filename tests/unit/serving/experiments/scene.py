@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from cache.control.allotment import allotted
 from cache.errors import ConfigError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.experiments import Experiment, ExperimentArm, change_experiments
-from serving.experiments.arms import Arms
-from serving.lookup.service import LookupService
+from cache.traffic.experiments import Experiment, ExperimentArm, change_experiments
+from cache.traffic.split import allotted
+from serving.engine.service import LookupService
 from serving.metrics.registry import Metrics
+from serving.traffic.experiments.arms import Arms
 from tests.fakes import FakeClock
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from cache.store.experiments import Experiments
-from serving.experiments import arms as experiment_arms
-from serving.experiments.arms import Arms, Routing
-from serving.generations.store_threads import InThread
-from serving.lookup.service import LookupService
+from cache.traffic.experiments import Experiments
+from serving.engine.service import LookupService
+from serving.process.resources import InThread
+from serving.traffic.experiments import arms as experiment_arms
+from serving.traffic.experiments.arms import Arms, Routing
 from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER, Scene, experiment
 
 

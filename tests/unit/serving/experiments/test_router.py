@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 
 from cache.store.blocklist import Blocklist
-from cache.store.experiments import Experiment, Experiments
-from serving.experiments.arms import Arms, Routing
-from serving.experiments.exposures import ExposureLog
-from serving.experiments.router import ExperimentRouter
+from cache.traffic.experiments import Experiment, Experiments
 from serving.metrics.registry import Metrics
 from serving.requests.models import RequestedEntity, RequestOptions
+from serving.traffic.experiments.arms import Arms, Routing
+from serving.traffic.experiments.exposures import ExposureLog
+from serving.traffic.experiments.router import ExperimentRouter
 from tests.unit.serving.experiments.scene import KEYS, OTHER, FakeService, experiment
 
 

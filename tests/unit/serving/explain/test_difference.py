@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.explain.difference import difference
+from serving.explain.explainer import difference
 
 
 def listed(*items: str, first: float = 1.0) -> dict[str, object]:

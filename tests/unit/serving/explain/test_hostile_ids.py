@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from serving.explain import asking, cli, lookup_cli
+from serving.cli import lookup
+from serving.explain import cli
 
 HOSTILE = "u\x1b[31m\n\x9b2J"
 SHOWN = r"u\u001b[31m\u000a\u009b2J"
@@ -24,7 +25,7 @@ EXPLANATION = {
 
 
 @pytest.mark.parametrize("cli_options", [[], ["--json"]])
-@pytest.mark.parametrize(("command", "service_reply"), [(lookup_cli, ANSWER), (cli, EXPLANATION)])
+@pytest.mark.parametrize(("command", "service_reply"), [(lookup, ANSWER), (cli, EXPLANATION)])
 def test_an_id_cannot_steer_the_terminal(
     command: Any,
     service_reply: dict[str, Any],
@@ -32,7 +33,7 @@ def test_an_id_cannot_steer_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(asking, "send_question", lambda *_, **__: service_reply)
+    monkeypatch.setattr(lookup, "send_question", lambda *_, **__: service_reply)
 
     assert command.main(["user_topk", "u", *cli_options]) == 0
 
@@ -45,9 +46,9 @@ def test_what_a_service_refuses_an_id_with_cannot_either(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise asking.QuestionFailed(f"refused: {HOSTILE}")
+        raise lookup.QuestionFailed(f"refused: {HOSTILE}")
 
-    monkeypatch.setattr(asking, "send_question", refuse)
+    monkeypatch.setattr(lookup, "send_question", refuse)
 
-    assert lookup_cli.main(["user_topk", "u"]) == 1
+    assert lookup.main(["user_topk", "u"]) == 1
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)

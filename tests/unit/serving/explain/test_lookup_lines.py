@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.explain.asking import question_of
-from serving.explain.lookup_cli import argument_parser, lines_of
+from serving.cli.lookup import argument_parser, lines_of, question_of
 
 ANSWER = {
     "table": "user_topk", "id": "c42", "source": "l2", "generation": "g", "age_seconds": 7.0,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.tiers.results import Miss, MissReason
-from serving.explain import page_check
-from serving.explain.page_check import PageChecks
-from serving.lookup.entity import find_record_key
+from cache.tiers.reads import Miss, MissReason
+from serving.engine.entity import find_record_key
+from serving.explain import explainer
+from serving.explain.explainer import PageChecks
 from tests.unit.serving.world import World
 
 NOWHERE: Any = None
@@ -19,7 +19,7 @@ NOWHERE: Any = None
 async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_check, "_SUMS_S", 0.0)
+    monkeypatch.setattr(explainer, "_SUMS_S", 0.0)
     snapshot = World().snapshot()
     table = snapshot.manifest.tables["user_topk"]
     reply_gate, calls = asyncio.Event(), []

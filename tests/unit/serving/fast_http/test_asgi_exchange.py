@@ -2,7 +2,7 @@
 
 import asyncio
 
-from serving.fast_http.asgi_exchange import AsgiCycle
+from serving.http.lookup_connection import AsgiCycle
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
 

@@ -12,14 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from cache.config.peers import Bounds
+from cache.config.serving import Bounds
 from serving.access.callers import Callers
-from serving.fast_http.connection import LookupConnection, SharedState
-from serving.fast_http.header_cache import parse_plain_headers, without_length
 from serving.http import http1_protocol
 from serving.http.asgi_app import ADMITTED
 from serving.http.http1_protocol import Http1Protocol
-from serving.tracing.request_context import CALLER
+from serving.http.lookup_connection import (
+    LookupConnection,
+    SharedState,
+    parse_plain_headers,
+    without_length,
+)
+from serving.requests.context import CALLER
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.fast_http.connection import has_closed
+from serving.http.lookup_connection import has_closed
 from tests.polling import until
 from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport
 
@@ -31,7 +31,7 @@ def test_a_peer_that_has_closed_its_side_is_seen_whatever_it_sent_before(is_clos
 async def test_while_work_waits_a_connection_that_is_closed_already_is_not_read(
     monkeypatch: pytest.MonkeyPatch, is_backlogged: bool
 ) -> None:
-    monkeypatch.setattr("serving.fast_http.connection.has_closed", lambda _transport: True)
+    monkeypatch.setattr("serving.http.lookup_connection.has_closed", lambda _transport: True)
     monkeypatch.setattr(Transport, "abort", Transport.close)
     front: Any = Front()
     drop_notes: list[bool] = []

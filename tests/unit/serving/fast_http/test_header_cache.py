@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serving.access.callers import Callers
-from serving.fast_http.header_cache import BLOCK_BYTES_MAX, HeaderCache
+from serving.http.lookup_connection import BLOCK_BYTES_MAX, HeaderCache
 
 PLAIN = b"\r\nHost: a\r\n\r\n"
 

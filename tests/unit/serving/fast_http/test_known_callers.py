@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from serving.access.callers import CallerCounts, Callers
-from serving.access.quota_table import QuotaTable
+from serving.access.quota import QuotaTable
 from serving.access.token_file import TokenEntry
-from serving.fast_http.connection import LookupConnection
-from serving.fast_http.header_cache import HeaderCache
+from serving.http.lookup_connection import HeaderCache, LookupConnection
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.fast_http.test_connection import READY, Connection, Front, get, messages

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.fast_http.unread_answers import SLOW_S, UnreadAnswers
+from serving.http.connections import SLOW_S, UnreadAnswers
 
 KIB = 1 << 10
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cache.config.peers import Bounds
-from serving.fast_http.inbound import BEHIND
+from cache.config.serving import Bounds
+from serving.http.connections import BEHIND
 from serving.http.http1_protocol import PIECE
 from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from serving.fast_lookup.coalescer import GROUP_SIZE_MIN, ITERATIONS_MAX, GetCoalescer
+from serving.engine.coalescer import GROUP_SIZE_MIN, ITERATIONS_MAX, GetCoalescer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from cache.store.blocklist import Blocklist, change_blocklist
 from serving.generations.served_set import ServedGenerations
-from serving.http.generations_view import overview
+from serving.http.routes import overview
 from tests.unit.serving.scene import A, Scene, pointer
 
 

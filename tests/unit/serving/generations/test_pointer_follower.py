@@ -10,12 +10,11 @@ import orjson
 import pytest
 from redis.exceptions import NoPermissionError
 
-from cache.control.staging_note import Staging
+from cache.control.control_keys import Replica, Staging
 from cache.errors import StoreError
 from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Pointer, Release, intent_path
-from precompute.control.rows import Replica
-from serving.generations.pointer_rules import judge
+from serving.generations.pointer_follower import judge
 from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 

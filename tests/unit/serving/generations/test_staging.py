@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cache.control.staging_note import Staging
+from cache.control.control_keys import Staging
 from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Canary, Pointer
 from serving.generations.snapshot import Snapshot

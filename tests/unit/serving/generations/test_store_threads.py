@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from serving.dashboard.generation_history import GenerationHistory
-from serving.generations.store_threads import THREADS, StoreThreads
-from serving.replica.release_watch import ReleaseWatch
+from serving.generations.nights import ReleaseWatch
+from serving.process.resources import THREADS, StoreThreads
 from tests.unit.serving.scene import A, B, Scene, pointer
 
 

@@ -10,10 +10,10 @@ import pytest
 from serving.access.callers import Callers
 from serving.admission.controller import Admission
 from serving.http.asgi_app import AsgiApp
-from serving.requests.body_budget import BodyBudget
+from serving.requests.bodies import BodyBudget
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import QueryOptions
 from serving.requests.models import Limits
+from serving.requests.parsing import QueryOptions
 from tests.unit.serving.world import gate_of
 
 PATH = "/v1/lookup/x/y"

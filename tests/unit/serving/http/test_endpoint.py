@@ -10,9 +10,9 @@ import pytest
 
 from cache.errors import TierUnavailable
 from serving.access.callers import ANYBODY
-from serving.http.endpoint import Guard
+from serving.http.routes import Guard
 from serving.metrics.registry import Metrics
-from serving.tracing.request_context import CALLER
+from serving.requests.context import CALLER
 
 
 async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(

@@ -1,6 +1,6 @@
 """A flood of scrapes costs what a few of them cost."""
 
-from serving.http.exposition import BURST, PER_S, Exposition
+from serving.metrics.exposition import BURST, PER_S, Exposition
 from tests.fakes import FakeClock
 
 

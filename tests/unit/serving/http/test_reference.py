@@ -7,12 +7,12 @@ from importlib import import_module
 import pytest
 
 from cache.errors import InvalidInput
-from serving.access.scopes import SCOPES
-from serving.http.json_schema import OPTIONS, QUERY
+from serving.access.token_file import SCOPES
 from serving.http.reference import PAGE, sections, written
-from serving.requests.error_codes import CODES
+from serving.http.schemas import OPTIONS, QUERY
+from serving.requests.errors import CODES
 from serving.requests.options import _QUERY_FIELDS
-from tests.unit.test_rooms import ROOT
+from tests.unit.test_layering import ROOT
 
 FOUND_ELSEWHERE = {"unknown_table", "in_future", "too_large", "erased", "unfit_item", "fixed_items"}
 """Words that also say why one event of many was rejected."""
@@ -70,7 +70,7 @@ def subclasses(base: type[InvalidInput]) -> Iterator[type[InvalidInput]]:
 
 
 def test_codes_of_errors_are_those_of_their_classes() -> None:
-    import_module("serving.ranking.filters")  # defines what a request's filter may raise
+    import_module("serving.filters.filtered_lookup")  # defines what a request's filter may raise
 
     of_events = {"unfit_item", "fixed_items"}
     assert {error_class.code for error_class in subclasses(InvalidInput)} - of_events <= set(CODES)

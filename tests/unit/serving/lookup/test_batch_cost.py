@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from serving.lookup.batch_cost import BatchCost
+from serving.engine.micro_batcher import BatchCost
 
 
 def learned(fixed: float, per_job_s: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> BatchCost:

@@ -7,19 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.filters.changed_columns import ItemValue
+from cache.filters.attributes import ItemValue
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.manifest import FACET, NamedFilter, Producer, Table, TablePart
-from cache.format.manifest_files import EventsRead
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import Layout
-from cache.tiers.results import View
+from cache.format.manifest import FACET, EventsRead, NamedFilter, Producer, Table, TablePart
+from cache.records import Layout, encode_topk
+from cache.tiers.reads import View
+from serving.engine.entity import find_plain_record_key, with_filter_table
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import find_plain_record_key, with_filter_table
 from serving.requests.models import RequestOptions
 from tests.unit.cache.filters.columns import attributes_of
 from tests.unit.serving.world import GENERATION, ITEMS, NO_FILE, SCORED_AT, World, ask, entity

@@ -7,13 +7,12 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import OverlayRead
-from cache.l2.lease_commands import DONE_PREFIX, GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.l2.commands import DONE_PREFIX, GIVEN_BACK, LeaseSwap, LeaseTake, OverlayRead
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.leases import REST_S, LeaseManager
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.leases import REST_S, LeaseManager
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
 from serving.requests.models import LookupRequest
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, ids

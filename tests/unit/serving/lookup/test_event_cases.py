@@ -10,31 +10,29 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.events.event import Event
+from cache.events.event import Event, Position
 from cache.events.event_predictor import EventInput, GenerationEvents
 from cache.events.new_items import NewItem, NewItems
-from cache.events.position import Position
 from cache.filters.expression import read_filter
-from cache.filters.masks import FilterMask
+from cache.filters.filtering import FilterMask
 from cache.format.ids import fingerprint, fingerprints, hash_id
-from cache.format.records.codec import absent, decode, encode_topk
-from cache.format.records.layout import FLAG_APPROXIMATE, FLAG_LIVE
 from cache.l2.commands import OverlayRead, PageRead
 from cache.model.predictor import LiveInput, PreparedInput
 from cache.model.tower_spec import InputSpec
-from cache.tiers.results import ReadResult, RecordKey
-from serving.answers.reasons import LiveReason
-from serving.answers.sources import Source
+from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent, decode, encode_topk
+from cache.tiers.reads import ReadResult, RecordKey
+from serving.engine.answer_builder import RequestContext
+from serving.engine.batch_inference import with_events as with_events_batch
+from serving.engine.batch_inference import with_new_items
+from serving.engine.entity import build_pending_answers
+from serving.engine.event_counting import count_newer
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.lookup.answer_builder import RequestContext
-from serving.lookup.batch_inference import with_events as with_events_batch
-from serving.lookup.batch_inference import with_new_items
-from serving.lookup.entity import build_pending_answers
-from serving.lookup.event_counting import count_newer
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob, LiveUnavailable
+from serving.requests.answers import Source
 from serving.requests.models import RequestOptions
-from serving.usage.answer_sampling import AnswerSampler
+from serving.requests.reasons import LiveReason
+from serving.usage.request_observer import AnswerSampler
 from tests.unit.serving.world import (
     GENERATION,
     ITEMS,

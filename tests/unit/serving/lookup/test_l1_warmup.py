@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cache.control.hot_keys import Name
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import Hit, ReadResult, RecordKey, View
-from serving.lookup.l1_warmup import L1Warmup
+from cache.usage.hot_keys import Name
+from serving.engine.l1_warmup import L1Warmup
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
-from serving.answers.sources import Source
+from serving.engine.entity import PendingAnswer
+from serving.engine.ladder import Ladder
+from serving.engine.rendering.answer_fields import from_record
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.entity import PendingAnswer
-from serving.lookup.ladder import Ladder
-from serving.rendering.answer_fields import from_record
+from serving.requests.answers import Source
 from serving.requests.errors import Problem
 from tests.unit.serving.world import (
     DATA_UNTIL,
@@ -507,7 +507,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
             raise IndexError("planted")
         return from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
 
-    monkeypatch.setattr("serving.lookup.answer_builder.from_record", fragile)
+    monkeypatch.setattr("serving.engine.answer_builder.from_record", fragile)
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(world, served, *(entity(name) for name in ("u2", "u3", "u4")))

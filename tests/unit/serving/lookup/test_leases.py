@@ -9,14 +9,14 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.lease_commands import LeaseMark, LeaseTake
+from cache.l2.commands import LeaseMark, LeaseTake
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.results import Hit
+from cache.tiers.reads import Hit
 from cache.tiers.tiered import TieredCache
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.leases import REST_S, LeaseManager
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.leases import REST_S, LeaseManager
 from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, FakeClock, FakeRemote, Night
 from tests.unit.serving.world import World, ask, entity, ids
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from cache.model.predictor import LiveInput
-from serving.generations.snapshot import Snapshot
-from serving.lookup.batch_inference import compute
-from serving.lookup.micro_batcher import (
+from serving.engine.batch_inference import compute
+from serving.engine.micro_batcher import (
     ComputedRecord,
     InferenceJob,
     InferenceOutcome,
     LiveUnavailable,
     MicroBatcher,
 )
+from serving.generations.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 

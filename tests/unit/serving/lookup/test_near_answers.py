@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.l2.lease_commands import GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.l2.commands import GIVEN_BACK, LeaseSwap, LeaseTake
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
+from serving.engine.leases import LeaseManager
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob
+from serving.filters.filtered_lookup import FilteredLookup
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.lookup.leases import LeaseManager
-from serving.lookup.micro_batcher import ComputedRecord, InferenceJob
-from serving.ranking.filtered_lookup import FilteredLookup
 from tests.unit.serving.world import World, ask, entity, ids
 
 DISTANCE = 0.125

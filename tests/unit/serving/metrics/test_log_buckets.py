@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from serving.metrics.fast_counters import SecondsHistogram
-from serving.metrics.log_buckets import LOWEST_S, RATIO, finer, quantile
+from serving.metrics.collectors import LOWEST_S, RATIO, SecondsHistogram, finer, quantile
 
 COARSE = (0.0001, 0.00025, 0.001, 0.05, 2.5, 10)
 BOUNDS = finer(COARSE)

@@ -8,13 +8,12 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
-from cache.tiers.eviction_history import Absence
-from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiers.l1 import OVERHEAD_BYTES, Absence, LocalTier, NegativeCache
 from cache.tiers.tiered import TieredCache
+from serving.engine.inference import LiveInferences
+from serving.engine.ladder import Ladder
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.metrics.miss_reasons import REASONS
+from serving.metrics.collectors import REASONS
 from serving.usage.request_observer import UsageObserver
 from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
 

@@ -15,13 +15,10 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.candidate_search import Searcher
+from cache.model.candidate_search import ListSearch, Searcher
 from cache.model.input_preparation import PreparedInput
-from cache.model.list_search import ListSearch
-from serving.near.list_matches import ListMatches
-from serving.near.neighbours import NearOutcome, Neighbours
+from serving.near.near_matches import ListMatches, NearOutcome, Neighbours, ValueMatches
 from serving.near.reuse_policy import ReusePolicy
-from serving.near.value_matches import ValueMatches
 
 ERROR = 0.01
 BATCH = 128

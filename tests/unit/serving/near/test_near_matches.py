@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.config.near import NearConfig
-from cache.format.records.codec import Record, decode
+from cache.config.serving import NearConfig
 from cache.model.input_preparation import LiveInput
 from cache.model.predictor import Predictor
+from cache.records import Record, decode
 from cache.store.blocklist import Blocklist
 from serving.near.near_matches import NearInput, NearMatches, NearRecord, kind_of, refusal
 from tests.models import make_predictor, train_small

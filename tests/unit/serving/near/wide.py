@@ -10,11 +10,11 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Producer, Table
-from cache.format.records.layout import Layout
 from cache.model.candidate_search import Searcher
 from cache.model.predictor import Predictor
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.records import Layout
 
 ITEMS, DIMS, K, LABELS = 600, 12, 10, ("a", "b", "c")
 _HISTORY = InputSpec("history", "history", "int32", max_length=64, pad=ITEMS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving.process.listening import ListeningSockets
+from serving.process.server import ListeningSockets
 
 
 class Servers:

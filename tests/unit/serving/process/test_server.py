@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 import uvloop
 
-from cache.config.peers import Bounds
+from cache.config.serving import Bounds
 from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
-from serving.fast_http.connection import SharedState, protocol
-from serving.fast_http.connections import Connections
-from serving.process.descriptors import HEADROOM, make_room
+from serving.http.connections import Connections
+from serving.http.lookup_connection import SharedState, protocol
+from serving.process.resources import HEADROOM, make_room
 from serving.process.server import Server
 from tests.integration.serving_app import eventually
 from tests.unit.serving.fast_http.test_connection import Front, app, get, messages

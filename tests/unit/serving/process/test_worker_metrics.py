@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.process.worker_metrics import WorkerPeers, merged
+from serving.metrics.exposition import WorkerPeers, merged
 
 
 def exposed(count: int, odd: str = "b") -> bytes:

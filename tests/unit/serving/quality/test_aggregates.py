@@ -6,9 +6,17 @@ import numpy as np
 import orjson
 import pytest
 
-from serving.quality.aggregates import ERRORS, Key, SampleTotals, half_width, merged, packed, wilson
 from serving.quality.comparison import AnswerComparison
-from serving.quality.shared_report import summary
+from serving.quality.results import (
+    ERRORS,
+    Key,
+    SampleTotals,
+    half_width,
+    merged,
+    packed,
+    summary,
+    wilson,
+)
 
 
 def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> AnswerComparison:

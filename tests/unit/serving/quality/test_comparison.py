@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from serving.generations.served_set import ServedGenerations
 from serving.quality.comparison import compare
-from serving.usage.answer_sampling import AnswerSampler
+from serving.usage.request_observer import AnswerSampler
 from tests.unit.serving.world import World, ask, entity, ids
 
 

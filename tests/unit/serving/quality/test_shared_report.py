@@ -5,11 +5,9 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.hot_keys import HOT_WINDOW, Name, Window
-from serving.quality.aggregates import SampleTotals
-from serving.quality.results import QualityResults
-from serving.quality.shared_report import LIFE_S, SharedReport
-from serving.usage.read_counts import ReadHashes
+from cache.usage.hot_keys import HOT_WINDOW, Name, Window
+from serving.quality.results import LIFE_S, QualityResults, SampleTotals, SharedReport
+from serving.usage.request_observer import ReadHashes
 from serving.usage.table_usage import TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from cache.format.ids import fingerprint
-from cache.format.records.codec import decode, encode_numbers
-from cache.format.records.layout import Layout
+from cache.records import Layout, decode, encode_numbers
+from serving.filters.candidate_scoring import rank_candidates, score_tolerance
+from serving.filters.filtered_lookup import Filters
 from serving.generations.served_set import ServedGenerations
-from serving.ranking.candidate_scoring import rank_candidates, score_tolerance
-from serving.ranking.filters import Filters
 from serving.requests.errors import unprocessable
 from serving.requests.models import RequestOptions, ScoreRequest
 from tests.unit.serving.world import GENERATION, OLDER, World, entity, ids

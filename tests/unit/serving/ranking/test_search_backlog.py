@@ -12,7 +12,7 @@ import pytest
 
 from cache.filters.expression import InvalidFilter
 from cache.model.ranking import Metric
-from serving.ranking.filters import WAITING_MAX, Filters, VectorSearch
+from serving.filters.filtered_lookup import WAITING_MAX, Filters, VectorSearch
 from serving.requests.errors import Problem
 from tests.integration.serving_app import eventually
 

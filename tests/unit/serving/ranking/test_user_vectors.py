@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cache.format.manifest import Table
-from cache.format.records.layout import Layout
-from serving.generations.snapshot import Snapshot
-from serving.ranking.user_vectors import metric_of, vector_table
+from cache.records import Layout
+from serving.generations.snapshot import Snapshot, metric_of, vector_table
 from serving.requests.errors import Problem
 from tests.unit.serving.world import World
 

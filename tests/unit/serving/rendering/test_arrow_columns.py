@@ -5,9 +5,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from serving.arrow_ipc.schema import Field, Kind
-from serving.arrow_ipc.writer import stream
-from serving.rendering.arrow_batch import column
+from serving.arrow.schema import Field, Kind
+from serving.arrow.writer import stream
+from serving.engine.rendering.arrow_answers import column
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.item_json import ItemJsonTexts
-from cache.format.item_table import Lent
+from cache.format.item_table import ItemJsonTexts, Lent
 from cache.format.manifest import Producer, Table
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import NIGHTLY, NO_ITEM, Layout
 from cache.native import loader, pure
-from cache.native.number_text import Numerals
-from serving.answers.fields import ORIGIN
-from serving.arrow_ipc import writer
-from serving.arrow_ipc.reader import read
-from serving.arrow_ipc.schema import Field
-from serving.rendering import json_batch
-from serving.rendering.arrow_batch import Row, StoredRows, answers_stream, row_of
-from serving.rendering.arrow_rows import items_of
+from cache.native.loader import Numerals
+from cache.records import NIGHTLY, NO_ITEM, Layout, encode_topk
+from serving.arrow import writer
+from serving.arrow.reader import read
+from serving.arrow.schema import Field
+from serving.engine.batch_lookup import items_of
+from serving.engine.rendering import json_answers
+from serving.engine.rendering.arrow_answers import Row, StoredRows, answers_stream, row_of
+from serving.requests.answers import ORIGIN
 
 COLUMNS: Any = loader.load({})
 pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
@@ -90,11 +88,12 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
             rows["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
 
-    is_plain = json_batch.plain_record_mask(live, table(layout), rows, k)
+    is_plain = json_answers.plain_record_mask(live, table(layout), rows, k)
 
     with interpreted():
         assert (
-            is_plain.tolist() == json_batch.plain_record_mask(live, table(layout), rows, k).tolist()
+            is_plain.tolist()
+            == json_answers.plain_record_mask(live, table(layout), rows, k).tolist()
         )
     good = rows[is_plain]
     if len(good):
@@ -103,16 +102,16 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
 
 def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     ids, ends = [f'"{at}ü",' for at in range(len(good))], [b"}"] * len(good)
-    numbers = json_batch.numbers(of, good, k)
-    texts = [json_batch.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
+    numbers = json_answers.numbers(of, good, k)
+    texts = [json_answers.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, served=SimpleNamespace(live=live))
     resolved: Any = SimpleNamespace(rows=good)
     named = items_of(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():
-        pure_numbers = json_batch.numbers(of, good, k)
+        pure_numbers = json_answers.numbers(of, good, k)
         assert numbers.view(np.uint32).tolist() == pure_numbers.view(np.uint32).tolist()
-        assert texts == json_batch.texts_of(live, of, ids, good, k, ends)
+        assert texts == json_answers.texts_of(live, of, ids, good, k, ends)
         pure_items = items_of(lookup, resolved, slice(None))
         assert named == pure_items and named.sizes.tolist() == pure_items.sizes.tolist()
         assert streamed == answers_stream(
@@ -163,14 +162,14 @@ def test_every_score_is_written_as_orjson_writes_it(
     except UnfitValue:
         return
     live, k = snapshot(names), 2
-    is_plain = json_batch.plain_record_mask(live, table(layout), good, k)
+    is_plain = json_answers.plain_record_mask(live, table(layout), good, k)
     same(live, table(layout), good[is_plain], k)
-    (first, *_) = json_batch.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
+    (first, *_) = json_answers.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
 
     decoded = orjson.loads(first)
     assert decoded["items"] == [names[ordinal] for ordinal in ordinals[0, :k].tolist()]
     assert np.array(decoded["scores"], np.float32).tolist() == (
-        json_batch.numbers(table(layout), good[:1], k)[0].tolist()
+        json_answers.numbers(table(layout), good[:1], k)[0].tolist()
     )
 
 

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.format.ids import ID_BYTES_MAX, canonical_id
-from cache.format.records.codec import encode_numbers, encode_topk
-from cache.format.records.layout import Layout
 from cache.native import loader, pure
-from cache.tiers.results import Hit
-from serving.client.arrow import write_arrow_ids
-from serving.rendering import json_batch
-from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream
-from serving.rendering.arrow_rows import items_of
-from serving.rendering.json_single import start_of
-from serving.requests.lookup_arrow import batch, read_stream
+from cache.records import Layout, encode_numbers, encode_topk
+from cache.tiers.reads import Hit
+from serving.client.calls import write_arrow_ids
+from serving.engine.batch_lookup import items_of
+from serving.engine.rendering import json_answers
+from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream
+from serving.engine.rendering.json_answers import start_of
 from serving.requests.models import Limits
+from serving.requests.parsing import read_stream, stream_batch
 from tests import hostile
 from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
 
@@ -80,7 +79,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     live, good = snapshot(names), records(layout, len(ids), len(names))
 
     with patch.object(loader, "kernels", columns):
-        texts = json_batch.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
+        texts = json_answers.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
 
     assert [orjson.loads(text) for text in texts] == wanted(layout, ids, names)
 
@@ -113,7 +112,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 
     with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
-        numbers = json_batch.numbers(table(layout), good, 2)
+        numbers = json_answers.numbers(table(layout), good, 2)
         stored_rows = StoredRows(
             np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
         )
@@ -132,6 +131,6 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
     with patch.object(loader, "kernels", columns):
-        id_batch = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
+        id_batch = stream_batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
     assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids

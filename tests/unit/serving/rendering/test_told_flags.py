@@ -7,16 +7,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cache.format.records import layout
-from cache.format.records.codec import encode_topk
-from cache.format.records.layout import ABSENT, NIGHTLY, NO_ITEM, Layout
+from cache import records as layout
 from cache.native import loader, pure
-from cache.tiers.results import Hit
-from precompute.scoring.encoding import encode
+from cache.records import ABSENT, NIGHTLY, NO_ITEM, Layout, encode_topk
+from cache.tiers.reads import Hit
+from precompute.scoring.pages import encode
+from serving.engine.rendering.json_answers import plain_record_mask, start_of
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
-from serving.rendering.json_batch import plain_record_mask
-from serving.rendering.json_single import start_of
 from tests.unit.serving.world import WIDTH, World, ask, entity
 
 BIT = 8

@@ -7,7 +7,7 @@ import pytest
 from cache.errors import StoreError
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from serving.replica.blocklist_loader import newest_blocklist
+from serving.generations.refresher import newest_blocklist
 
 
 @pytest.fixture

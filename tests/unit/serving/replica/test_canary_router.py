@@ -8,16 +8,15 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.key_split import KeySplit
 from cache.store.releases import Canary
+from cache.traffic.split import KeySplit
 from serving.generations.served_set import ServedGenerations
-from serving.replica.canary_router import CanaryRouter
-from serving.replica.canary_stats import EVENTS_MAX
 from serving.requests.errors import Problem
-from serving.requests.fields import read_id
-from serving.requests.lookup_json import feedback_of, lookup_ask
+from serving.requests.json_fields import read_id
 from serving.requests.models import FeedbackReport, Limits, RequestedArm, RequestOptions
 from serving.requests.options import query_options, with_headers
+from serving.requests.parsing import feedback_of, lookup_ask
+from serving.traffic.canary import EVENTS_MAX, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]

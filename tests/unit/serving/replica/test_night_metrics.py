@@ -7,14 +7,11 @@ from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
 
-from cache.control.schedule import MISSED_MAX, Schedule
+from cache.config.timetable import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
-from serving.lookup.leases import LeaseCounts
-from serving.metrics.event_counters import TEXTS, InternalCounters
-from serving.replica.freshness import Nights
-from serving.replica.night_metrics import NightMetrics
-from serving.replica.redis_memory import RedisMemory
-from serving.replica.release_watch import ReleaseWatch
+from serving.engine.leases import LeaseCounts
+from serving.generations.nights import NightMetrics, Nights, RedisMemory, ReleaseWatch
+from serving.metrics.collectors import TEXTS, InternalCounters
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 

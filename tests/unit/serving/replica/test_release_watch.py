@@ -11,7 +11,7 @@ import pytest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
 from serving.dashboard.generation_history import GenerationHistory
-from serving.replica.release_watch import UNKNOWN, ReleaseWatch, open_refusal
+from serving.generations.nights import UNKNOWN, ReleaseWatch, open_refusal
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest

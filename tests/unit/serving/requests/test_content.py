@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.requests.content import lookup_of, peek, pop_content, run_in_thread_if_large
 from serving.requests.errors import Problem
 from serving.requests.models import Limits
+from serving.requests.parsing import lookup_of, peek, pop_content, run_in_thread_if_large
 
 LIMITS = Limits(1_000, 100, 100, 300, 10_000)
 BODIES = [b"a" * 1_000, b'{"entities": [1.5], "k": "many"}', b'{"entities": ["u1"], "k": 5} ' * 2]

@@ -12,9 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.admission.work_pacer import YieldPacer
-from serving.arrow_ipc.reader import BATCHES_MAX
-from serving.requests import content, fields
-from serving.requests.content import (
+from serving.arrow.reader import BATCHES_MAX
+from serving.requests import json_fields, parsing
+from serving.requests.errors import Problem
+from serving.requests.json_fields import has_more_values
+from serving.requests.models import RequestedEntity
+from serving.requests.parsing import (
     LARGE,
     lookup_of,
     peek,
@@ -22,9 +25,6 @@ from serving.requests.content import (
     refuse,
     run_in_thread_if_large,
 )
-from serving.requests.errors import Problem
-from serving.requests.json_weight import has_more_values
-from serving.requests.models import RequestedEntity
 from tests import hostile
 from tests.unit.serving.world import LIMITS
 
@@ -50,7 +50,7 @@ def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: 
     text = orjson.dumps(value)
     count = separators(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.requests.json_weight._CHUNK", chunk)
+        patch.setattr("serving.requests.json_fields._CHUNK", chunk)
 
         assert not has_more_values(text, count)
         assert count == 0 or has_more_values(text, count - 1)
@@ -67,7 +67,7 @@ def test_a_body_of_more_than_any_request_may_hold_is_not_parsed(
 ) -> None:
     """8 MiB of empty lists held the loop for 0.7 s, whatever came of them."""
     body = b'{"entities":[' + unit * ((8 << 20) // len(unit)) + b"0]}"
-    monkeypatch.setattr(fields, "orjson", None)
+    monkeypatch.setattr(json_fields, "orjson", None)
 
     with pytest.raises(Problem) as caught:
         lookup_of({}, body, "json", "t", LIMITS)
@@ -139,9 +139,9 @@ def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -
 
     def read_json(body: bytes, values_max: int) -> object:
         read.append(1)
-        return fields.read_json(body, values_max)
+        return json_fields.read_json(body, values_max)
 
-    monkeypatch.setattr(content, "read_json", read_json)
+    monkeypatch.setattr(parsing, "read_json", read_json)
     scope: dict[str, Any] = {}
 
     first = peek(scope, b'{"a": 1}', "json", LIMITS)

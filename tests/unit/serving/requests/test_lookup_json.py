@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.requests.content import lookup_of, pop_content
 from serving.requests.errors import Problem
-from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import FeedbackReport, Limits, LookupRequest, ScoreRequest
 from serving.requests.options import with_headers
+from serving.requests.parsing import feedback_of, lookup_of, lookup_url, pop_content, score_ask
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from serving.sequential.drift import ALPHA, Drift
+from serving.metrics.sequential import ALPHA, Drift
 
 FLOOR = 0.85
 Draw = Callable[[np.random.Generator], float]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.sequential.error_rate import highest, lowest
+from serving.metrics.sequential import highest, lowest
 
 ALPHA = 0.05
 

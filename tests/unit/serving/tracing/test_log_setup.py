@@ -7,13 +7,24 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.tracing.log_setup import BURST, JsonFormatter, LogRateLimit, TextFormatter
-from serving.tracing.observer import request_of, timing
-from serving.tracing.redaction import LENGTH_MAX, Redactor, passwords_of
-from serving.tracing.request_context import CURRENT, RequestFacts, RequestRecord, StageTime, note
-from serving.tracing.request_id import accepted, new_id
-from serving.tracing.request_log import RequestLog, log
-from serving.tracing.trace_context import ParentSpan
+from serving.process.log_setup import (
+    BURST,
+    LENGTH_MAX,
+    JsonFormatter,
+    LogRateLimit,
+    Redactor,
+    TextFormatter,
+    passwords_of,
+)
+from serving.requests.context import (
+    CURRENT,
+    ParentSpan,
+    RequestFacts,
+    RequestRecord,
+    StageTime,
+    note,
+)
+from serving.tracing.observer import RequestLog, accepted, log, new_id, request_of, timing
 from tests.fakes import FakeClock
 
 SECRETS = Redactor({"t0k3n"} | passwords_of(

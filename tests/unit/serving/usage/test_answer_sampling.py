@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cache.model.input_preparation import LiveInput
-from serving.usage.answer_sampling import QUEUE_BYTES, QUEUE_MAX, AnswerSample, AnswerSampler
+from serving.usage.request_observer import QUEUE_BYTES, QUEUE_MAX, AnswerSample, AnswerSampler
 
 PICK = AnswerSample("g1", "t", b"u1", "l1", "batch", 0.0)
 

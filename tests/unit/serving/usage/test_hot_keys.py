@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from cache.control.hot_keys import (
+from cache.errors import TierUnavailable
+from cache.store.blocklist import Blocklist
+from cache.usage.hot_keys import (
     HOT_WINDOW,
     LIFE_S,
     MEMBERS_MAX,
@@ -15,8 +17,6 @@ from cache.control.hot_keys import (
     hottest,
     member,
 )
-from cache.errors import TierUnavailable
-from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
 from serving.usage.hot_keys import RECENT, REPORTED, HotKeySketch, RecentNames
 from tests.fakes import FakeClock, FakeControl

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.usage.l1_curve import (
+from serving.usage.l1_advisor import (
     LARGEST,
     SMALLEST,
     STEPS,

@@ -5,14 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import OverlayRead
-from cache.l2.lease_commands import LeaseTake
+from cache.l2.commands import LeaseTake, OverlayRead
+from serving.engine.inference import OFTEN, PROBE_EVERY, RARELY, WINDOW, LiveInferences, RepeatRate
+from serving.engine.ladder import Ladder
+from serving.engine.rendering.answer_fields import AnswerJson
 from serving.generations.served_set import ServedGenerations
-from serving.lookup.inference import LiveInferences
-from serving.lookup.ladder import Ladder
-from serving.rendering.answer_fields import AnswerJson
 from serving.requests.models import LookupRequest
-from serving.usage.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, RepeatRate
 from tests.unit.serving.world import World, ask, entity, ids
 
 

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from cache.control.hot_keys import Name
 from cache.format.ids import hash_id
-from serving.usage.read_counts import ReadHashes
+from cache.usage.hot_keys import Name
+from serving.usage.request_observer import ReadHashes
 from serving.usage.table_usage import TableUsage
 from tests.fakes import FakeControl
 from tests.unit.serving.world import World

@@ -9,8 +9,7 @@ from redis.crc import key_slot
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.cluster.control import ClusterControl
-from cache.l2.cluster.nodes import Nodes
+from cache.l2.cluster import ClusterControl, Nodes
 
 KEYSPACE = Keyspace("test")
 

@@ -10,10 +10,11 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.cluster.fan_out import REDIRECTS_MAX, Scatter, Slots
+from cache.l2.cluster import REDIRECTS_MAX, Scatter, Slots
 from cache.l2.commands import (
     AskingCommand,
     Command,
+    Frames,
     L2Result,
     Overlay,
     OverlayRead,
@@ -23,7 +24,6 @@ from cache.l2.commands import (
     unpack,
 )
 from cache.l2.errors import Redirected, is_redirect, refused
-from cache.l2.replies import Frames
 
 KEYS = Keyspace("default")
 DOWN = TierUnavailable("down", reason="connection")

@@ -1,0 +1,150 @@
+"""The stream of accepted events in Redis: each once and within bounds, and how far nights have taken it over."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import orjson
+import xxhash
+
+from cache.errors import CorruptArtefact, InvalidInput
+from cache.events.event import BEGINNING, FIELD, Event, Position
+from cache.format.redis_keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+
+SCRIPT: Final = """
+local stream, limit, life, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local known, known_sequence = string.match(ARGV[4], '(%d+)-(%d+)')
+known, known_sequence = tonumber(known), tonumber(known_sequence)
+local used = redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', '5')
+if used and used >= limit then return redis.error_reply('FULL ' .. used) end
+local last = '0-0'
+if used then
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+  end
+end
+-- While Redis' clock stands still the sequence grows, and a position holds 20 bits of it: the next millisecond begins
+-- before they are used up. And where a stream was lost, and the clock is behind what it had, a position of now would be
+-- one that nights and followers have passed.
+local function place()
+  local ms, sequence = string.match(last, '(%d+)-(%d+)')
+  ms, sequence = tonumber(ms), tonumber(sequence)
+  if ms < known or (ms == known and sequence < known_sequence) then
+    local now = redis.call('TIME')
+    if now[1] * 1000 + math.floor(now[2] / 1000) > known then return '*' end
+    return string.format('%.0f-0', known + 1)
+  end
+  if sequence < 524288 then return '*' end
+  return string.format('%.0f-0', ms + 1)
+end
+local told, again = {}, {}
+for i = 1, (#KEYS - 1) / 2 do
+  local id, source, body = KEYS[2 * i], KEYS[2 * i + 1], ARGV[4 + i]
+  if redis.call('EXISTS', id) == 1 then
+    again[#again + 1] = id
+    told[i] = 'repeated'
+  elseif tonumber(redis.call('GET', source) or '0') >= most then
+    told[i] = 'too_many'
+  else
+    last = redis.call('XADD', stream, place(), 'e', body)
+    redis.call('SET', id, last, 'PX', life)
+    if redis.call('INCR', source) == 1 then redis.call('PEXPIRE', source, life) end
+    told[i] = last
+  end
+end
+-- Writes, so that WAITAOF waits for repetitions, too: their events may not be on disk yet. Last: after a write Redis no
+-- longer looks whether its memory is full.
+for _, id in ipairs(again) do redis.call('PEXPIRE', id, life) end
+return told
+"""
+"""Script: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or neither."""
+
+
+SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + SCRIPT
+"""The same for the inbox, at a full memory, too: else nothing would ever empty it. The stream's bound holds all the
+same, and entries that were accepted are deleted right after."""
+
+
+FULL: Final = "FULL"
+"""Beginning of the error when the stream takes no more."""
+
+
+class StreamBounds(NamedTuple):
+    """Bounds of the stream in bytes, of an id's life in milliseconds, and on events of one user (or item) within it."""
+
+    stream_bytes: int
+    life_ms: int
+    of_one: int
+
+
+class Accepted(NamedTuple):
+    """Outcome for one event: its position, or why it has none: `repeated` or `too_many`."""
+
+    position: Position | None
+    reason: str | None = None
+
+
+class PackedEvent(NamedTuple):
+    """Event as the script takes it: keys of its id and of its source, and its bytes."""
+
+    id_key: bytes
+    source_key: bytes
+    body: bytes
+
+
+def packed(keyspace: Keyspace, event: Event) -> PackedEvent:
+    """Packs an event; that of a batch takes milliseconds, in any thread."""
+    # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
+    kind = b"i" if event.user is None else b"u"
+    source = kind + len(event.source).to_bytes(2, "big") + event.source
+    return PackedEvent(
+        keyspace.event_ids + xxhash.xxh3_128_digest(source + event.id.encode()),
+        keyspace.event_sources + xxhash.xxh3_128_digest(source),
+        event.to_bytes(),
+    )
+
+
+def call_of(
+    keyspace: Keyspace,
+    bounds: StreamBounds,
+    events: Sequence[PackedEvent],
+    known_position: Position = BEGINNING,
+) -> tuple[list[bytes], list[Any]]:
+    """(KEYS, ARGV) of the script for some events, in their order; they follow the `known_position`."""
+    keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]
+    for event in events:
+        keys += event[:2]
+    return keys, [*argv, *(event.body for event in events)]
+
+
+def outcomes(replies: Sequence[bytes]) -> list[Accepted]:
+    """Outcomes from what the script replied."""
+    return [
+        Accepted(None, reply.decode()) if reply in (b"repeated", b"too_many") else Accepted(Position.parse(reply))
+        for reply in replies
+    ]  # fmt: skip
+
+
+def entry_of(fields: dict[bytes, bytes]) -> Event:
+    """The event of a stream entry; raises CorruptArtefact."""
+    return Event.from_bytes(fields.get(FIELD, b""))
+
+
+FILE: Final = "events/taken.json"
+
+
+def note_taken(store: ArtefactStore, position: Position) -> None:
+    """Writes the position, unless it is there."""
+    position_json = orjson.dumps({"until": str(position)})
+    if store.read(FILE) != position_json:
+        store.write(FILE, position_json)
+
+
+def read_taken(store: ArtefactStore) -> Position:
+    """The position, `BEGINNING` before any; raises StoreError, and CorruptArtefact for what is none."""
+    raw = store.read(FILE)
+    try:
+        return BEGINNING if raw is None else Position.parse(orjson.loads(raw)["until"])
+    except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
+        raise CorruptArtefact(f"{FILE} names no position: {error}", path=FILE) from error

@@ -1,0 +1,94 @@
+"""Items that users had when the night was made, and what else it knew of them; mapped, by directory position."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.format.directory import Directory, map_file
+from cache.format.manifest import Manifest, SeenPart
+
+
+class UserInput(NamedTuple):
+    """Input of a user as a night had it: ordinals int64 oldest first, when each happened last, and features by column.
+
+    Times are int64 microseconds since 1970, 0 where none was given.
+    """
+
+    items: NDArray[np.int64]
+    times: NDArray[np.int64]
+    features: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    ends: NDArray[np.uint64]
+    items: NDArray[np.uint32]
+    times: NDArray[np.int64] | None
+    feature_ends: NDArray[np.uint64] | None
+    features: NDArray[np.uint8] | None
+    has_own_vector: NDArray[np.uint8] | None
+
+    @classmethod
+    def open(cls, root: Path, part: SeenPart) -> "_Part":
+        times, ends, features, vector_flags = (
+            part.times,
+            part.feature_ends,
+            part.features,
+            part.brought,
+        )
+        return cls(
+            map_file(root / part.ends.path, "<u8"),
+            map_file(root / part.items.path, "<u4"),
+            None if times is None else map_file(root / times.path, "<i8"),
+            None if ends is None else map_file(root / ends.path, "<u8"),
+            None if features is None else map_file(root / features.path, "u1"),
+            None if vector_flags is None else map_file(root / vector_flags.path, "u1"),
+        )
+
+
+def _span(ends: NDArray[np.uint64], shard_row: int) -> slice:
+    return slice(int(ends[shard_row - 1]) if shard_row else 0, int(ends[shard_row]))
+
+
+class SeenItems:
+    """Ordinals that each user had, and inputs where events are taken in: mapped arrays per shard."""
+
+    def __init__(self, directory: Directory, parts: list[_Part]) -> None:
+        self._directory = directory
+        self._parts = parts
+
+    @classmethod
+    def open(cls, root: Path, manifest: Manifest, users: Directory) -> Self | None:
+        """Maps the parts that a manifest lists; None where it lists none."""
+        if not manifest.seen:
+            return None
+        return cls(users, [_Part.open(root, part) for part in manifest.seen])
+
+    def of(self, position: int) -> NDArray[np.int64]:
+        """Ordinals of the user at a position of the directory, int64."""
+        shard, shard_row = self._directory.locate(position)
+        part = self._parts[shard]
+        return part.items[_span(part.ends, shard_row)].astype(np.int64)
+
+    def brought_vector(self, position: int) -> bool:
+        """True if the user at a position of the directory brought a vector along."""
+        shard, shard_row = self._directory.locate(position)
+        vector_flags = self._parts[shard].has_own_vector
+        return vector_flags is not None and bool(vector_flags[shard_row])
+
+    def input_of(self, position: int) -> UserInput:
+        """Input of the user at a position of the directory; the manifest must say which events it has."""
+        shard, shard_row = self._directory.locate(position)
+        part = self._parts[shard]
+        span = _span(part.ends, shard_row)
+        items = part.items[span].astype(np.int64)
+        times = np.zeros(len(items), np.int64) if part.times is None else part.times[span].copy()
+        features: dict[str, Any] = {}
+        if part.feature_ends is not None and part.features is not None:
+            row = part.features[_span(part.feature_ends, shard_row)].tobytes()
+            features = orjson.loads(row) if row else {}
+        return UserInput(items, times, features)

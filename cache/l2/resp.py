@@ -1,0 +1,596 @@
+"""Replies of Redis: bounded before room is made for them, and refused unless they have their command's shape.
+
+Imports cache.native. Start at `bounded_reader`.
+
+For `*2147483647
+`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and freeing it
+holds the process for 9 to 24 s. A payload (`$`) it makes room for only as its bytes come.
+
+redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used first.
+
+redis-py takes a parser's class for each connection, and makes the reader as it connects. What hiredis and redis-py can
+make no reply of, such as a map whose keys are lists, is an InvalidResponse here, and so is a greeting that is no map.
+"""
+
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import hiredis
+import redis
+import redis.asyncio
+from redis._parsers.hiredis import NOT_ENOUGH_DATA, _AsyncHiredisParser, _HiredisParser
+from redis.exceptions import InvalidResponse, ResponseError
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.utils import check_protocol_version
+
+from cache.native import loader
+
+
+class ReplyBounds(NamedTuple):
+    """Elements that one reply may announce, nested ones included, and bytes that one payload may."""
+
+    elements: int
+    payload_bytes: int
+
+
+RECORD_REPLIES: Final = ReplyBounds(elements=1_024, payload_bytes=64 << 20)
+"""Bounds for the read path: its commands are answered by one string or number each, by no list; a server may push."""
+
+
+COMMAND_REPLIES: Final = ReplyBounds(elements=1 << 20, payload_bytes=512 << 20)
+"""Bounds for all other commands.
+
+The longest list that is asked for is a slot map (at most 16,384 ranges with some ten elements each) or a registry; for
+a million elements hiredis takes 8 MiB. 512 MiB is the longest string that Redis keeps (`proto-max-bulk-len`).
+"""
+
+
+def scanner_of(bounds: ReplyBounds) -> Any:
+    """A scanner of one connection's replies; `admits(data)` is to be asked before a parser gets the same bytes."""
+    return loader.kernels.ReplyScanner(*bounds)
+
+
+def refusal(bounds: ReplyBounds) -> str:
+    """The reason why a connection ends whose replies a scanner does not admit."""
+    return f"a reply announces more than {bounds.elements} elements or {bounds.payload_bytes} bytes"
+
+
+class BoundedReader(hiredis.Reader):
+    """A hiredis.Reader that raises in `feed`, by its `protocolError`, for what announces more than the bounds."""
+
+    def __init__(self, bounds: ReplyBounds, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._error = settings.get("protocolError", hiredis.ProtocolError)
+        self._bounds = bounds
+        self._scanner = scanner_of(bounds)
+
+    def feed(self, buffer: Any, start: int = 0, size: int = -1, /) -> None:
+        """Adds bytes from the server: all of `buffer`, or `size` of them from `start`."""
+        size = size if size >= 0 else len(buffer) - start
+        if not self._scanner.admits(memoryview(buffer)[start : start + size]):
+            raise self._error(refusal(self._bounds))
+        super().feed(buffer, start, size)
+
+
+Client = TypeVar("Client", redis.Redis, redis.asyncio.Redis)
+
+
+Check = Callable[[Any], bool]
+
+
+UNREADABLE: Final = (
+    ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors of Python's that reading a reply of another type ends with, UnicodeDecodeError among them."""
+
+
+_EXCERPT_CHARS: Final = 80
+
+
+_BYTES: Final = frozenset([bytes])
+
+
+_BYTES_OR_NONE: Final = frozenset([bytes, type(None)])
+
+
+_POSITION: Final = re.compile(rb"[0-9]+-[0-9]+")
+
+
+class WrongReply(InvalidResponse, ResponseError):
+    """A reply that is not of its command's shape.
+
+    A ResponseError as well: redis-py's pipelines then read the replies behind it, so that none of them is taken for the
+    reply to a later command.
+    """
+
+
+class Shape(NamedTuple):
+    """Shape of a command's reply, in words, and the checks of it by protocol."""
+
+    words: str
+    resp2: Check
+    resp3: Check
+
+
+def _shape(words: str, resp2: Check, resp3: Check | None = None) -> Shape:
+    return Shape(words, resp2, resp2 if resp3 is None else resp3)
+
+
+def _is_count(reply: Any) -> bool:
+    return type(reply) is int and reply >= 0
+
+
+def _is_count_or_nothing(reply: Any) -> bool:
+    return reply is None or _is_count(reply)
+
+
+def _is_integer(reply: Any) -> bool:
+    return type(reply) is int
+
+
+def _is_text(reply: Any) -> bool:
+    return type(reply) is bytes
+
+
+def _is_text_or_nothing(reply: Any) -> bool:
+    return type(reply) is bytes or reply is None
+
+
+def _is_ok(reply: Any) -> bool:
+    return type(reply) is bytes and reply == b"OK"
+
+
+def _is_ok_or_nothing(reply: Any) -> bool:
+    return reply is None or _is_ok(reply)
+
+
+def _is_pong(reply: Any) -> bool:
+    return type(reply) is bytes and reply == b"PONG"
+
+
+def _is_info(reply: Any) -> bool:
+    # A section without fields, as Keyspace of an empty server, is its heading alone.
+    return type(reply) is bytes and (b":" in reply or reply.startswith(b"# "))
+
+
+def _is_list(reply: Any) -> bool:
+    return type(reply) is list
+
+
+def _is_texts(reply: Any) -> bool:
+    return type(reply) is list and _BYTES.issuperset(map(type, reply))
+
+
+def _is_texts_or_nothings(reply: Any) -> bool:
+    return type(reply) is list and _BYTES_OR_NONE.issuperset(map(type, reply))
+
+
+def _is_flat_map(reply: Any) -> bool:
+    return _is_texts(reply) and len(reply) % 2 == 0
+
+
+def _is_map(reply: Any) -> bool:
+    return (
+        type(reply) is dict
+        and _BYTES.issuperset(map(type, reply))
+        and _BYTES.issuperset(map(type, reply.values()))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    # Redis sends the numbers of TIME as texts, others send integers.
+    return _is_count(value) or (type(value) is bytes and value.isdigit())
+
+
+def _is_two_numbers(reply: Any) -> bool:
+    return type(reply) is list and len(reply) == 2 and all(map(_is_number, reply))
+
+
+def _is_two_counts(reply: Any) -> bool:
+    return type(reply) is list and len(reply) == 2 and all(map(_is_count, reply))
+
+
+def _is_score(value: Any) -> bool:
+    if type(value) is not bytes:
+        return type(value) is float or type(value) is int
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_flat_scores(reply: Any) -> bool:
+    return _is_flat_map(reply) and all(map(_is_score, reply[1::2]))
+
+
+def _is_scored_member(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _is_text(value[0]) and _is_score(value[1])
+
+
+def _is_scored_members(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_scored_member, reply))
+
+
+def _is_position(value: Any) -> bool:
+    return type(value) is bytes and _POSITION.fullmatch(value) is not None
+
+
+def _is_position_or_nothing(reply: Any) -> bool:
+    return reply is None or _is_position(reply)
+
+
+def _is_entry(value: Any) -> bool:
+    # Without fields it was deleted, and is still some consumer's.
+    return (
+        type(value) is list
+        and len(value) == 2
+        and _is_position(value[0])
+        and (value[1] is None or _is_flat_map(value[1]))
+    )
+
+
+def _is_entries(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_entry, reply))
+
+
+def _is_claimed(reply: Any) -> bool:
+    return (
+        type(reply) is list
+        and len(reply) >= 2
+        and _is_position(reply[0])
+        and type(reply[1]) is list
+        and all(entry is None or _is_entry(entry) for entry in reply[1])
+    )
+
+
+def _is_streams(reply: Any) -> bool:
+    return reply is None or (
+        type(reply) is list
+        and all(
+            type(stream) is list
+            and len(stream) == 2
+            and type(stream[0]) is bytes
+            and _is_entries(stream[1])
+            for stream in reply
+        )
+    )
+
+
+def _is_map_of_streams(reply: Any) -> bool:
+    return reply is None or (
+        type(reply) is dict
+        and all(type(name) is bytes and _is_entries(entries) for name, entries in reply.items())
+    )
+
+
+def _is_slot_range(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) >= 3
+        and _is_count(value[0])
+        and _is_count(value[1])
+        and value[0] <= value[1] < 16_384
+        and all(
+            type(node) is list
+            and len(node) >= 2
+            and _is_text_or_nothing(node[0])
+            and _is_count(node[1])
+            for node in value[2:]
+        )
+    )
+
+
+def _is_slot_map(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_slot_range, reply))
+
+
+def _is_list_of_commands(reply: Any) -> bool:
+    return type(reply) is list and all(each is None or type(each) is list for each in reply)
+
+
+def _is_moved(reply: Any) -> bool:
+    """True for what the script that moves the pointer returns: how it ended, and one or two texts about it."""
+    if type(reply) is not list or not reply or not _is_texts(reply[1:]):
+        return False
+    return (type(reply[0]), len(reply)) == (int, 3 if reply[0] == 2 else 2)
+
+
+def _is_returned(reply: Any) -> bool:
+    return reply is None or type(reply) in (int, bytes, list)
+
+
+def _is_in_transaction(reply: Any) -> bool:
+    return reply is None or type(reply) in (bytes, list)
+
+
+def _is_list_of_flat_maps(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_flat_map, reply))
+
+
+def _is_list_of_maps(reply: Any) -> bool:
+    return type(reply) is list and all(map(_is_map, reply))
+
+
+COUNT: Final = _shape("a count", _is_count)
+
+
+COUNT_OR_NOTHING: Final = _shape("a count or nothing", _is_count_or_nothing)
+
+
+INTEGER: Final = _shape("an integer", _is_integer)
+
+
+TEXT: Final = _shape("a text", _is_text)
+
+
+TEXT_OR_NOTHING: Final = _shape("a text or nothing", _is_text_or_nothing)
+
+
+TEXTS: Final = _shape("a list of texts", _is_texts)
+
+
+OK: Final = _shape("OK", _is_ok)
+
+
+MAP: Final = _shape("a map of texts", _is_flat_map, _is_map)
+
+
+MEMBERS: Final = _shape("members of a sorted set", _is_texts)
+
+
+SCORED_MEMBERS: Final = _shape("members with their scores", _is_flat_scores, _is_scored_members)
+
+
+ENTRIES: Final = _shape("entries of a stream", _is_entries)
+
+
+STREAMS: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
+
+
+MOVED: Final = _shape("how the move ended, and texts", _is_moved)
+
+
+RETURNED: Final = _shape("a count, a text, a list or nothing", _is_returned)
+
+
+SHAPES: Final[Mapping[str, Shape]] = {
+    "CLUSTER SLOTS": _shape("a slot map", _is_slot_map),
+    "COMMAND": _shape("a list of commands", _is_list_of_commands),
+    "COMMAND INFO": _shape("a list of commands", _is_list_of_commands),
+    "CONFIG GET": MAP,
+    "DEL": COUNT,
+    "EVAL": RETURNED,
+    "EVALSHA": RETURNED,
+    "EXISTS": COUNT,
+    "EXPIRE": COUNT,
+    "FLUSHALL": OK,
+    "GET": TEXT_OR_NOTHING,
+    "GETRANGE": TEXT,
+    "HDEL": COUNT,
+    "HELLO": _shape("a map", lambda reply: type(reply) is dict),
+    "HGET": TEXT_OR_NOTHING,
+    "HGETALL": MAP,
+    "HLEN": COUNT,
+    "HSET": COUNT,
+    "INCR": INTEGER,
+    "INFO": _shape("sections of name:value", _is_info),
+    "MEMORY USAGE": COUNT_OR_NOTHING,
+    "MGET": _shape("a list of texts or nothings", _is_texts_or_nothings),
+    "PEXPIRE": COUNT,
+    "PFADD": COUNT,
+    "PFCOUNT": COUNT,
+    "PING": _shape("PONG", _is_pong),
+    "PTTL": INTEGER,
+    "PUBLISH": COUNT,
+    "SENTINEL MASTERS": _shape("a list of maps", _is_list_of_flat_maps, _is_list_of_maps),
+    "SET": _shape("OK or nothing", _is_ok_or_nothing),
+    "SETRANGE": COUNT,
+    "STRLEN": COUNT,
+    "TIME": _shape("two numbers", _is_two_numbers),
+    "UNLINK": COUNT,
+    "WAIT": COUNT,
+    "WAITAOF": _shape("two counts", _is_two_counts),
+    "XACK": COUNT,
+    "XADD": _shape("a position or nothing", _is_position_or_nothing),
+    "XAUTOCLAIM": _shape("a position and entries of a stream", _is_claimed),
+    "XDEL": COUNT,
+    "XGROUP CREATE": OK,
+    "XLEN": COUNT,
+    "XRANGE": ENTRIES,
+    "XREAD": STREAMS,
+    "XREADGROUP": STREAMS,
+    "XREVRANGE": ENTRIES,
+    "XTRIM": COUNT,
+    "ZADD": COUNT,
+    "ZINCRBY": _shape("a score", _is_score),
+    "ZRANGEBYSCORE": MEMBERS,
+    "ZREM": COUNT,
+    "ZREMRANGEBYRANK": COUNT,
+    "ZREMRANGEBYSCORE": COUNT,
+    "ZREVRANGE": MEMBERS,
+    "_": _shape("OK, QUEUED or a list", _is_in_transaction),
+}
+"""Shapes by command; `_` is redis-py's word for the commands of a transaction, EXEC the last of them."""
+
+
+def check_replies(client: Client) -> Client:
+    """Has a client, and the pipelines that it opens, raise WrongReply for what is not of a command's shape."""
+    is_resp2 = str(client.connection_pool.connection_kwargs.get("protocol")) == "2"
+    callbacks: Any = client.response_callbacks
+    for command, shape in SHAPES.items():
+        callbacks[command] = _callback(command, shape, is_resp2, callbacks.get(command))
+    return client
+
+
+def checked(command: str, reply: Any, shape: Shape | None = None) -> Any:
+    """The reply, to a command that was sent by RESP2; raises WrongReply where it is not of the shape (the table's)."""
+    shape = SHAPES[command] if shape is None else shape
+    if not shape.resp2(reply):
+        refuse(command, reply, shape.words)
+    return reply
+
+
+def refuse(command: str, reply: Any, words: str) -> NoReturn:
+    """Raises WrongReply, which names the command, what it was answered by, and what it had to be."""
+    named = "EXEC" if command == "_" else command
+    raise WrongReply(f"{named} was answered by {excerpt(reply)}, not by {words}")
+
+
+@contextmanager
+def refusing(command: str, words: str) -> Iterator[None]:
+    """Raises WrongReply in place of an error of Python's in the block, which reads a reply to `command`."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise WrongReply(
+            f"{command} was answered by what is not {words} ({type(error).__name__}: {_shorten(str(error))})"
+        ) from error
+
+
+def info_number(info: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A number of INFO as redis-py read it; raises WrongReply where it is none, or missing without a `default`."""
+    value = info.get(name, default)
+    if type(value) is not int:
+        refuse("INFO", value, f"a number as {name}")
+    return value
+
+
+class _ReplyExcerpt(reprlib.Repr):
+    """Text of a reply of any size, made of its first elements and bytes only."""
+
+    def repr_bytes(self, value: bytes, _level: int) -> str:
+        return repr(value[:_EXCERPT_CHARS])
+
+
+_EXCERPT: Final = _ReplyExcerpt()
+
+
+_EXCERPT.maxother = _EXCERPT.maxstring = _EXCERPT.maxlong = _EXCERPT_CHARS
+
+
+def excerpt(reply: Any) -> str:
+    """The reply as one line of at most 83 characters, control characters escaped."""
+    return "nothing" if reply is None else _shorten(_EXCERPT.repr(reply))
+
+
+def _shorten(text: str) -> str:
+    text = ascii(text)[1:-1] if not text.isprintable() else text
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
+
+
+def _callback(
+    command: str, shape: Shape, is_resp2: bool, parse: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    words, is_right = shape.words, shape.resp2 if is_resp2 else shape.resp3
+    if parse is None:
+
+        def pass_on(reply: Any, **_options: Any) -> Any:
+            if not is_right(reply):
+                refuse(command, reply, words)
+            return reply
+
+        return pass_on
+
+    def read(reply: Any, **options: Any) -> Any:
+        if not is_right(reply):
+            refuse(command, reply, words)
+        try:
+            return parse(reply, **options)
+        except UNREADABLE:
+            refuse(command, reply, words)
+
+    if shape is not MEMBERS:
+        return read
+    read_scored = _callback(command, SCORED_MEMBERS, is_resp2, parse)
+
+    def read_members(reply: Any, **options: Any) -> Any:
+        return (read_scored if options.get("withscores") else read)(reply, **options)
+
+    return read_members
+
+
+class BoundedParser(_HiredisParser):
+    """redis-py's parser of a connection without an event loop, over a bounded reader."""
+
+    def on_connect(self, connection: Any, **settings: Any) -> None:
+        """Starts to read from a connection that was just opened."""
+        super().on_connect(connection, **settings)  # type: ignore[no-untyped-call]
+        self._reader = _reader(self, connection)
+        self._is_greeting = check_protocol_version(connection.protocol)
+
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """The next reply; an error reply is an exception, and not raised."""
+        try:
+            reply = super().read_response(*arguments, **settings)
+        except UNREADABLE as error:
+            raise _unreadable(error) from error
+        if self._is_greeting:
+            self._is_greeting = False
+            _check_greeting(reply)
+        return reply
+
+
+class AsyncBoundedParser(_AsyncHiredisParser):
+    """redis-py's parser of a connection on an event loop, over a bounded reader."""
+
+    def on_connect(self, connection: Any) -> None:
+        """Starts to read from a connection that was just opened."""
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        self._reader = _reader(self, connection)  # type: ignore[assignment]
+        self._is_greeting = check_protocol_version(connection.protocol)
+
+    async def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """The next reply; an error reply is an exception, and not raised."""
+        try:
+            reply = await super().read_response(*arguments, **settings)
+        except UNREADABLE as error:
+            raise _unreadable(error) from error
+        if self._is_greeting:
+            self._is_greeting = False
+            _check_greeting(reply)
+        return reply
+
+
+def _unreadable(error: Exception) -> InvalidResponse:
+    return InvalidResponse(f"a reply cannot be read ({type(error).__name__}: {error})")
+
+
+def _check_greeting(reply: Any) -> None:
+    """Raises WrongReply unless this is a reply to HELLO: redis-py looks for the protocol in whatever comes."""
+    if not isinstance(reply, Exception):
+        checked("HELLO", reply)
+
+
+def _reader(parser: BoundedParser | AsyncBoundedParser, connection: Any) -> hiredis.Reader:
+    settings: dict[str, Any] = {
+        "protocolError": InvalidResponse,
+        "replyError": parser.parse_error,
+        "errors": connection.encoder.encoding_errors,
+        "notEnoughData": NOT_ENOUGH_DATA,
+    }
+    if connection.encoder.decode_responses:
+        settings["encoding"] = connection.encoder.encoding
+    return BoundedReader(COMMAND_REPLIES, **settings)
+
+
+BOUNDED: Final[dict[str, Any]] = {
+    "parser_class": BoundedParser,
+    # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
+    "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+}
+"""Settings of a pool of redis-py's whose connections have bounded replies."""
+
+
+ASYNC_BOUNDED: Final[dict[str, Any]] = {"parser_class": AsyncBoundedParser}
+"""The same for a pool on an event loop."""
+
+
+def bound_replies(client: Client) -> Client:
+    """Bounds the replies of a client that has no connection yet, and returns it."""
+    settings = ASYNC_BOUNDED if isinstance(client, redis.asyncio.Redis) else BOUNDED
+    client.connection_pool.connection_kwargs.update(settings)
+    return client

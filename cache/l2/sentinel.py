@@ -1,0 +1,197 @@
+"""Redis under Sentinel: URLs that name the sentinels, and connections that ask them for the primary as they open.
+
+Imports cache.errors and cache.l2.resp. Start at `url`.
+
+So any pool of redis-py's serves, and whoever loses a connection to a failover meets the new primary with the next one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+import redis
+import redis.asyncio
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import MasterNotFoundError as AsyncMasterNotFoundError
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
+
+from cache.errors import ConfigError
+from cache.l2.resp import bound_replies, check_replies
+
+SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
+
+
+PORT: Final = 26_379
+
+
+_SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelGroup:
+    """Sentinels that watch over one service, and how they are asked; `settings` are those of redis-py's connections."""
+
+    addresses: tuple[tuple[str, int], ...]
+    service: str
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    """May hold the sentinels' password."""
+
+
+def is_sentinel(url: str) -> bool:
+    """True if a URL names sentinels, which tell where the primary is."""
+    return url.startswith(SCHEMES)
+
+
+def read_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
+    """The sentinels that a URL names, and redis-py's settings of a connection to whatever server they name.
+
+    With `rediss+sentinel://` both speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL:
+    a password that is not percent-encoded may reach into any.
+    """
+    try:
+        return _read(url)
+    except ValueError:  # of urllib and of redis-py; its text may hold the password, too
+        raise _refused(
+            "the URL of a Redis under Sentinel, or an option behind its ?, cannot be read"
+        ) from None
+
+
+def _read(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
+    scheme, _, location = url.partition("+sentinel://")
+    parts = urlsplit(f"{scheme}://{location}")
+    user, at, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise _refused(
+            "the URL of a Redis under Sentinel ends in the name of its service, redis+sentinel://host:port/SERVICE"
+        )
+    if "@" in service or (database and not database.isdecimal()):
+        raise _refused(
+            "the URL of a Redis under Sentinel has no database's number behind its service, or an @ in its name"
+        )
+    options = parse_qsl(parts.query)
+    redis_parts = parts._replace(
+        netloc=f"{user}{at}{hosts.partition(',')[0]}",
+        path=f"/{database}",
+        query=urlencode([option for option in options if option[0] not in _SENTINEL_OPTIONS]),
+    )
+    addresses = tuple(_address(host, number) for number, host in enumerate(hosts.split(","), 1))
+    settings: dict[str, Any] = dict(parse_url(redis_parts.geturl()))  # type: ignore[no-untyped-call]
+    shared = {name: value for name, value in settings.items() if name.startswith("ssl_")}
+    if scheme == "rediss":
+        shared["ssl"] = True
+    sentinel_credentials = {
+        name.removeprefix("sentinel_"): value
+        for name, value in options
+        if name in _SENTINEL_OPTIONS
+    }
+    for name in ("host", "port", "connection_class"):
+        settings.pop(name, None)
+    return SentinelGroup(addresses, unquote(service), {**shared, **sentinel_credentials}), settings
+
+
+def is_tls(group: SentinelGroup) -> bool:
+    """True if the sentinels, and the servers that they name, speak TLS."""
+    return bool(group.settings.get("ssl"))
+
+
+def _address(text: str, number: int) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"redis://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port == 0:
+        raise _refused(f"address {number} in the URL of a Redis under Sentinel is not host:port")
+    return host, port or PORT
+
+
+def _refused(message: str) -> ConfigError:
+    remedy = "percent-encode / # ? [ ] @ in a password (urllib.parse.quote), if it has any"
+    return ConfigError(f"{message}: {remedy}", field="redis_url")
+
+
+ASK_S: Final = 0.5
+"""Seconds that one sentinel may take, before the next is asked."""
+
+
+class PrimaryConnection(redis.Connection):
+    """Connection to the primary that sentinels name."""
+
+    def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
+        self._sentinels = sentinels
+        super().__init__(**settings)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> Any:
+        group = self._sentinels
+        sentinel_settings = {**_patience(), "retry": Retry(NoBackoff(), 0), **group.settings}
+        # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
+        with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
+            for client in sentinels.sentinels:
+                check_replies(bound_replies(client))
+            try:
+                self.host, self.port = sentinels.discover_master(group.service)
+            except MasterNotFoundError as error:
+                raise _not_found(group) from error
+        return super()._connect()  # type: ignore[no-untyped-call]
+
+
+class PrimarySSLConnection(PrimaryConnection, redis.SSLConnection):
+    """The same, over TLS."""
+
+
+class AsyncPrimaryConnection(Connection):
+    """Connection to the primary that sentinels name, for an event loop."""
+
+    def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
+        self._sentinels = sentinels
+        super().__init__(**settings)
+
+    async def _connect(self) -> None:
+        group = self._sentinels
+        sentinel_settings = {**_patience(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
+        async with AsyncSentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
+            for client in sentinels.sentinels:
+                check_replies(bound_replies(client))
+            try:
+                self.host, self.port = await sentinels.discover_master(group.service)
+            except AsyncMasterNotFoundError as error:
+                raise _not_found(group) from error
+        await super()._connect()  # type: ignore[no-untyped-call]
+
+
+class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
+    """The same, over TLS."""
+
+
+def pool_of(url: str, **settings: Any) -> redis.ConnectionPool:
+    """A pool of connections to the primary."""
+    group, connection_settings = read_url(url)
+    kind = PrimarySSLConnection if is_tls(group) else PrimaryConnection
+    return redis.ConnectionPool(
+        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
+    )
+
+
+def async_pool_of(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
+    """A pool of connections to the primary, for an event loop."""
+    group, connection_settings = read_url(url)
+    kind = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
+    return redis.asyncio.ConnectionPool(
+        connection_class=kind, sentinels=group, **{**connection_settings, **settings}
+    )
+
+
+def _not_found(group: SentinelGroup) -> redis.ConnectionError:
+    """In place of redis-py's text, which holds every client that it asked with."""
+    addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
+    return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
+
+
+def _patience() -> dict[str, Any]:
+    return {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S, "protocol": 2}

@@ -1,0 +1,394 @@
+"""Reads of the tiers: the records that are wanted, where they lie, whether they are sound, and how reads end."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import repeat
+from typing import Any, Literal, NamedTuple, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import TierUnavailable
+from cache.format.directory import Directory
+from cache.format.manifest import Table
+from cache.format.redis_keys import hash_hex
+from cache.l2.commands import Overlay, OverlayRead, PageRead, PageReads, Read
+from cache.records import (
+    RECORD_FORMAT,
+    is_absent,
+    is_live,
+    peek_fingerprint,
+    peek_format,
+    unpack_overlay,
+)
+from cache.tiers.l1 import Entry, LocalKey
+
+Tier = Literal["l1", "l2"]
+"""Tiers: this process and Redis."""
+
+
+class DescribedEnum(StrEnum):
+    """Word of an answer's field, with its `meaning` in a sentence for whoever reads it."""
+
+    meaning: str
+
+    def __new__(cls, label: str, meaning: str) -> Self:
+        """Make a member that equals its word."""
+        member = str.__new__(cls, label)
+        member._value_ = label
+        member.meaning = meaning
+        return member
+
+
+class MissReason(DescribedEnum):
+    """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one."""
+
+    NOT_IN_GENERATION = (
+        "not_in_generation",
+        "The generation has no record of this id in this table, and no live answer to it is stored",
+    )
+    NEGATIVE = "negative", "The same, remembered from another request"
+    UNREAD = "overlay_unread", "The same, and a stored live answer was not looked for"
+    EXPIRED = "expired", "The stored live answer to this id has ended"
+    INPUT_CHANGED = "input_changed", "The stored live answer was computed from another input"
+    PAGE_MISSING = "page_missing", "The page of its record is not in Redis"
+    CORRUPT = "corrupt", "Its record in Redis is damaged"
+    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none"
+    L2_DOWN = "l2_down", "Redis cannot be reached"
+    BREAKER_OPEN = "breaker_open", "Redis failed several times and is not asked for a moment"
+
+    NEWER_EVENTS = (
+        "newer_events",
+        "The user has newer events, and no answer that counts them is stored yet",
+    )
+    FRESH = "fresh", "A fresh answer was demanded"
+    TOO_OLD = "too_old", "What is stored is older than `max_age_seconds`"
+    EXHAUSTED = (
+        "exhausted",
+        "Of the list of an item, or of a live answer, fewer than k (or none) are left without what is excluded",
+    )
+    FILTERED = (
+        "filtered",
+        "Fewer than k of the list pass the filter, and no vector to search by could be had, or no time was left",
+    )
+    ENTITY_BLOCKED = "entity_blocked", "The id itself is on the blocklist"
+    INTERNAL_ERROR = "internal_error", "The service failed on this id, and has logged why"
+
+    NOTHING_TO_COMPUTE_FROM = (
+        "nothing_to_compute_from",
+        "A fresh answer was demanded and nothing was sent to compute it from: this is what is stored",
+    )
+    FRESH_UNAVAILABLE = (
+        "fresh_unavailable",
+        "A fresh answer was demanded and live has none (`live` says why): this is what is stored",
+    )
+
+
+OUTAGES = frozenset(
+    {
+        MissReason.PAGE_MISSING,
+        MissReason.CORRUPT,
+        MissReason.L2_TIMEOUT,
+        MissReason.L2_DOWN,
+        MissReason.BREAKER_OPEN,
+    }
+)
+"""Reasons of a miss: what the night has computed is out of reach for a while."""
+
+
+STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
+"""Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
+
+
+NOWHERE = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
+"""Reasons of a miss: nothing is stored for an id that the night did not know."""
+
+
+PUBLIC_BY_INTERNAL_REASON: Mapping[str, MissReason] = {
+    MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
+    MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
+}
+"""Reason that answers, metrics and explanations tell in place of another: none says how an absence was found out."""
+
+
+REASONS_WITH_STORED_ANSWER = frozenset(
+    {MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE}
+)
+"""Reasons that go with a stored answer where a fresh one was asked for: no miss."""
+
+
+class RecordKey(NamedTuple):
+    """A request for one entity's record in one table.
+
+    `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
+    know it; `digest` is that of the input the caller sent, None if it sent none; `skips_overlay` leaves the overlay
+    unread, wherever L1 lacks it.
+    """
+
+    table: Table
+    key: int | bytes
+    fingerprint: int
+    position: int
+    digest: bytes | None = None
+    skips_overlay: bool = False
+
+
+class Hit(NamedTuple):
+    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
+
+    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
+    """
+
+    record: bytes
+    tier: Tier
+    live: bool
+    expires_at: float | None
+    reason: MissReason | None = None
+
+
+class Miss(NamedTuple):
+    """A miss: no stored answer, and why."""
+
+    reason: MissReason
+
+
+ReadResult = Hit | Miss
+
+
+MISS_BY_REASON = {reason: Miss(reason) for reason in MissReason}
+
+
+_UNAVAILABLE = {
+    "timeout": MISS_BY_REASON[MissReason.L2_TIMEOUT],
+    "connection": MISS_BY_REASON[MissReason.L2_DOWN],
+    "breaker_open": MISS_BY_REASON[MissReason.BREAKER_OPEN],
+}
+
+
+def unavailable(error: TierUnavailable) -> Miss:
+    """The miss of a read that L2 could not answer."""
+    return _UNAVAILABLE[str(error.details["reason"])]
+
+
+def unsound(record: bytes, fingerprint: int) -> MissReason:
+    """Reason why a page's record is no answer: the night had none for this entity, or it is not what it should be."""
+    absent = is_absent(record, fingerprint)
+    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A snapshot as far as a read needs it, captured once per request."""
+
+    generation: str
+    directories: Mapping[str, Directory]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters of reads: every want that was asked for is counted once, in `l1`, `l2` or one of `missed`.
+
+    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
+    some at a time: `flush` adds what is still to be counted.
+    """
+
+    records: int = 0
+    ready: int = 0
+    l2: int = 0
+    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l2_reads: int = 0
+    flush: Callable[[], None] = lambda: None
+
+    def count(self, outcomes: Sequence[ReadResult]) -> None:
+        """Adds one request's outcomes."""
+        for outcome in outcomes:
+            if type(outcome) is Miss:
+                self.missed[outcome.reason] += 1
+            elif outcome.tier == "l1":  # type: ignore[union-attr]
+                self.records += 1
+            else:
+                self.l2 += 1
+
+    def count_rows(
+        self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]
+    ) -> None:
+        """Adds rows by the tier each is from, but those at the places of `result_by_index` by their outcomes."""
+        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
+        self.l2 += l2
+        self.records += len(is_l2) - l2 - len(result_by_index)
+        self.count(list(result_by_index.values()))
+
+    @property
+    def l1(self) -> int:
+        """Number of wants that L1 answered."""
+        return self.records + self.ready
+
+    @property
+    def total(self) -> int:
+        """Number of all outcomes."""
+        return self.l1 + self.l2 + sum(self.missed.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordKeys:
+    """Entities that the night knows, and who sent nothing to compute from; the columns of as many `RecordKey`s.
+
+    `positions` are int64[n], none of them negative; `fingerprints` uint64[n].
+    """
+
+    table: Table
+    keys: Sequence[int]
+    fingerprints: NDArray[np.uint64]
+    positions: NDArray[np.int64]
+    digest: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def local_keys(self, generation: str) -> list[LocalKey]:
+        """Keys in L1: plain tuples, which are equal to and hash like the named ones."""
+        named = zip(repeat(generation), repeat(self.table.name), self.keys)
+        return cast(list[LocalKey], list(named))
+
+    def select(self, indexes: Sequence[int]) -> "RecordKeys":
+        """The wants at `indexes`, as columns."""
+        if len(indexes) == len(self.keys):
+            return self
+        keys = [self.keys[index] for index in indexes]
+        at = np.array(indexes, np.intp)
+        return RecordKeys(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
+
+    def record_key_at(self, index: int) -> RecordKey:
+        """The want at `index`."""
+        print_, position = int(self.fingerprints[index]), int(self.positions[index])
+        digest = self.digest if position >= 0 else None
+        return RecordKey(self.table, self.keys[index], print_, position, digest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows that a read of `RecordKeys` found, in their order.
+
+    `records` are of the table's dtype, with the wanted fingerprint; those at the places of `result_by_index` mean
+    nothing. `is_l2`: bool[n], False where L1 had it.
+    """
+
+    records: NDArray[Any]
+    is_l2: NDArray[np.bool_]
+    result_by_index: dict[int, ReadResult]
+
+
+FlightKey = int | tuple[int, bytes]
+
+
+_KEPT_MAX = 4_096
+
+
+def reads_of(view: View, record_keys: Sequence[RecordKey]) -> list[Read]:
+    """Reads of L2, one per want; whatever wants of one table share is looked up once."""
+    reads: list[Read] = []
+    table: Table | None = None
+    name, size_bytes, per_page = "", 0, 1
+    for record_key in record_keys:
+        if record_key.table is not table:
+            table = record_key.table
+            name, size_bytes = table.name, table.layout.size_bytes
+            per_page, parts = table.records_per_page, table.parts
+            locate = view.directories[table.entity].locate
+        if record_key.position < 0:
+            reads.append(OverlayRead(view.generation, name, hash_hex(record_key.key)))
+            continue
+        part, position = locate(record_key.position)
+        page, slot = divmod(position, per_page)
+        page += parts[part].first_page
+        reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
+    return reads
+
+
+def page_reads(view: View, record_keys: RecordKeys) -> PageReads:
+    """Reads of the records by page and offset, one per want."""
+    table = record_keys.table
+    size_bytes = table.layout.size_bytes
+    first_pages = np.array([part.first_page for part in table.parts], np.int64)
+    directory = view.directories[table.entity]
+    pages, offsets = directory.pages(
+        record_keys.positions, first_pages, table.records_per_page, size_bytes
+    )
+    return PageReads(view.generation, table.name, pages, offsets, size_bytes)
+
+
+class FlightKeys:
+    """Keys of reads under way: whole numbers, which a dictionary takes at a fraction of what names cost.
+
+    Tables of generations are numbered, and the records in them from there on: no two records share a key.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[tuple[str, str], int] = {}
+        self._numbers = itertools.count(1)
+
+    def start(self, generation: str, table: str) -> int:
+        """The number to add to a 64-bit hash; a table that was forgotten gets a new one, never that of another."""
+        start = self._starts.get((generation, table))
+        if start is None:
+            if len(self._starts) >= _KEPT_MAX:
+                self._starts.clear()
+            start = self._starts[generation, table] = next(self._numbers) << 64
+        return start
+
+    def of(self, generation: str, record_key: RecordKey) -> FlightKey:
+        """The key of one record."""
+        start, key = self.start(generation, record_key[0].name), record_key.key
+        return start + key if isinstance(key, int) else (start, key)
+
+
+def judge(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
+    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
+    if entry.fingerprint != record_key.fingerprint:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
+    if (
+        entry.digest is not None
+        and record_key.digest is not None
+        and entry.digest != record_key.digest
+    ):
+        return MISS_BY_REASON[MissReason.INPUT_CHANGED]
+    return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
+
+
+def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
+    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
+    unpacked = unpack_overlay(record_key.table.layout, overlay.payload)
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    if overlay.ttl_s <= 0:
+        return MISS_BY_REASON[MissReason.EXPIRED]
+    record, digest = unpacked
+    if peek_fingerprint(record) != record_key.fingerprint:
+        return MISS_BY_REASON[MissReason.CORRUPT]
+    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
+
+
+def is_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
+    """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
+    entry = overlay_entry(record_key, overlay, asked_at)
+    return isinstance(entry, Entry) and isinstance(judge(entry, record_key, "l2"), Hit)
+
+
+def live_key(key: LocalKey, digest: bytes) -> LocalKey:
+    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
+    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
+    return key._replace(key=raw + digest)
+
+
+def check_live(record_key: RecordKey, record: bytes) -> None:
+    """Raises ValueError for anything but a whole live record of the wanted entity."""
+    size_bytes = record_key.table.layout.size_bytes
+    if len(record) != size_bytes:
+        raise ValueError(
+            f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}"
+        )
+    if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
+        raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")

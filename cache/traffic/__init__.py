@@ -1,0 +1,1 @@
+"""Traffic: the experiments of a namespace, and splits of requests for canaries and experiments."""

@@ -1,0 +1,487 @@
+"""`larder check`: what a night and the service need, each thing `ok`, `to do` with a remedy, or `not used`.
+
+Imports precompute, serving and cache where a look runs, never before. Start at `command`.
+"""
+
+import argparse
+import asyncio
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from cache.errors import LarderError
+from cache.process.command_line import (
+    NOT_WELL,
+    PRECOMPUTE,
+    install_command,
+    json_text,
+    missing,
+    printable_lines,
+)
+from infra.cli.commands import night_settings
+from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, files_in
+from infra.cli.redis import place_of
+
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+if TYPE_CHECKING:
+    import redis
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+    from serving.events.connection import FoundDurability
+if TYPE_CHECKING:
+    from cache.config.night import NightConfig
+
+State = Literal["ok", "to do", "not used"]
+
+
+CheckResult = tuple[State, str]
+"""State, and in words what was found or is to be done."""
+
+
+FILES_COMPARED = 1_000
+"""Number of files whose columns a look compares; a night compares all."""
+
+
+def look_at_sources(config: "NightConfig") -> CheckResult:
+    """Look at the files of sources, and at their first rows."""
+    if line := missing("a look at sources", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.sources.files import all_files, find_copy_remarks, source_file, source_files
+    from precompute.sources.plausibility import Shape, demand_least, remarks
+    from precompute.sources.readers import (
+        INTERACTIONS,
+        demand_same_columns,
+        feature_schema,
+        read_interactions,
+        row_count,
+    )
+    from precompute.sources.unusable import UnusableRows
+
+    sources, base = config.sources, config.path(".")
+    if not sources.names_users:
+        return "to do", "[sources] interactions is not set: `larder init` looks for them"
+    files = all_files(config)
+    interactions = source_files(sources.interactions, base)[:FILES_COMPARED]
+    demand_same_columns(interactions, sources)
+    unusable = UnusableRows()
+    read = read_interactions(sources, base, unusable=unusable)
+    first = next(read, None)
+    rows = 0 if first is None else len(first.times)
+    left_out = unusable.left_out(INTERACTIONS)
+    is_all = next(read, None) is None
+    if sources.interactions and is_all and not unusable.to_json().get(INTERACTIONS):
+        demand_least(0, 0)
+    if sources.interactions and not rows:
+        return "to do", f"no interaction in the first rows of {files[0]}: is every weight above 0?"
+    for name, columns in (
+        (sources.item_features, (sources.item_column,)),
+        (sources.user_features, (sources.user_column,)),
+        (sources.user_vectors, (sources.user_column, sources.vector_column)),
+        (sources.item_vectors, (sources.item_column, sources.vector_column)),
+    ):
+        if name:
+            feature_schema(source_file(name, base), columns)
+            if not row_count(source_file(name, base)):
+                return "to do", f"{name} has no rows: write them, or leave it out of [sources]"
+    file_count_text = f"{len(files)} file{'s' * (len(files) > 1)}"
+    if not sources.interactions:
+        users = sources.user_vectors or sources.user_features
+        return "ok", f"{file_count_text}, none of interactions: users are those of {users}"
+    assert first is not None  # noqa: S101 - it has rows
+    shape = Shape.of_batch(first)
+    if is_all:
+        demand_least(shape.users, shape.items)
+    odd = "".join(f"; {remark}" for remark in [*remarks(shape), *find_copy_remarks(interactions)])
+    summary = f"{file_count_text}; {rows:,} interactions" + ("" if is_all else " in the first rows")
+    if left_out:
+        reasons = unusable.to_json()[INTERACTIONS]["reasons"]
+        reasons_text = ", ".join(
+            f"{reason['rows']:,} {reason_name}" for reason_name, reason in reasons.items()
+        )
+        summary += f", {left_out:,} rows that cannot be used: {reasons_text}"
+    return "ok", "; ".join([summary, *unusable.remarks(INTERACTIONS)]) + odd
+
+
+def look_at_bundle(config: "NightConfig") -> CheckResult:
+    """Look at the bundle: its checksums, whether its models open, and whether the sources have its features."""
+    if line := missing("a look at bundles", "precompute", *PRECOMPUTE):
+        return "not used", f"by the service; {line}"
+    from precompute.bundles.bundle import Bundle
+    from precompute.bundles.bundle_store import handed_over
+    from precompute.scoring.towers import demand_feature_types
+
+    if config.sources.item_vectors:
+        return "ok", f"made of {config.sources.item_vectors} by each night"
+    folder = config.path(config.bundle)
+    if folder.exists():
+        bundle = Bundle.open(folder)
+        demand_feature_types(config, bundle)
+        return "ok", f"{folder}: {bundle.name} {bundle.version}"
+    if handovers := handed_over(config.store()):
+        return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
+    return "to do", f"none at {folder}: set `bundle`, or run `larder train`"
+
+
+def look_at_store(config: "NightConfig") -> CheckResult:
+    """Look at the artefact store: whether it takes a name once only."""
+    store = config.store()
+    store.demand_write_once()
+    count = len(store.names("generations"))
+    return (
+        "ok",
+        f"{config.artifacts}: {count} generation{'s' * (count != 1)} in namespace {config.namespace}",
+    )
+
+
+TRANSPORTS = (
+    "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
+)  # fmt: skip
+"""Settings that name a transport for events."""
+
+
+_PROVIDER = "apache-airflow-providers-openlineage"
+
+
+_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
+
+
+_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
+
+
+_AIRFLOW = {
+    "missing": "not there",
+    "older": "of another release",
+    "changed": "changed by hand",
+    "foreign": "not ours",
+}
+
+
+def look_at_live(_config: "NightConfig") -> CheckResult:
+    """Look for the provider that live models are to run by."""
+    from cache.config.serving import ServingConfig
+
+    provider = ServingConfig.load(os.environ).live_provider
+    if provider == "cpu":
+        return "not used", "live_provider is cpu: live models run on the processor"
+    from cache.model.runtime import Accelerator
+
+    if (missing_reason := Accelerator(provider).missing()) is not None:
+        return (
+            "to do",
+            f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
+        )
+    return (
+        "ok",
+        f"{provider}; whether models could be loaded there, `fallback` of /v1/generations says",
+    )
+
+
+def look_at_airflow(_config: "NightConfig") -> CheckResult:
+    """Look at the DAG files of an Airflow."""
+    if missing("a night", "airflow", "airflow"):
+        return (
+            "not used",
+            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
+        )
+    installed = airflow_version()
+    refusal = None if installed is None else airflow_refusal(installed)
+    try:
+        folder = dags_folder(None)
+    except LarderError:
+        return (
+            "not used",
+            refusal
+            or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",
+        )
+    if refusal is not None:
+        return "to do", refusal
+    states = {file.target: file.state() for file in files_in(folder)}
+    for target, state in states.items():
+        if state in ("older", "changed", "foreign", "missing"):
+            return "to do", f"{target}: {_AIRFLOW[state]}; `larder dags install`"
+    return (
+        "ok",
+        f"{len(states)} DAGs in {Path(folder)}, Airflow {installed or 'of unknown version'}",
+    )
+
+
+def look_at_lineage(_config: "NightConfig") -> CheckResult:
+    """Look at the settings of OpenLineage."""
+    if not any(os.environ.get(name) for name in TRANSPORTS):
+        return "not used", f"no transport for OpenLineage's events, such as {TRANSPORTS[0]}"
+    try:
+        version(_PROVIDER)  # its module could only be found by importing Airflow
+    except PackageNotFoundError:
+        return (
+            "to do",
+            f"lineage needs {_PROVIDER}, not installed here: {install_command('lineage')}",
+        )
+    if _EXTRACTOR not in map(str.strip, os.environ.get(_EXTRACTORS, "").split(";")):
+        return "to do", f"events say nothing of data: set {_EXTRACTORS}={_EXTRACTOR}"
+    return (
+        "ok",
+        "each task of a night sends OpenLineage's events, where Airflow has this environment",
+    )
+
+
+FLAGGED: Final = "#!lua flags=allow-oom\nreturn 1"
+"""Such scripts move the pointer and say that a replica lives, also at maxmemory."""
+
+
+_UNREADABLE: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
+"""In the error of a server that cannot read such a script."""
+
+
+NEEDED: Final = tuple(
+    """del eval evalsha exists expire get getrange hdel hget hgetall hlen hset incr info memory mget pexpire pfadd
+    pfcount ping pttl publish script set setrange strlen subscribe time unlink unsubscribe wait xack xadd xautoclaim
+    xdel xgroup xinfo xlen xrange xread xreadgroup xrevrange xtrim zadd zincrby zrangebyscore zrem zremrangebyrank
+    zremrangebyscore zrevrange""".split()  # noqa: SIM905  # fifty words, one a line
+)
+"""Commands that nights, the service or events cannot do without."""
+
+
+USED: Final = {
+    "config": "settings are read from INFO, and how durable events are is tried out",
+    "waitaof": "without CONFIG, too, no event is known to be durable",
+}
+"""Commands that are done without, and what follows."""
+
+
+class RedisKind(NamedTuple):
+    """Server as it describes itself, what is missing for Larder, and what Larder does without."""
+
+    name: str
+    version: str
+    missing: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def kind_of(server: "redis.Redis") -> RedisKind:
+    """Looks at one server by INFO, a script and COMMAND INFO; whatever this user may not ask is taken to be there.
+
+    Raises redis.ResponseError where the server refuses to run scripts at the moment.
+    """
+    from redis.exceptions import NoPermissionError, ResponseError
+
+    from cache.l2.resp import WrongReply, refuse
+
+    server_info: dict[str, Any] = server.info("server")
+    name, version = _named(server_info)
+    missing = []
+    try:
+        server.eval(FLAGGED, 0)
+    except NoPermissionError:
+        pass
+    except ResponseError as error:
+        # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
+        if type(error) is not ResponseError or not _UNREADABLE.search(str(error)):
+            raise
+        missing.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
+    names = (*NEEDED, *USED)
+    try:
+        command_infos: Any = server.execute_command("COMMAND INFO", *names)  # type: ignore[no-untyped-call]
+        if len(command_infos) != len(names):
+            refuse("COMMAND INFO", command_infos, "as many commands as were asked for")
+    except WrongReply:
+        raise
+    except ResponseError:
+        command_infos = names
+    known_commands = {
+        name for name, command_info in zip(names, command_infos, strict=True) if command_info
+    }
+    missing += [command.upper() for command in NEEDED if command not in known_commands]
+    # Events wait for the disk only where no setting tells how durable they are.
+    lacking = (
+        ()
+        if "config" in known_commands
+        else [command for command in USED if command not in known_commands]
+    )
+    without = [f"{command.upper()} ({USED[command]})" for command in lacking]
+    return RedisKind(name, version, tuple(missing), tuple(without))
+
+
+def _named(server_info: dict[str, Any]) -> tuple[str, str]:
+    if "dragonfly_version" in server_info:
+        return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix(
+            "v"
+        )
+    if server_info.get("server_name") == "valkey":
+        return "Valkey", str(server_info.get("valkey_version", ""))
+    # KeyDB calls itself Redis in all but the name of its program.
+    is_keydb = "keydb" in str(server_info.get("executable", ""))
+    return "KeyDB" if is_keydb else "Redis", str(server_info.get("redis_version", ""))
+
+
+REDIS_S = 3.0
+
+
+def look_at_redis(config: "NightConfig") -> CheckResult:
+    """Look at the Redis of pages: what it is, what it lacks, and what it may evict."""
+    from redis import RedisError
+
+    from cache.l2.sync_clients import masters, open_client
+    from cache.process.redis_server import find_server, running_server
+
+    running_redis = running_server(config.path(config.state))
+    url = config.redis_url or (running_redis.url if running_redis else None)
+    if url is None:
+        return (
+            "ok",
+            f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)",
+        )
+    try:
+        client = open_client(url, protocol=2, socket_timeout=REDIS_S)
+        try:
+            servers = masters(client).values()
+            policies = {
+                str(server.info("memory").get("maxmemory_policy", "")) for server in servers
+            }
+            kinds = sorted({kind_of(server) for server in servers})
+        finally:
+            client.close()
+    except (RedisError, ValueError, OSError) as error:
+        return (
+            "to do",
+            f"{place_of(url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
+        )
+    if unfit := sorted(policy for policy in policies if policy.startswith("allkeys")):
+        return "to do", f"maxmemory-policy {unfit[0]} may evict published pages: set volatile-lru"
+    for kind in kinds:
+        if kind.missing:
+            return "to do", f"{place_of(url)} is {kind}, which has no {', no '.join(kind.missing)}"
+    summary = (
+        f"{place_of(url)}{'' if config.redis_url else ', of `larder redis` or another command'}; "
+    )
+    summary += ", ".join(map(str, kinds))
+    without = sorted({lacking_command for kind in kinds for lacking_command in kind.without})
+    return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in without)
+
+
+def look_at_events(config: "NightConfig") -> CheckResult:
+    """Look at the Redis of events: whether it keeps what is demanded."""
+    if not config.events.enabled:
+        return "not used", "[events] enabled is false: no service takes events in"
+    from cache.process.redis_server import running_server
+
+    running_redis = running_server(config.path(config.state))
+    url = config.events_redis or (running_redis.url if running_redis else "")
+    if not url:
+        return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
+    try:
+        durability, policy = asyncio.run(_looked_at(url, config))
+    except LarderError as error:
+        return (
+            "to do",
+            f"{place_of(url)} cannot be used: {error.message}; is LARDER_EVENTS_URL right, and does it run?",
+        )
+    if policy.startswith("allkeys"):
+        return (
+            "to do",
+            f"maxmemory-policy {policy} may evict events: set "
+            + ("noeviction" if config.events_url else "volatile-lru"),
+        )
+    may_evict_ids = policy.startswith("volatile")
+    if may_evict_ids and config.events_url:
+        return (
+            "to do",
+            f"maxmemory-policy {policy} may evict the ids that make a repetition none: set noeviction",
+        )
+    demanded = config.events.durability
+    if not durability.suffices(demanded):
+        summary = f"durability = {demanded!r} is demanded, and {place_of(url)} has {durability.persistence!r}"
+        return "to do", f"{summary}: set appendonly yes and appendfsync {demanded} there"
+    summary = f"{place_of(url)}; durability {durability.persistence}, maxmemory-policy {policy or 'not told'}"
+    return "ok", summary + (
+        ", which may evict ids of events: a repetition may count" if may_evict_ids else ""
+    )
+
+
+async def _looked_at(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
+    from serving.events.connection import EventsRedis
+
+    redis = EventsRedis(url, config.events.durability)
+    try:
+        durability = await redis.look_at_durability()
+        policy = await redis.eviction_policy()
+    finally:
+        await redis.aclose()
+    return durability, policy
+
+
+class CheckLine(NamedTuple):
+    """State of one thing that was looked at, and in words what was found or is to be done."""
+
+    what: str
+    state: State
+    told: str
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Exit code: 0 nothing is to be done, 3 something is."""
+    args = argument_parser(prog).parse_args(argv)
+    findings = [_run_check("settings", _settings)]
+    if findings[0].state == "ok":
+        config = night_settings()
+        findings += [_run_check(name, partial(check, config)) for name, check in CHECKS.items()]
+    if args.json:
+        print(printable_lines(json_text([finding._asdict() for finding in findings])))
+    else:
+        for finding in findings:
+            print(printable_lines(f"{finding.state:<9} {finding.what:<9} {finding.told}"))
+    return NOT_WELL if any(finding.state == "to do" for finding in findings) else 0
+
+
+def argument_parser(prog: str) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
+        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
+        "that the store's folder is made. Exit code: 0 nothing is to be done, 3 something is.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _run_check(subject: str, check: Callable[[], CheckResult]) -> CheckLine:
+    try:
+        return CheckLine(subject, *check())
+    except LarderError as error:
+        return CheckLine(subject, "to do", error.message)
+    except OSError as error:
+        return CheckLine(subject, "to do", f"this machine refused: {error}")
+
+
+def _settings() -> CheckResult:
+    """The file and the environment, for night and service alike."""
+    from cache.config.serving import ServingConfig
+
+    night_settings()
+    ServingConfig.load(os.environ)
+    file = os.environ.get("LARDER_CONFIG")
+    if not file:
+        return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
+    return "ok", file
+
+
+CHECKS: dict[str, Callable[["NightConfig"], CheckResult]] = {
+    "sources": look_at_sources,
+    "bundle": look_at_bundle,
+    "redis": look_at_redis,
+    "events": look_at_events,
+    "live": look_at_live,
+    "store": look_at_store,
+    "airflow": look_at_airflow,
+    "lineage": look_at_lineage,
+}

@@ -1,0 +1,456 @@
+"""Tables among a folder's files: which files are one table, its columns, and how many rows it has."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet
+
+from cache.errors import LarderError, SourceError
+from precompute.sources import files as unread
+from precompute.sources.csv_files import BLANKS
+from precompute.sources.files import Entry, LocalStorage, is_data, source_files, tables_among
+
+Kind = Literal["integer", "float", "text", "time", "vector", "other"]
+"""Kind of a column's values; a vector is a list of numbers with a fraction."""
+
+
+_Result = TypeVar("_Result")
+
+
+DEPTH_MAX = 8
+"""Folders below the one that is looked at, such as table/year/month/day/hour."""
+
+
+FILES_MAX = 20_000
+
+
+SAMPLE_ROWS = 1 << 16
+"""Rows at a table's beginning that are looked at."""
+
+
+_CSV_BYTES = 4 << 20
+
+
+_ENDINGS = {
+    ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".tsv.gz": "csv",
+}  # fmt: skip
+
+
+_LEFT_OUT = {"artifacts", "bundle", "node_modules", "__pycache__", "venv"}
+
+
+_SEPARATORS = (",", ";", "\t", "|", "\x01")
+"""Signs between fields, of which the one that stands most often in the first line is taken."""
+
+
+_SNIFFED_BYTES = 1 << 16
+"""Bytes at the beginning of a file whose name says nothing that are looked at."""
+
+
+_NAMED_MOST = 3
+"""Files of one kind that a remark names."""
+
+
+ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
+"""Errors that an odd file raises: it costs one remark, and the look goes on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundTable:
+    """Table of one or more files with the same columns; `pattern` names them as `larder.toml` does."""
+
+    pattern: tuple[str, ...]
+    files: tuple[Path, ...]
+    format: str
+    columns: Mapping[str, Kind]
+    sample: Any
+    rows: int | None
+    """Number of rows; None where only reading all would tell."""
+    size_bytes: int
+    separator: str = ","
+
+    @property
+    def title(self) -> str:
+        """Pattern for messages."""
+        return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
+
+
+def discover_tables(folder: Path, base: Path) -> tuple[list[FoundTable], list[str]]:
+    """Tables below a folder, the largest first, their patterns relative to `base`; and remarks on what is none."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[_FileLook]] = defaultdict(list)
+    walk = _Walk(folder, base)
+    paths = list(walk)
+    files, remarks = [path for path in paths if _ending(path)][:FILES_MAX], list(walk.remarks)
+    for path in files:
+        file_look = _one_remark(path, base, remarks, partial(_look_at, path))
+        if file_look is None:
+            continue
+        if file_look.remark:
+            remarks.append(f"{_relative(path, base)} {file_look.remark}")
+        if file_look.is_table:
+            groups[file_look.format, file_look.separator, file_look.columns].append(file_look)
+    tables = [_table_of(group, base) for group in groups.values()]
+    remarks += _about_others(paths, base, is_all=not tables)
+    return sorted(tables, key=lambda table: -table.size_bytes), remarks
+
+
+def are_unique(table: FoundTable, column: str) -> bool:
+    """True if no value of a column comes twice, in all rows of Parquet and the first ones of CSV."""
+    if table.format == "parquet":
+        values = pa.chunked_array(
+            [
+                _to_comparable_type(chunk)
+                for path in table.files
+                for chunk in pa.parquet.read_table(path, columns=[column])[column].chunks
+            ]
+        )
+    else:
+        values = table.sample[column]
+    return bool(len(values) and pc.count_distinct(values).as_py() == len(values))
+
+
+class _FileLook(NamedTuple):
+    """What one file showed: its table's columns, or a remark why it is none, or both."""
+
+    path: Path
+    format: str
+    separator: str = ","
+    columns: tuple[str, ...] = ()
+    sample: Any = None
+    rows: int | None = None
+    remark: str | None = None
+    is_table: bool = True
+
+
+class _Walk:
+    """Files below a folder that may be data by their names; `remarks` on folders that are left out."""
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        self.remarks: list[str] = []
+        self._folder, self._base = folder, base
+
+    def __iter__(self) -> Iterator[Path]:
+        root = len(self._folder.parts)
+        for dirpath, folders, names in os.walk(self._folder):
+            folder = Path(dirpath)
+            entries = [Entry(name, is_folder=True) for name in folders]
+            entries += _metadata_of(folder) if "metadata" in folders else []
+            for kind in tables_among(entries).values():
+                self.remarks.append(
+                    f"{_relative(folder, self._base)} is {kind}, and is not read: its log says which of its files "
+                    "count; "
+                    "write its rows as Parquet files into a folder of their own"
+                )
+                folders[:], names[:] = [], []
+            subfolders = sorted(
+                name
+                for name in folders
+                if is_data(name, is_folder=True)
+                and name not in _LEFT_OUT
+                and not (folder / name / "bundle.json").exists()
+            )
+            if subfolders and len(folder.parts) - root >= DEPTH_MAX:
+                self.remarks.append(
+                    f"{_relative(folder, self._base)} has folders that were not looked into: they lie too deep"
+                )
+                subfolders = []
+            folders[:] = subfolders
+            yield from (folder / name for name in sorted(names) if is_data(name))
+
+
+def _metadata_of(folder: Path) -> list[Entry]:
+    entries = LocalStorage().children(str(folder / "metadata"))
+    return [Entry(f"metadata/{entry.path}", entry.is_folder) for entry in entries]
+
+
+def _one_remark(
+    path: Path, base: Path, remarks: list[str], look_at: Callable[[], _Result]
+) -> _Result | None:
+    """The one translator of what odd files raise: None, and a remark that names the file and the reason."""
+    try:
+        str(path).encode()
+        return look_at()
+    except UnicodeEncodeError:
+        reason = "has a name that is not UTF-8: rename it"
+    except UnicodeDecodeError:
+        reason = "is not UTF-8: convert it, e.g. with iconv -f latin1 -t utf-8"
+    except ERRORS as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = f"cannot be read: {lines[0]}"
+    remarks.append(f"{_relative(path, base)} {reason}")
+    return None
+
+
+def _about_others(paths: Sequence[Path], base: Path, *, is_all: bool) -> Iterator[str]:
+    """Remarks on files that are not taken: what they seem to be, and what to do.
+
+    Unless `is_all`, only on those that hold data by their names, since there are other tables.
+    """
+    paths_by_reason: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        if not _ending(path) and (is_all or unread.holds_data_unread(path.name)):
+            paths_by_reason[_why_not_taken(path)].append(path)
+    for reason, files in paths_by_reason.items():
+        names = ", ".join(_relative(path, base) for path in files[:_NAMED_MOST])
+        more = f" (and {len(files) - _NAMED_MOST} more)" if len(files) > _NAMED_MOST else ""
+        yield f"{names}{more} {reason}"
+
+
+def _why_not_taken(path: Path) -> str:
+    if path.name.lower().endswith((".txt", ".txt.gz")):
+        return (
+            "is text: if its lines are `user item item ...`, name it in [sources] interactions, with "
+            'format = "lines"'
+        )
+    if reason := unread.unreadable_by_name(path.name):
+        return f"is not taken: {reason}"
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SNIFFED_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if reason := unread.unreadable_by_text(head):
+        return reason
+    if (sign := unread.looks_like_rows(head)) == "::":
+        return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
+    if sign is not None:
+        ending = ".tsv" if sign == "\t" else ".csv"
+        return (
+            f"is not taken: its name does not say its format: it looks like rows with {sign!r} between their fields: "
+            f"rename it to {ending}, and put a line of column names above if there is none"
+        )
+    return (
+        "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
+        "end in .parquet, .csv, .tsv or .txt"
+    )
+
+
+def _ending(path: Path) -> str:
+    name = path.name.lower()
+    return next((ending for ending in _ENDINGS if name.endswith(ending)), "")
+
+
+def _look_at(path: Path) -> _FileLook:
+    """Columns and first rows of a file, or the reason why it is no table."""
+    if _ENDINGS[_ending(path)] == "csv":
+        return _look_at_csv(path)
+    with pa.parquet.ParquetFile(path) as file:
+        names = tuple(file.schema_arrow.names)
+        file_look = _FileLook(path, "parquet", columns=names, rows=file.metadata.num_rows)
+        if twice := _twice(names):
+            return file_look._replace(remark=twice, is_table=False)
+        batch = next(file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
+        rows = [] if batch is None else [batch]
+        return file_look._replace(
+            sample=_plain_table(pa.Table.from_batches(rows, file.schema_arrow))
+        )
+
+
+def _look_at_csv(path: Path) -> _FileLook:
+    file_look, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
+    if is_packed and not unread.is_gzip(path):
+        return file_look._replace(remark=unread.NOT_GZIP, is_table=False)
+    # A part of its bytes, read to its end: no reader is left running behind the look.
+    with pa.input_stream(str(path), compression="gzip" if is_packed else None) as raw:
+        head: bytes = raw.read(_CSV_BYTES)
+        is_cut = len(head) == _CSV_BYTES
+    if reason := unread.unreadable_by_text(head):
+        return file_look._replace(remark=reason, is_table=False)
+    while head.startswith(unread.UTF_8_MARK):
+        head = head.removeprefix(unread.UTF_8_MARK)
+    # Without a line break the reader takes the names for no rows of no columns.
+    head = head[: head.rfind(b"\n") + 1] if is_cut else head + b"\n"
+    header_line = re.split(rb"[\r\n]", head, maxsplit=1)[0]
+    header = header_line.decode()
+    if not header.strip():
+        return file_look._replace(
+            remark="cannot be read: it is empty, or its first line is", is_table=False
+        )
+    separator = max(_SEPARATORS, key=header.count)
+    other_widths: list[Any] = []
+
+    if header.count('"') % 2 and b'"' not in head[len(header_line) :]:
+        return file_look._replace(
+            remark="has a quote in its line of column names that is not closed: close it, or leave it out",
+            is_table=False,
+        )
+
+    def left_out(row: Any) -> str:
+        other_widths.append(row)
+        return "skip"
+
+    def parsed(**types: Any) -> Any:
+        return pa.csv.read_csv(
+            pa.BufferReader(head),
+            pa.csv.ReadOptions(use_threads=False, block_size=max(1, len(head))),
+            pa.csv.ParseOptions(delimiter=separator, invalid_row_handler=left_out),
+            pa.csv.ConvertOptions(column_types=types),
+        )
+
+    sample = parsed()
+    # Twenty digits are no float: what is written as whole numbers is an id as it is.
+    floats = {
+        field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)
+    }
+    if floats:
+        texts = parsed(**floats)
+        for name in floats:
+            if is_digits(texts[name]):
+                sample = sample.set_column(sample.column_names.index(name), name, texts[name])
+    sample = sample.rename_columns([name.strip(BLANKS) for name in sample.column_names])
+    names = tuple(sample.column_names)
+    file_look = file_look._replace(separator=separator, columns=names)
+    if twice := _twice(names):
+        return file_look._replace(remark=twice, is_table=False)
+    if not len(sample) and other_widths:
+        row = other_widths[0]
+        return file_look._replace(
+            remark=f"has {row.expected_columns} column names and {row.actual_columns} fields in each row: is there a "
+            f"{separator!r} behind the last one, one within a value that has no quotes around it, or a line above the "
+            "column names? Write as many fields as names",
+            is_table=False,
+        )
+    if remark := _no_table(names):
+        return file_look._replace(remark=remark, is_table=False)
+    sample, header_repeat_count = _without_header(sample.slice(0, SAMPLE_ROWS))
+    remark = (
+        f"has its header again in {header_repeat_count:,} of its first rows"
+        if header_repeat_count
+        else None
+    )
+    if not len(sample):
+        remark = "has a header and no rows"
+    return file_look._replace(sample=sample, remark=remark)
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    return (
+        f"has several columns called {', '.join(map(repr, repeated))}: rename them"
+        if repeated
+        else None
+    )
+
+
+def _without_header(sample: Any) -> tuple[Any, int]:
+    """(rows that are not the header once more, how many were): all of a row's values are its columns' names."""
+    if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
+        return sample, 0
+    is_header = None
+    for name in sample.column_names:
+        is_column_name = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[name]), name), False)
+        is_header = is_column_name if is_header is None else pc.and_(is_header, is_column_name)
+    count = pc.sum(is_header).as_py() or 0
+    return (sample.filter(pc.invert(is_header)) if count else sample), count
+
+
+def _plain_table(table: Any) -> Any:
+    return pa.table(
+        [_to_comparable_type(table[name]) for name in table.column_names], table.column_names
+    )
+
+
+def _to_comparable_type(column: Any) -> Any:
+    """A column in a type that can be compared: no dictionary, no views, whole decimals as texts of digits."""
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _to_comparable_type(column.cast(kind.storage_type))
+    if pa.types.is_dictionary(kind):
+        return _to_comparable_type(column.cast(kind.value_type))
+    if pa.types.is_string_view(kind) or pa.types.is_large_string(kind):
+        return column.cast(pa.string())
+    if pa.types.is_decimal(kind):
+        texts = pc.replace_substring_regex(column.cast(pa.string()), r"\.0+$", "")
+        return texts if is_digits(texts) else column.cast(pa.float64())
+    return column
+
+
+def is_digits(texts: Any) -> bool:
+    """True if each of some texts, which may be missing, is a whole number in digits."""
+    matches = pc.match_substring_regex(texts, r"^\s*[+-]?\d+\s*$")
+    return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
+
+
+def _no_table(names: Sequence[str]) -> str | None:
+    """Reason why a CSV file with these column names cannot be read as it is; None if it can."""
+    if any("::" in name for name in names):
+        return "has fields between double colons: write it with commas"
+    if len(names) == 1:
+        return (
+            f"has one column, {names[0]!r}: if a row's fields stand between another sign than a comma, a semicolon, a "
+            "tab or a bar, name the file in [sources] interactions and the sign in separator"
+        )
+    if any(name.replace(".", "", 1).isdigit() for name in names):
+        return "has no line of column names: put one above, e.g. user,item,timestamp"
+    return None
+
+
+def _table_of(group: Sequence[_FileLook], base: Path) -> FoundTable:
+    """The table that files with the same columns are; its kinds are those of the first one with rows."""
+    first = next((file for file in group if len(file.sample)), group[0])
+    files = [file.path for file in group]
+    rows = [file.rows for file in group]
+    columns = {
+        name: _kind(first.sample.schema.field(name).type, first.sample[name], first.format)
+        for name in first.columns
+    }
+    return FoundTable(
+        _pattern(files, base),
+        tuple(files),
+        first.format,
+        columns,
+        first.sample,
+        None if None in rows else sum(filter(None, rows)),
+        sum(path.stat().st_size for path in files),
+        first.separator,
+    )
+
+
+def _pattern(files: list[Path], base: Path) -> tuple[str, ...]:
+    """The shortest that names these files and no other, as a night reads it: a wildcard, else each of them."""
+    if len(files) > 1:
+        top = Path(os.path.commonpath([path.parent for path in files]))
+        endings = {path.name[-len(_ending(path)) :] for path in files}
+        wildcards = [f"{below}*{ending}" for ending in endings for below in ("", "**/")]
+        for wildcard in wildcards if len(endings) == 1 else ():
+            pattern = (PurePosixPath(_relative(top, base)) / wildcard).as_posix()
+            if _names(pattern, base) == {os.path.realpath(path) for path in files}:
+                return (pattern,)
+    return tuple(_relative(path, base) for path in files)
+
+
+def _names(pattern: str, base: Path) -> set[str]:
+    """Files that a night would read for a pattern."""
+    try:
+        return {os.path.realpath(str(path)) for path in source_files((pattern,), base)}
+    except SourceError:
+        return set()
+
+
+def _relative(path: Path, base: Path) -> str:
+    relative_path = Path(os.path.relpath(path, base)).as_posix()
+    return relative_path.encode("utf-8", "backslashreplace").decode()
+
+
+def _kind(kind: Any, values: Any, file_format: str) -> Kind:
+    if pa.types.is_integer(kind):
+        return "integer"
+    if pa.types.is_floating(kind):
+        return "float"
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
+        return "vector" if pa.types.is_floating(kind.value_type) else "other"
+    if pa.types.is_string(kind):
+        return "integer" if is_digits(values) else "text"
+    # Texts of CSV that are not UTF-8, and columns without a value, of which any kind may come.
+    if pa.types.is_null(kind) or (file_format == "csv" and pa.types.is_binary(kind)):
+        return "text"
+    return "time" if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else "other"

@@ -1,4 +1,0 @@
-"""Canaries: a share of the requests tries a verified generation, and figures decide what becomes of it.
-
-Imports steps. Start at `trial`.
-"""

@@ -1,0 +1,427 @@
+"""Status of one namespace, for the command `status`: what store, Redis and replicas know, and its table."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from cache.config.timetable import Schedule
+from cache.control.control_keys import RegistryRow, Replica
+from cache.control.states import Ledger, State, fold
+from cache.errors import LarderError, TierUnavailable
+from cache.events.event import BEGINNING, Position
+from cache.format.manifest import CUT_CHARS, Manifest
+from cache.reuse import Reuse
+from cache.store.artefacts import read_manifest
+from cache.store.blocklist import latest_blocklist
+from cache.store.releases import Canary, Pointer, all_releases
+from precompute.cli.console import iso
+from precompute.config.settings import NightConfig
+from precompute.events.files import last_taken
+from precompute.releases.moves import open_releases
+from precompute.releases.release_log import standing
+from precompute.reuse.reasons import users_in_words
+from precompute.sources.erasures import all_erasures
+from precompute.steps.night import size_text
+
+REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
+
+
+NO_SETTINGS = (
+    "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
+    "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
+)
+
+
+LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
+"""Variables of the environment of which each says where a namespace is."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceState:
+    """State as read; `read_at` is Redis' time where it could be asked. `redis_error`: why it could not be."""
+
+    ledger: Ledger
+    read_at: float
+    redis: str
+    redis_error: str | None = None
+    pointer: Pointer | None = None
+    rows: Mapping[str, RegistryRow] = field(default_factory=dict)
+    replicas: tuple[Replica, ...] = ()
+    silent_replicas: int = 0
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> str | None:
+        """Live generation by the pointer, else by the releases."""
+        return self.ledger.live if self.pointer is None else self.pointer.generation
+
+    @property
+    def canary(self) -> Canary | None:
+        """Canary by the pointer, else by the releases."""
+        return self.ledger.canary if self.pointer is None else self.pointer.canary
+
+
+def read_state(config: NightConfig) -> NamespaceState:
+    """Reads what there is, without Redis the store alone; raises LarderError for a store that cannot be read."""
+    if not config.redis_url:
+        return NamespaceState(fold(all_releases(config.store())), time.time(), REDIS_NOT_CONFIGURED)
+    try:
+        with open_releases(config) as releases:
+            view = releases.view()
+            return NamespaceState(
+                view.ledger,
+                releases.clock(),
+                REDIS_REACHABLE,
+                pointer=view.pointer,
+                rows=view.rows,
+                replicas=tuple(releases.control.replicas()),
+                silent_replicas=releases.control.silent_replicas(),
+                memory=_memory(releases.control.client),
+            )
+    except TierUnavailable as error:
+        ledger = fold(all_releases(config.store()))
+        return NamespaceState(ledger, time.time(), REDIS_UNREACHABLE, error.message)
+
+
+def _memory(client: Any) -> dict[str, Any]:
+    """Memory of Redis in bytes, used and limit; empty where the user may not ask."""
+    try:
+        info = client.info("memory")
+        return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
+    except Exception:  # a cluster answers by node, a managed service perhaps not at all
+        return {}
+
+
+def report(
+    config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True
+) -> dict[str, Any]:
+    """Report of all of it as JSON-able values; `problems` is empty if all is well.
+
+    `has_settings`: a file or the environment says where this namespace is; without, it may well not be here.
+    """
+    store = config.store()
+    generation_ids = set(store.names("generations")) | set(namespace_state.rows)
+    generations = [
+        _generation(config, namespace_state, generation_id)
+        for generation_id in sorted(generation_ids, reverse=True)
+    ]
+    schedule = _schedule(config, namespace_state)
+    status: dict[str, Any] = {
+        "namespace": config.namespace,
+        "well": True,
+        "problems": [],
+        "redis": {
+            "state": namespace_state.redis,
+            "why": namespace_state.redis_error,
+            **namespace_state.memory,
+        },
+        "live": namespace_state.live,
+        "previous": namespace_state.ledger.previous,
+        "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
+        "canary": namespace_state.canary
+        and {
+            "generation": namespace_state.canary.generation,
+            "percent": namespace_state.canary.percent,
+        },
+        "generations": generations,
+        "schedule": schedule,
+        "replicas": [_replica(replica) for replica in namespace_state.replicas],
+        "silent_replicas": namespace_state.silent_replicas,
+        "blocklist_version": latest_blocklist(store).version,
+        "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
+        "events": _events(config, generations),
+    }
+    problems = list(_problems(status, namespace_state))
+    if not has_settings and namespace_state.live is None and not generations:
+        problems = [NO_SETTINGS]
+    return status | {"well": not problems, "problems": problems}
+
+
+def _problems(status: Mapping[str, Any], namespace_state: NamespaceState) -> list[str]:
+    problems = []
+    ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
+    if namespace_state.redis == REDIS_UNREACHABLE:
+        problems.append(f"Redis cannot be asked: {namespace_state.redis_error}")
+    if namespace_state.live is None:
+        problems.append("nothing is live: run `larder night`")
+    if namespace_state.redis == REDIS_REACHABLE and ledger.live is not None:
+        if pointer is None:
+            problems.append("Redis has lost its pointer: run `larder restore`")
+        elif pointer.epoch != ledger.live_epoch:
+            problems.append(
+                f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
+                "`larder restore`"
+            )
+    if (
+        namespace_state.silent_replicas
+        and not namespace_state.replicas
+        and namespace_state.live is not None
+    ):
+        problems.append(
+            f"no replica answers, and {namespace_state.silent_replicas} beat within the last day: start the service, "
+            "or look at "
+            "its log"
+        )
+    if schedule["missing"] and namespace_state.live is not None:
+        problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
+    live_cut = (namespace_state.live or "")[:CUT_CHARS]
+    for generation_status in status["generations"]:
+        if (
+            generation_status["state"] == State.REFUSED
+            and generation_status["generation"][:CUT_CHARS] >= live_cut
+        ):
+            failed = (generation_status["gates"] or {}).get("failed", ())
+            rules = ", ".join(gate["rule"] for gate in failed) or generation_status["reason"]
+            problems.append(f"{generation_status['generation']} was refused: {rules}")
+    for replica in namespace_state.replicas:
+        for generation, load_error in replica.failed.items():
+            problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
+        if pointer is not None and replica.serving != pointer.generation:
+            problems.append(f"replica {replica.name} answers from {replica.serving or 'nothing'}")
+    return problems
+
+
+def _generation(
+    config: NightConfig, namespace_state: NamespaceState, generation: str
+) -> dict[str, Any]:
+    row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
+    canary = namespace_state.canary.generation if namespace_state.canary else None
+    roles = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary}
+    generation_status: dict[str, Any] = {
+        "generation": generation,
+        "state": str(standing(generation, ledger, row) or State.BEGUN),
+        "roles": [role for role, role_generation in roles.items() if role_generation == generation],
+        "reason": "" if row is None else row.reason,
+        "pinned": ledger.is_pinned(generation, namespace_state.read_at),
+        "pinned_until": _iso(ledger.pinned.get(generation)),
+    }
+    try:
+        manifest = read_manifest(config.store(), generation)
+    except LarderError:
+        return generation_status | _of_manifest(None, {})
+    return generation_status | _of_manifest(manifest, ledger.overrides.get(generation, {}))
+
+
+def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Fields that only a finished generation has; null before that."""
+    if manifest is None:
+        return dict.fromkeys(
+            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "reuse", "events_until")
+        )
+    tables = {
+        name: {
+            "records": sum(part.count for part in table.parts),
+            "bytes": sum(part.file.size_bytes for part in table.parts),
+        }
+        for name, table in manifest.stored_tables.items()
+    }
+    failed = [
+        {name: gate.get(name) for name in ("rule", "value", "threshold")}
+        for gate in manifest.gates
+        if not gate["passed"]
+    ]
+    return {
+        "data_until": _iso(manifest.data_until),
+        "tables": tables,
+        "redis_bytes": sum(table_sizes["bytes"] for table_sizes in tables.values()),
+        "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
+        "gates": {"run": len(manifest.gates), "failed": failed, "overrides": dict(overrides)},
+        "reuse": None if (reuse := Reuse.of(manifest.facts)) is None else reuse.to_json(),
+        "events_until": None if manifest.events is None else manifest.events.until,
+    }
+
+
+def _events(
+    config: NightConfig, generations: Sequence[Mapping[str, Any]]
+) -> dict[str, str | None] | None:
+    """Positions up to which nights took events over, and the live generation has them; None where none are taken in."""
+    if not config.events.enabled:
+        return None
+    live = (
+        generation_status["events_until"]
+        for generation_status in generations
+        if "live" in generation_status["roles"]
+    )
+    return {
+        "taken_until": str(last_taken(config.of_events().store())),
+        "live_until": next(live, None),
+    }
+
+
+def _schedule(config: NightConfig, namespace_state: NamespaceState) -> dict[str, Any]:
+    schedule = Schedule(config.schedule, config.timezone, config.schedule_grace_s)
+    next_at = schedule.tick_after(namespace_state.read_at)
+    created_at: float | None = None
+    data_until: float | None = None
+    if namespace_state.live is not None:
+        try:
+            manifest = read_manifest(config.store(), namespace_state.live)
+            created_at, data_until = float(manifest.created_at), float(manifest.data_until)
+        except LarderError:
+            created_at = None
+    return {
+        "cron": config.schedule,
+        "timezone": config.timezone,
+        "due": _iso(schedule.due(namespace_state.read_at)),
+        "missing": schedule.is_missing(namespace_state.read_at, created_at),
+        "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
+        "next": _iso(next_at),
+        "next_expected_by": _iso(next_at + config.schedule_grace_s),
+    }
+
+
+def _replica(replica: Replica) -> dict[str, Any]:
+    return {
+        "replica": replica.name,
+        "serving": replica.serving,
+        "epoch": replica.epoch,
+        "ready": list(replica.ready),
+        "failed": dict(replica.failed),
+    }
+
+
+def _iso(at: float | None) -> str | None:
+    return None if at is None else iso(at)
+
+
+_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied", "gates", "notes")
+
+
+def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
+    """A verdict, the generations, then everything else in a line each."""
+    table = Table(*_COLUMNS, title=f"namespace {status['namespace']}")
+    for generation_status in status["generations"]:
+        table.add_row(*_row(generation_status))
+    lines = [f"not well: {problem}" for problem in status["problems"]] or [_well(status)]
+    lines += list(_lines(status))
+    return [table, *map(Text, lines)]
+
+
+def _well(status: Mapping[str, Any]) -> str:
+    """The verdict where no problem was found; it says so where nobody serves what is live."""
+    is_served = status["replicas"] or status["redis"]["state"] != REDIS_REACHABLE
+    return (
+        "all is well" if is_served else "all is well, but no replica serves it: run `larder serve`"
+    )
+
+
+def _row(generation_status: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = list(generation_status["roles"])
+    if generation_status["pinned"]:
+        pinned_until = generation_status["pinned_until"]
+        notes.append("pinned" + (f" until {pinned_until}" if pinned_until else ""))
+    return (
+        generation_status["generation"],
+        generation_status["state"],
+        generation_status["data_until"] or "-",
+        _size(generation_status["redis_bytes"]),
+        _size(generation_status["store_bytes"]),
+        _format_copied_share(generation_status["reuse"]),
+        _gates(generation_status["gates"]),
+        " ".join(notes),
+    )
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else size_text(size_bytes)
+
+
+def _format_copied_share(reuse: Mapping[str, Any] | None) -> str:
+    copied_fraction = None if reuse is None else reuse["share"]
+    return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
+
+
+def _copies(status: Mapping[str, Any]) -> list[str]:
+    """Copies of the live generation, and of the last nights up to it."""
+    reuse = next(
+        (
+            generation_status["reuse"]
+            for generation_status in status["generations"]
+            if "live" in generation_status["roles"]
+        ),
+        None,
+    )
+    if reuse is None:
+        return []
+    lately, line = reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}"
+    if reuse["base"] is None:
+        line += f": {reuse['why']}" if reuse["why"] else ""
+    else:
+        line += f"; {reuse['spared_s']:,.1f} s spared"
+    if lately["nights"] > 1 and lately["share"] is not None:
+        line += (
+            f"; of the last {lately['nights']} nights {lately['share']:.1%} copied, "
+            f"{lately['spared_s']:,.1f} s spared a night"
+        )
+    return [line]
+
+
+def _event_lines(status: Mapping[str, Any]) -> list[str]:
+    if (events := status["events"]) is None:
+        return []
+    live, taken_until = (_position(events[name]) for name in ("live_until", "taken_until"))
+    return [
+        f"events: the live one has them up to {live}; nights took them over up to {taken_until}"
+    ]
+
+
+def _position(position: str | None) -> str:
+    """Time that a position of an event tells, with the position; "none" before the first."""
+    event_position = BEGINNING if position is None else Position.parse(position)
+    return (
+        "none"
+        if event_position == BEGINNING
+        else f"{iso(event_position.ms / 1000)} ({event_position})"
+    )
+
+
+def _gates(gates: Mapping[str, Any] | None) -> str:
+    if gates is None:
+        return "-"
+    if not gates["run"]:
+        return "not run"
+    failed, overrides = [gate["rule"] for gate in gates["failed"]], gates["overrides"]
+    waived = f"; waived: {', '.join(overrides)}" if overrides else ""
+    return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
+
+
+def _lines(status: Mapping[str, Any]) -> list[str]:
+    schedule, redis = status["schedule"], status["redis"]
+    state = "missing" if schedule["missing"] else "there"
+    due = f"due: the generation of {schedule['due']} is {state}"
+    after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
+    lines = [f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})"]
+    if redis["state"] == REDIS_UNREACHABLE:
+        lines.append(
+            "this is what the artefact store knows; who was loaded or verified, Redis would"
+        )
+    elif redis["state"] == REDIS_NOT_CONFIGURED:
+        lines.append(
+            "no Redis is configured and none runs here: this is what the artefact store knows"
+        )
+    else:
+        epoch = status["epoch"]
+        lines.append(
+            "Redis has no pointer: nothing published, or lost (restore)"
+            if epoch is None
+            else f"epoch {epoch}"
+        )
+        if limit := redis.get("limit_bytes"):
+            lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
+    if (canary := status["canary"]) is not None:
+        lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
+    lines += _copies(status)
+    lines += _event_lines(status)
+    replicas = len(status["replicas"])
+    replicas_text = (
+        f"{replicas} replica{'s' * (replicas != 1)}"
+        if redis["state"] == REDIS_REACHABLE
+        else "replicas not counted, for they beat in Redis"
+    )
+    lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
+    lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")
+    return lines

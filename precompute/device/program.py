@@ -1,0 +1,254 @@
+"""A `torch.export` program of a bundle, on a torch device.
+
+torch's own loader unpickles sample inputs, looks functions up by any name and evaluates expressions, so a file is
+rewritten in memory first: what is not needed is left out, and what is not known is refused.
+"""
+
+import io
+import logging
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+from precompute.device.failures import is_full
+
+_MEMBERS = re.compile(
+    r"data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|data/sample_inputs/model\.pt|models/model\.json"
+    r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+)
+_TENSORS = re.compile(r"(weight|tensor)_\d+")
+_TARGETS = re.compile(
+    r"torch\.ops\.aten\.(?!from_file\b)\w+\.\w+"
+    r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|getitem|eq|ne|lt|le|gt|ge|and_|or_)"
+    r"|torch\.sym_(int|float|max|min|not|ite|sqrt)"
+)
+_EXPRESSION = re.compile(
+    r"(Symbol\('[su]\d+'|Integer|Rational|Add|Mul|Pow|Mod|Max|Min|FloorDiv|CleanDiv|CeilDiv|PythonMod"
+    r"|Eq|Ne|Lt|Le|Gt|Ge|GreaterThan|LessThan|StrictGreaterThan|StrictLessThan"
+    r"|positive|nonnegative|nonzero|integer|True|False|[su]\d+|-?\d+|[(),= ]|\*{1,2}|\+|-|//)*"
+)
+_CONTAINERS = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
+_FORBIDDEN = ("as_operator", "as_custom_obj", "custom_obj")
+
+STREAMS = 2
+"""Callers whose batches a GPU takes at once: while one is copied the other is computed."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""torch's loader and its compiler keep what they are at in global variables."""
+
+_log = logging.getLogger(__name__)
+
+
+class Program:
+    """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
+
+    def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
+        self._run_uncompiled = self._run = run
+        self._order = order
+        self._device = device
+        self._is_warm = device.type != "cuda"
+        self._streams: SimpleQueue[torch.cuda.Stream | None] = SimpleQueue()
+        for _ in range(STREAMS):
+            self._streams.put(None if device.type != "cuda" else torch.cuda.Stream(device))
+
+    @classmethod
+    def open(cls, path: Path, names: Sequence[str], device: str) -> Self:
+        """Load a file whose checksum was verified; `names` are the inputs of the specification.
+
+        Raises BundleError for what is no program, holds more than one needs, or has other inputs.
+        """
+        where = torch.device(device)
+        # TF32 keeps ten bits of float32's 23: neither products nor convolutions would agree with the ONNX file.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        try:
+            archive = io.BytesIO(_rewritten(path))
+            with _ONE_AT_A_TIME:
+                program = torch.export.load(archive)
+        except BundleError:
+            raise
+        except Exception as error:  # torch's errors share no base class of their own
+            raise BundleError(f"{path.name} is not a program that torch opens: {error}") from error
+        program_inputs = list(program.graph_signature.user_inputs)
+        if sorted(program_inputs) != sorted(names):
+            raise BundleError(
+                f"{path.name} has the inputs {sorted(program_inputs)}, the specification binds {sorted(names)}",
+                program=sorted(program_inputs),
+                specification=sorted(names),
+            )
+        if where.type != "cpu":
+            from torch.export.passes import move_to_device_pass
+
+            program = move_to_device_pass(program, device)
+        return cls(
+            program.module(), [names.index(input_name) for input_name in program_inputs], where
+        )
+
+    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+        """The output float32 [n, dims] of each batch, its inputs in the order of `names`.
+
+        The next batch is made and sent while one is computed. Raises MemoryError where there is no room.
+        """
+        stream = self._streams.get()
+        under_way: Callable[[], NDArray[np.float32]] | None = None
+        try:
+            for feed in feeds:
+                following = self._started(feed, stream)
+                if under_way is not None:
+                    yield under_way()
+                under_way = following
+            if under_way is not None:
+                yield under_way()
+        except RuntimeError as error:
+            if not is_full(error):
+                raise
+            raise MemoryError(str(error)) from error
+        finally:
+            self._streams.put(stream)
+
+    def _started(
+        self, feed: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Sends a batch on its way; to be called for what it gave."""
+        if stream is None:
+            with torch.inference_mode():
+                tensors = [
+                    torch.from_numpy(feed[input_index]).to(self._device)
+                    for input_index in self._order
+                ]
+                output = self._output(tensors).to(torch.float32).cpu()
+            return lambda: np.asarray(output.numpy(), np.float32)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            pinned = [
+                torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._order
+            ]
+            device_output = self._output(
+                [tensor.to(self._device, non_blocking=True) for tensor in pinned]
+            )
+            host = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
+            host.copy_(device_output, non_blocking=True)
+            is_there = torch.cuda.Event()
+            is_there.record(stream)
+
+        def settled() -> NDArray[np.float32]:
+            is_there.synchronize()
+            host_array: NDArray[np.float32] = host.numpy()
+            return host_array
+
+        return settled
+
+    def _output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with nullcontext() if self._is_warm else _ONE_AT_A_TIME:
+            if not self._is_warm:
+                self._warm(tensors)
+        try:
+            output = self._run(*tensors)
+        except Exception as error:  # the compiler may stumble over a shape that is new to it
+            if self._run is self._run_uncompiled or is_full(error):
+                raise
+            _log.warning("the program goes on uncompiled: %s", error)
+            self._run = self._run_uncompiled
+            output = self._run(*tensors)
+        while isinstance(output, list | tuple) and len(output) == 1:
+            output = output[0]
+        tensor: torch.Tensor = output
+        return tensor
+
+    def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compiles for any number of rows; where that fails the program runs as it is."""
+        try:
+            compiled = torch.compile(self._run_uncompiled, dynamic=True)
+            compiled(*tensors)
+        except Exception as error:  # the compiler's errors share no base class of their own
+            if is_full(error):
+                raise
+            _log.warning("the program is not compiled: %s", error)
+        else:
+            self._run = compiled
+        self._is_warm = True
+
+
+def _rewritten(path: Path) -> bytes:
+    """The archive without sample inputs, metadata and guards; raises BundleError for anything it should not hold."""
+    buffer = io.BytesIO()
+    try:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe:
+            for member in archive.infolist():
+                name = member.filename.partition("/")[2]
+                if not _MEMBERS.fullmatch(name) or member.compress_type != zipfile.ZIP_STORED:
+                    raise BundleError(
+                        f"{path.name} holds {member.filename!r}, which no exported tower needs: save it with "
+                        "torch.export.save, weights and tensors only"
+                    )
+                data = archive.read(member)
+                if name == "models/model.json":
+                    data = orjson.dumps(_safe_graph(path.name, orjson.loads(data)))
+                elif name.endswith("config.json"):
+                    _check_tensors(path.name, orjson.loads(data))
+                elif name.endswith("sample_inputs/model.pt"):
+                    data = b""
+                safe.writestr(member.filename, data)
+    except (zipfile.BadZipFile, orjson.JSONDecodeError, OSError) as error:
+        raise BundleError(f"{path.name} is not an exported program: {error}") from error
+    return buffer.getvalue()
+
+
+def _safe_graph(file: str, graph: Any) -> Any:
+    for json_object in _objects(graph):
+        if "metadata" in json_object:
+            json_object["metadata"] = {}
+        target, expression = json_object.get("target"), json_object.get("expr_str")
+        if "inputs" in json_object and isinstance(target, str) and not _TARGETS.fullmatch(target):
+            raise BundleError(f"{file} calls {target!r}: only torch's own operators may be called")
+        if isinstance(expression, str) and not _EXPRESSION.fullmatch(expression):
+            raise BundleError(f"{file} holds the expression {expression[:80]!r}: it is not a shape")
+        for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
+            if isinstance(spec, str):
+                _check_containers(file, orjson.loads(spec))
+        if used := [name for name in _FORBIDDEN if json_object.get(name)]:
+            raise BundleError(f"{file} holds {used[0]}: only tensors and torch's own operators may")
+    if isinstance(graph, dict):
+        graph["guards_code"] = []
+    return graph
+
+
+def _check_containers(file: str, spec: Any) -> None:
+    for json_object in _objects(spec):
+        if json_object.get("type") not in _CONTAINERS:
+            raise BundleError(
+                f"{file} takes or gives a {json_object['type']}: a tower takes tensors"
+            )
+
+
+def _check_tensors(file: str, config: Any) -> None:
+    for json_object in _objects(config):
+        if json_object.get("use_pickle") or not _TENSORS.fullmatch(
+            str(json_object.get("path_name", "weight_0"))
+        ):
+            raise BundleError(
+                f"{file} holds {json_object.get('path_name')!r} pickled: only plain tensors may be"
+            )
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value, a deep one too."""
+    unvisited = [value]
+    while unvisited:
+        json_value = unvisited.pop()
+        if isinstance(json_value, dict):
+            yield json_value
+            unvisited.extend(json_value.values())
+        elif isinstance(json_value, list):
+            unvisited.extend(json_value)

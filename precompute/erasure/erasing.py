@@ -1,0 +1,256 @@
+"""Erasing an entity: blocked at once, overlays dropped, left out from the next night on, done when nothing holds it."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cache.control.control_keys import Control
+from cache.control.states import UNFINISHED, State
+from cache.errors import Conflict, LarderError
+from cache.format.ids import hash_id
+from cache.format.manifest import EntityKind, Manifest
+from cache.format.redis_keys import hash_hex
+from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.blocklist import change_blocklist, latest_blocklist
+from cache.usage.hot_keys import COLD_WINDOW, HOT_WINDOW, Window, hour_of, member
+from precompute.builds.tables import ENTITIES
+from precompute.bundles.bundle_store import forget_items
+from precompute.config.settings import NightConfig, retained
+from precompute.erasure.holders import EntityHolder, holders
+from precompute.events.stream import forget_events
+from precompute.releases.release_log import ReleaseLog, ReleaseView, demand_reason
+from precompute.sources.erasures import (
+    Erasure,
+    all_erasures,
+    find_erasure,
+    mark_done,
+    mark_forgotten,
+    request,
+)
+from precompute.traffic.exposures import forget_keys
+
+UNLINK_BATCH = 256
+SEEDS = (0, 1)
+"""Hash seeds that were most likely used for the overlays of a generation whose files are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErasureStatus:
+    """Erasure and what still holds its entity, with when each of these may go."""
+
+    erasure: Erasure
+    holders: tuple[tuple[EntityHolder, str], ...] = ()
+
+    @property
+    def state(self) -> str:
+        """Word for the erasure's state: pending, done or forgotten."""
+        if not self.erasure.is_in_force:
+            return "forgotten"
+        return "pending" if self.erasure.is_pending else "done"
+
+
+def begin_erasing(
+    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float
+) -> tuple[Erasure, bool]:
+    """Block, then write the request down; safe to repeat. The erasure, and whether it is new.
+
+    Blocked first, however many erasures have to be read to write one more.
+    """
+    was_blocked = kind == "item" and raw in latest_blocklist(store).items
+    _block(store, [(raw, kind)])
+    existing_erasures = all_erasures(store)
+    erasure = request(
+        store, raw, kind, at=at, was_blocked=was_blocked, existing_erasures=existing_erasures
+    )
+    # Until it was written down, whoever unblocks was not stopped by it.
+    block_erased(store, [erasure])
+    return erasure, find_erasure(existing_erasures, raw, kind) is None
+
+
+def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
+    """Blocks the erased entities again, whatever was unblocked meanwhile."""
+    _block(store, [(erasure.raw, erasure.kind) for erasure in erasures if erasure.is_in_force])
+
+
+def _block(store: ArtefactStore, entities: Sequence[tuple[bytes, EntityKind]]) -> None:
+    if entities:
+        change_blocklist(
+            store,
+            block_users=[raw for raw, kind in entities if kind == "user"],
+            block_items=[raw for raw, kind in entities if kind == "item"],
+        )
+
+
+def forget(
+    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, reason: str
+) -> Erasure:
+    """Re-admit an erased entity to later nights and to answers; raises Conflict when it is not erased."""
+    reason = demand_reason("forgetting an erasure", reason)
+    erasure = find_erasure(all_erasures(store), raw, kind)
+    if erasure is None:
+        raise Conflict(f"{kind} {raw.decode()!r} is not erased, so there is nothing to forget")
+    mark_forgotten(store, erasure, at=at, reason=reason)
+    if kind == "user":
+        change_blocklist(store, unblock_users=[raw])
+    elif not erasure.was_blocked:
+        change_blocklist(store, unblock_items=[raw])
+    return erasure
+
+
+def drop_overlays(
+    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
+) -> int:
+    """Unlink every overlay under the ids of these entities, in all generations the registry knows; how many there were.
+
+    Those that count newer events lie under a digest that names nobody: they expire, and are not served meanwhile.
+    """
+    names = [
+        name
+        for generation in sorted(control.rows())
+        for name in _overlay_keys(config, store, generation, erasures)
+    ]
+    batches = [names[at : at + UNLINK_BATCH] for at in range(0, len(names), UNLINK_BATCH)]
+    return sum(int(control.client.unlink(*batch)) for batch in batches)
+
+
+def drop_hot(
+    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
+) -> int:
+    """Take these entities out of the sketches of requests; how often they stood there."""
+    tables = set(config.tables)
+    for generation in sorted(control.rows()):
+        with contextlib.suppress(LarderError):  # its files are gone
+            tables |= set(read_manifest(store, generation).tables)
+    members = [member((table, erasure.raw)) for erasure in erasures for table in sorted(tables)]
+    batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
+    keys, at = config.keyspace(), control.time()
+    names = [
+        name(key_number)
+        for window, name in ((HOT_WINDOW, keys.hot_names), (COLD_WINDOW, keys.cold_names))
+        for key_number in _numbers(window, at)
+    ]
+    return sum(int(control.client.zrem(name, *batch)) for batch in batches for name in names)
+
+
+def _numbers(window: Window, at: float) -> range:
+    """Numbers of all keys of a sketch that can still exist; a replica's idea of Redis' clock may be a little ahead."""
+    window_number = hour_of(at, window)
+    return range(window_number - window.life_s // window.seconds, window_number + 2)
+
+
+def _overlay_keys(
+    config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
+) -> list[str]:
+    manifest: Manifest | None = None
+    tables: dict[str, tuple[str, ...]]
+    try:
+        manifest = read_manifest(store, generation)
+        tables = {name: (table_spec.entity,) for name, table_spec in manifest.tables.items()}
+    except LarderError:
+        all_kinds = ("user", "item")
+        tables = {
+            name: (ENTITIES[table_settings.kind],) if table_settings.kind in ENTITIES else all_kinds
+            for name, table_settings in config.tables.items()
+        }
+    keys = config.keyspace()
+    return [
+        keys.overlay(generation, table, hash_hex(hash_id(erasure.raw, seed)))
+        for erasure in erasures
+        for table, kinds in tables.items()
+        if erasure.kind in kinds
+        for seed in ((manifest.entity_sets[erasure.kind].seed,) if manifest else SEEDS)
+    ]
+
+
+def settle(config: NightConfig, releases: ReleaseLog) -> list[ErasureStatus]:
+    """Hold every erasure in force to its word and mark the done ones; how each now stands, oldest first."""
+    store, control = releases.store, releases.control
+    erasures = all_erasures(store)
+    block_erased(store, erasures)
+    pending = [erasure for erasure in erasures if erasure.is_pending]
+    if not pending:
+        return [ErasureStatus(erasure) for erasure in erasures]
+    drop_overlays(config, store, control, pending)
+    drop_hot(config, store, control, pending)
+    forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
+    forget_events(config, pending)
+    forget_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
+    # Rows before files: a night notes itself before it looks for erasures, and writes files after.
+    holders_by_number = holders(store, pending, control.rows())
+    erasures = [
+        erasure
+        if holders_by_number.get(erasure.number, True)
+        else mark_done(store, erasure, at=releases.clock())
+        for erasure in erasures
+    ]
+    view, now_s = releases.view(), releases.clock()
+    return _standings(
+        erasures, holders_by_number, lambda holder: _fate(config, view, holder, now_s)
+    )
+
+
+def look_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
+    """Standing of every erasure as far as the store alone can tell, oldest first."""
+    erasures, now_s = all_erasures(store), time.time()
+    holders_by_number = holders(store, [erasure for erasure in erasures if erasure.is_pending], {})
+    return _standings(
+        erasures,
+        holders_by_number,
+        lambda holder: _fate_of_copy(holder, now_s) if holder.is_copy else "",
+    )
+
+
+def _standings(
+    erasures: Iterable[Erasure],
+    holders_by_number: Mapping[int, Sequence[EntityHolder]],
+    fate: Callable[[EntityHolder], str],
+) -> list[ErasureStatus]:
+    return [
+        ErasureStatus(
+            erasure,
+            tuple((holder, fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
+        )
+        for erasure in erasures
+    ]
+
+
+def _fate(config: NightConfig, view: ReleaseView, holder: EntityHolder, now_s: float) -> str:
+    """Words for when what holds an entity may be swept."""
+    generation, ledger = holder.generation, view.ledger
+    if holder.is_copy:
+        return _fate_of_copy(holder, now_s)
+    if ledger.is_pinned(generation, now_s):
+        expires_at = (ledger.pinned or {}).get(generation)
+        when = (
+            "unpinned"
+            if expires_at is None
+            else f"{datetime.fromtimestamp(expires_at, UTC):%Y-%m-%d}"
+        )
+        return f"pinned until {when}"
+    state = view.state(generation)
+    if state is State.LIVE:
+        return (
+            f"live, swept once {retained(config.keep)} newer generations have followed the next one"
+        )
+    if state is State.SUPERSEDED:
+        return f"superseded, swept once it is not among the newest {retained(config.keep)} and nobody holds it"
+    if state is None or state in UNFINISHED:
+        hours = config.abandon_after_s / 3600
+        return (
+            f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
+        )
+    return f"{state}, swept by the next retire that finds no replica holding it"
+
+
+def _fate_of_copy(holder: EntityHolder, now_s: float) -> str:
+    hours = max(0.0, now_s - holder.at) / 3600
+    age = (
+        ""
+        if not holder.at
+        else f" for {hours / 24:.0f} days"
+        if hours > 48
+        else f" for {hours:.0f} h"
+    )
+    return f"copied there{age}, swept by the next step or service on that host"

@@ -1,0 +1,254 @@
+"""Holders of an erased entity: generations, by their own files, and hosts, by the copies that they recorded."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.control.control_keys import RegistryRow
+from cache.control.states import UNFINISHED
+from cache.errors import Conflict, CorruptArtefact, StoreError
+from cache.format.directory import map_file
+from cache.format.ids import hash_ids
+from cache.format.manifest import GENERATION, EntityKind, Manifest
+from cache.store.artefacts import FOLDER, ArtefactStore, generation_path, record_path
+from precompute.partitions import holdout
+from precompute.partitions.catalogue import directory_file
+from precompute.partitions.shard_files import kinds_of, naming, shard_of
+from precompute.sources.erasures import Erasure
+from precompute.sources.unusable import ids_in
+
+_LEFT_OUT_FILE = "begun.json"
+"""File beside the records of a generation: what it left out, kept for when its own files are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntityHolder:
+    """Holder of an entity: a generation; with `host`, only that host's copies of it.
+
+    These are there since `at` (Unix seconds, by that host's clock).
+    """
+
+    generation: str
+    host: str = ""
+    at: float = 0.0
+
+    @property
+    def is_copy(self) -> bool:
+        """True if only a host has it."""
+        return bool(self.host)
+
+
+def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
+    """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
+    if store.copies is not None:
+        body = orjson.dumps({"erased": list(numbers)})
+        store.write(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}", body)
+
+
+def left_out(store: ArtefactStore, generation: str) -> set[int]:
+    """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
+    raw = store.read(f"{FOLDER}/{generation}/{_LEFT_OUT_FILE}")
+    try:
+        return set() if raw is None else set(orjson.loads(raw)["erased"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return set()
+
+
+def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
+    """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
+    if store.copies is None:
+        return []
+    hosts = [
+        (generation, name.removesuffix(".json"))
+        for generation in store.names(FOLDER)
+        if generation not in but
+        for name in store.names(f"{FOLDER}/{generation}")
+        if name.endswith(".json") and name != _LEFT_OUT_FILE
+    ]
+    bodies = store.read_many([record_path(*generation_and_host) for generation_and_host in hosts])
+    return [
+        EntityHolder(*generation_and_host, _at(bodies[path]))
+        for generation_and_host in hosts
+        if (path := record_path(*generation_and_host)) in bodies
+    ]
+
+
+def _at(raw: bytes) -> float:
+    try:
+        return float(orjson.loads(raw)["at"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return 0.0  # the name says all that matters
+
+
+def declare_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
+    """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
+    copies = copies_on_hosts(store)
+    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
+    if not gone_copies:
+        hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
+        raise Conflict(f"no copy is recorded of a host {pattern!r}; {hosts_text} has some")
+    for copy in gone_copies:
+        store.delete(record_path(copy.generation, copy.host))
+    return gone_copies
+
+
+def sweep_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
+    """Remove what was noted of generations that no host, and not the store, has any more."""
+    if store.copies is None:
+        return
+    existing_generations = {*store.names("generations"), *needed_generations}
+    for generation in store.names(FOLDER):
+        if generation not in existing_generations and store.names(f"{FOLDER}/{generation}") == [
+            _LEFT_OUT_FILE
+        ]:
+            store.delete(f"{FOLDER}/{generation}")
+
+
+Fetch = Callable[[str], Path]
+"""Path of a finished file of the generation on this host; raises StoreError when there is none."""
+
+
+def holders(
+    store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, RegistryRow]
+) -> dict[int, tuple[EntityHolder, ...]]:
+    """Erasure number -> what still holds its entity; whatever cannot be told counts as holding it.
+
+    `rows` is the registry: an unfinished generation without files may be about to write the entity down.
+    """
+    stored_generations = [
+        generation_id
+        for generation_id in store.names("generations")
+        if GENERATION.fullmatch(generation_id)
+    ]
+    unfinished_generations = [
+        generation_id
+        for generation_id, row in rows.items()
+        if row.state in UNFINISHED and generation_id not in stored_generations
+    ]
+    holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
+    for generation in sorted({*stored_generations, *unfinished_generations}):
+        for number in _held_by(store, generation, erasures):
+            holders_by_number[number].append(EntityHolder(generation))
+    copies = _copies(store, but={*stored_generations, *unfinished_generations})
+    spared = {
+        generation_id: left_out(store, generation_id)
+        for generation_id in {copy.generation for copy in copies}
+    }
+    for copy in copies:
+        for number in holders_by_number.keys() - spared[copy.generation]:
+            holders_by_number[number].append(copy)
+    return {number: tuple(erasure_holders) for number, erasure_holders in holders_by_number.items()}
+
+
+def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[EntityHolder]:
+    """Copies that hosts recorded, and those that lie here unrecorded."""
+    recorded = copies_on_hosts(store, but=but)
+    unrecorded_generations = (
+        set(store.host_copies()) - {copy.generation for copy in recorded} - set(but)
+    )
+    return [
+        *recorded,
+        *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations)),
+    ]
+
+
+def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
+    def read(name: str) -> bytes | None:
+        return store.read(generation_path(generation, name))
+
+    def fetch(name: str) -> Path:
+        path = store.fetch(generation_path(generation, name))
+        if not path.is_file():
+            raise StoreError(f"{name} of {generation} is not there")
+        return path
+
+    try:
+        raw = read("work/begin.json")
+        begin_report: dict[str, Any] | None = None if raw is None else orjson.loads(raw)
+        left_out = set((begin_report or {}).get("erased", ()))
+        erasures_to_check = [erasure for erasure in erasures if erasure.number not in left_out]
+        if not erasures_to_check or begin_report is None:
+            return {erasure.number for erasure in erasures_to_check}
+        raw = read("manifest.json")
+        manifest = None if raw is None else Manifest.from_bytes(raw)
+    except (CorruptArtefact, StoreError, orjson.JSONDecodeError):
+        return {erasure.number for erasure in erasures}
+    held_numbers: set[int] = set()
+    for kind in ("user", "item"):
+        erasures_of_kind = [erasure for erasure in erasures_to_check if erasure.kind == kind]
+        try:
+            held_numbers |= (
+                _looked_up(kind, erasures_of_kind, begin_report, manifest, fetch)
+                if erasures_of_kind
+                else set()
+            )
+        except (CorruptArtefact, StoreError, OSError, KeyError, ValueError, pa.ArrowException):
+            held_numbers |= {erasure.number for erasure in erasures_of_kind}
+    return held_numbers
+
+
+def _looked_up(
+    kind: EntityKind,
+    erasures: Sequence[Erasure],
+    begin_report: Mapping[str, Any],
+    manifest: Manifest | None,
+    fetch: Fetch,
+) -> set[int]:
+    """Numbers of those in the directory, the partition, the reports or among the interactions beyond the cut."""
+    seed, shards = begin_report[f"{kind}_seed"], len(begin_report["bounds"]) - 1
+    hashes = hash_ids([erasure.raw for erasure in erasures], seed)
+    unusable_ids = ids_in(begin_report.get("unusable", {}))
+    unusable_ids |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
+    held_numbers = {erasure.number for erasure in erasures if erasure.entity in unusable_ids}
+    for shard in np.unique(shard_of(hashes, shards)).tolist():
+        shard_indices = np.flatnonzero(shard_of(hashes, shards) == shard)
+        if kind == "item" or manifest is not None:
+            path = fetch(directory_file(kind, shard))
+            if path.stat().st_size:
+                is_in = np.isin(hashes[shard_indices], map_file(path, "<u8"))
+                held_numbers |= {erasures[index].number for index in shard_indices[is_in].tolist()}
+        missed = [
+            erasures[index]
+            for index in shard_indices.tolist()
+            if erasures[index].number not in held_numbers
+        ]
+        if kind == "user" and missed:
+            held_numbers |= _in_partition(missed, shard, naming(kinds_of(begin_report)), fetch)
+    if len(held_numbers) < len(erasures):
+        held_numbers |= _beyond_cut(kind, erasures, fetch)
+    return held_numbers
+
+
+def _in_partition(
+    erasures: Sequence[Erasure], shard: int, kinds: Sequence[str], fetch: Fetch
+) -> set[int]:
+    """Numbers of those in a shard's partition: a user without usable input has no record, but lies there."""
+    ids = pa.array([erasure.entity for erasure in erasures], pa.string())
+    held_numbers = set()
+    for name in kinds:
+        with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{name}"))) as source:
+            users = pa.ipc.open_stream(source).read_all().column("user")
+            is_in = pc.is_in(ids, value_set=pc.unique(users)).to_pylist()
+        held_numbers |= {
+            erasure.number
+            for erasure, is_present in zip(erasures, is_in, strict=True)
+            if is_present
+        }
+    return held_numbers
+
+
+def _beyond_cut(kind: EntityKind, erasures: Sequence[Erasure], fetch: Fetch) -> set[int]:
+    items_by_user: dict[str, list[str]] = orjson.loads(fetch(holdout.FILE).read_bytes())
+    names = (
+        set(items_by_user)
+        if kind == "user"
+        else {item for items in items_by_user.values() for item in items}
+    )
+    return {erasure.number for erasure in erasures if erasure.entity in names}

@@ -1,0 +1,4 @@
+"""Evaluation of lists against what users did next, replayed from a log.
+
+Start at `freshness`.
+"""

@@ -1,0 +1,176 @@
+"""Gates on bytes: files of the generation, and pages in Redis, have their checksums."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Final, TypeVar
+
+import redis
+
+from cache.errors import NotJudged
+from cache.format.manifest import Artefact
+from cache.l2.sync_clients import masters
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
+from precompute.bulk.governor import Governor, open_governor
+from precompute.bulk.load import Part, load_part, parts_of, total_pages
+from precompute.bulk.readback import BadPage, verify_part
+from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
+
+T = TypeVar("T")
+
+
+FILES_AT_ONCE: Final = 8
+
+
+CHECKED_NOTES: Final = "work/files.checked"
+
+
+def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
+    """Every file of the generation against its checksum; raises CorruptArtefact naming one that differs."""
+    checked = CheckedFiles(store.local(generation_path(generation, CHECKED_NOTES)))
+
+    def check(artefact: Artefact) -> None:
+        path = store.local(generation_path(generation, artefact.path))
+        stamp_before = stamp(path, artefact)
+        if stamp_before is not None and stamp_before in checked:
+            return
+        fetch_checked(store, generation, artefact)
+        if (after := stamp(path, artefact)) is not None and stamp_before in (None, after):
+            checked.add(after)
+
+    in_threads(check, artefacts, FILES_AT_ONCE)
+    checked.forget()
+    return Measurement(True, len(artefacts), len(artefacts), "files whose checksum matched")
+
+
+def stamp(path: Path, artefact: Artefact) -> str | None:
+    """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
+    try:
+        file_stat = path.stat()
+    except FileNotFoundError:
+        return None
+    stat_values = (
+        file_stat.st_ino,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        file_stat.st_ctime_ns,
+    )
+    return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
+
+
+class CheckedFiles:
+    """Stamps of the files that this host has found as the manifest says, for the next try if this one is cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock, self._stamps = path, threading.Lock(), set[str]()
+        # A gate that ran out of time goes on in its thread, and may forget the stamps at any moment.
+        with contextlib.suppress(FileNotFoundError):
+            self._stamps.update(path.read_text().splitlines())
+
+    def __contains__(self, stamped: str) -> bool:
+        return stamped in self._stamps
+
+    def add(self, stamped: str) -> None:
+        """Adds a stamp, kept at once: who is killed later loses nothing of it."""
+        with self._lock:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as notes:
+                notes.write(f"{stamped}\n")
+
+    def forget(self) -> None:
+        """Removes all stamps when all files are checked: what is verified again later is checked again."""
+        self._path.unlink(missing_ok=True)
+
+
+def in_threads(work: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+    """`work` on every item; the first error ends it and is raised.
+
+    In daemons, not a pool: the program's exit would wait for a pool's threads, and so for a store that hangs.
+    """
+    todo, lock, errors = iter(items), threading.Lock(), list[Exception]()
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                item = next(todo, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except Exception as error:
+                errors.append(error)
+
+    started = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+CHUNK_BYTES: Final = 1 << 20
+
+
+@integrity("pages_in_redis")
+def pages_in_redis(candidate: Candidate) -> Measurement:
+    """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
+
+    What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
+    has started since are worth nothing, and whoever writes a part drops its note.
+    """
+    control, manifest = candidate.control, candidate.manifest
+    notes_key, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    started = _run_ids(control.client)
+    notes: Any = control.client.hgetall(notes_key)
+    reload_count = 0
+    pacing = candidate.governor and open_governor(candidate.governor, control)
+    with pacing or nullcontext() as governor:
+        for part in parts:
+            note = b" ".join((part.loaded_digest, started))
+            if notes.get(part.read.encode()) == note:
+                continue
+            reload_count += _read_back(candidate, part, governor)
+            with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
+                control.client.hset(notes_key, part.read, note.decode())
+    pages = total_pages(manifest)
+    control.client.hdel(notes_key, *(part.read for part in parts))
+    reload_text = (
+        f"pages whose checksum matched, {reload_count} parts of them loaded once more"
+        if reload_count
+        else ""
+    )
+    return Measurement(True, pages, pages, reload_text or "pages whose checksum matched")
+
+
+def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
+    """Returns whether the part had to be loaded once more; raises NotJudged when not even that helped."""
+    part_arguments = (
+        candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
+    )  # fmt: skip
+    try:
+        verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
+        return False
+    except BadPage:
+        # The generation is not to blame: its files are as they should be, Redis lost or changed what it was sent.
+        load_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
+    try:
+        verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
+    except BadPage as error:
+        raise NotJudged(
+            f"Redis does not hold what it is sent: loaded again, {error.message}",
+            rule="pages_in_redis",
+        ) from error
+    return True
+
+
+def _run_ids(client: "redis.Redis") -> bytes:
+    """Run ids of all masters: another one, or one that has started since, may not have what was read."""
+    server_infos: list[Any] = [server.info("server") for server in masters(client).values()]
+    # Who says none may have started at any time.
+    return ",".join(
+        sorted(str(each.get("run_id") or token_hex()) for each in server_infos)
+    ).encode()

@@ -1,0 +1,391 @@
+"""Recovery: an earlier generation live again, a lost Redis rebuilt from the store, a stray pointer taken away."""
+
+import logging
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from cache.control.control_keys import RegistryRow
+from cache.control.states import UNFINISHED, Ledger, State, fold
+from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
+from cache.format.manifest import GENERATION
+from cache.l2.errors import translated
+from cache.l2.resp import COUNT, checked
+from cache.store.artefacts import read_manifest
+from cache.store.audit import audited
+from cache.store.releases import Pointer, Release
+from precompute.bulk.governor import Governor, open_governor
+from precompute.bulk.load import BytesProgress
+from precompute.bulk.reload import is_missing, reload
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+from precompute.releases.moves import open_releases
+from precompute.releases.release_log import (
+    LOOK_TRIES,
+    ReleaseLog,
+    ReleaseView,
+    demand_reason,
+    without_retired,
+)
+from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
+
+
+def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
+    """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
+
+    Waits for no replica and reads no page before the move. What cannot be repaired after it is told as `unmended`:
+    readers have moved by then.
+    """
+    reason = demand_reason("a roll back", reason)
+    with open_releases(config) as releases:
+        with audited(
+            releases.store, "roll_back", f"to {to or 'the previous one'}", actor=config.actor, reason=reason,
+            attempt=attempt,
+        ) as audit_facts:  # fmt: skip
+            moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
+            pointer = moved.pointer
+            audit_facts |= {"generation": pointer.generation, "changed": moved.has_moved}
+        report: Step = {
+            "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
+            "changed": moved.has_moved, "mended": [],
+        }  # fmt: skip
+        try:
+            with (
+                translated(),
+                # Right beside the flip: going slower is better than being felt.
+                open_governor(config.governor, releases.control, awake=False) as governor,
+            ):
+                report["mended"] = releases.mend(pointer.generation, governor=governor)
+        except (LarderError, OSError) as error:
+            report["unmended"] = str(error)
+            report["next"] = (
+                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: once "
+                "that is possible, run `larder restore`"
+            )
+    return report
+
+
+def restore_redis(
+    releases: ReleaseLog,
+    *,
+    attempt: str,
+    chunk_bytes: int,
+    overlay_ttl_s: float = math.inf,
+    progress: BytesProgress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> tuple[Pointer, list[str], int]:
+    """Rebuild what a Redis lost: registry, pages of live and previous, pointer under a new epoch.
+
+    Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
+    A publish or a roll back that comes in while pages stream is never undone: it starts over from what is live then.
+    Where a writer died so that nobody knows whether readers saw its move, they are led on under a new epoch; a roll
+    back that died so is carried out. What was retired so long ago that no overlay of it can live gets no row.
+    """
+    control = releases.control
+
+    def is_urgent(generation: str) -> bool:
+        """True for a live generation whose pages are missing: it has no readers to be spared, they wait for it."""
+        return generation == present[0] and is_missing(control, releases.store, generation)
+
+    for _ in range(LOOK_TRIES):
+        view = releases.view()
+        ledger = view.ledger
+        if ledger.live is None:
+            raise Conflict("nothing was ever published here, so there is nothing to restore")
+        if view.epoch > ledger.live_epoch:
+            view.demand_agreement()
+        control.check_policy()
+        doubt = _roll_back_in_doubt(view)
+        aim = ledger
+        if doubt is not None:
+            carried_out = fold([*view.history, replace(doubt, is_done=True)])
+            aim = without_retired(carried_out, view.rows)
+        present = _restorable(releases, view, aim)
+        # Rows first: no page may belong to a generation that the registry does not know.
+        if not control.write_rows(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
+            continue
+        # An older snapshot brings pages back. What is only marked as retired may still have readers.
+        for generation_id, state in fold(view.history).states.items():
+            if state is State.RETIRED and (
+                generation_id in view.rows or is_back(releases, generation_id, view.history)
+            ):
+                unlink_recorded(releases, generation_id, view.history, governor=governor)
+        loaded_bytes = sum(
+            reload(
+                control,
+                releases.store,
+                generation_id,
+                chunk_bytes=chunk_bytes,
+                progress=progress,
+                governor=None if is_urgent(generation_id) else governor,
+            )
+            for generation_id in present
+        )
+        latest_view = releases.view()
+        if (latest_view.pointer, latest_view.ledger.live_epoch, latest_view.ledger.states) != (
+            view.pointer,
+            ledger.live_epoch,
+            ledger.states,
+        ):
+            continue
+        if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
+            return view.pointer, present, loaded_bytes
+        moved = _point(releases, view, present, doubt, attempt=attempt)
+        if moved is not None:
+            return moved, present, loaded_bytes
+    raise Conflict(
+        f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
+    )
+
+
+def forgotten(releases: ReleaseLog, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
+    """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
+
+    `prior_view`: the view before the restore, `pointer`: what the restore made of it.
+    """
+    notes = []
+    canary = prior_view.ledger.canary
+    if (
+        canary is not None
+        and pointer.canary is None
+        and pointer.epoch > prior_view.ledger.live_epoch
+    ):
+        notes.append(
+            f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
+        )
+    for generation, row in sorted(releases.control.rows().items()):
+        if generation in prior_view.rows or row.state is not State.BEGUN:
+            continue
+        try:
+            gates = read_manifest(releases.store, generation).gates
+        except LarderError:
+            continue
+        if gates and all(gate["passed"] for gate in gates):
+            notes.append(
+                f"{generation} was verified: run `load {generation}` and `verify {generation}` to publish it"
+            )
+    return notes
+
+
+def _in_doubt(view: ReleaseView) -> list[Release]:
+    """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
+    live_epoch = view.ledger.live_epoch
+    return [
+        release
+        for release in view.history
+        if not release.is_done and release.expected == live_epoch and release.epoch > live_epoch
+    ]
+
+
+def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
+    """Roll back that must be carried out: readers who followed it must not meet the bad generation again."""
+    for release in reversed(_in_doubt(view)):
+        is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
+        if release.action == "roll_back" and is_sound:
+            return release
+    return None
+
+
+def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, RegistryRow]:
+    """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work.
+
+    A row that says more than they prove stays: somebody may be about to write that refusal down.
+    """
+    restored_at, ledger = releases.clock(), view.ledger
+    longest_s = overlays_live_s(releases, overlay_ttl_s)
+    old = {
+        release.generation
+        for release in view.history
+        if release.action == "retire" and restored_at - release.at > longest_s
+    }
+    stored_ids = {
+        generation_id
+        for generation_id in releases.store.names("generations")
+        if GENERATION.fullmatch(generation_id)
+    }
+    rows = {
+        generation_id: RegistryRow(State.BEGUN, restored_at, "restored")
+        for generation_id in stored_ids - set(view.rows)
+    }
+    return rows | {
+        generation_id: RegistryRow(
+            state, ledger.superseded_at.get(generation_id, restored_at), "restored"
+        )
+        for generation_id, state in ledger.states.items()
+        if (
+            generation_id not in view.rows and not (state is State.RETIRED and generation_id in old)
+        )
+        or (
+            generation_id in view.rows
+            and view.rows[generation_id].state is not view.state(generation_id)
+        )
+    }
+
+
+def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[str]:
+    """The live generation, then the previous one if its files are what was released."""
+    live, previous = str(aim.live), aim.previous
+    try:
+        releases.check_manifest(live, view.history)
+    except UnknownGeneration as error:
+        raise Conflict(
+            f"the files of {live} are gone from {releases.store.url}: run a night"
+        ) from error
+    if previous is None:
+        return [live]
+    try:
+        releases.check_manifest(previous, view.history)
+    except (UnknownGeneration, CorruptArtefact):
+        return [live]  # what only a rollback would need must not keep readers waiting
+    return [live, previous]
+
+
+def _published_at(view: ReleaseView, generation: str) -> float | None:
+    """Unix seconds at which the generation last became live by a publish or a roll back; None if no record says."""
+    times = [
+        release.at
+        for release in view.history
+        if release.generation == generation
+        and release.is_done
+        and release.action in ("publish", "roll_back")
+    ]
+    return max(times, default=None)
+
+
+def _point(
+    releases: ReleaseLog,
+    view: ReleaseView,
+    present: list[str],
+    doubt: Release | None,
+    *,
+    attempt: str,
+) -> Pointer | None:
+    live, previous = present[0], present[1] if len(present) > 1 else None
+    release = releases.record(
+        "restore" if doubt is None else "roll_back",
+        live,
+        attempt=attempt,
+        reason="Redis was lost" if doubt is None else doubt.reason,
+        previous=previous,
+        # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
+        expected=max(view.epoch, view.ledger.live_epoch),
+    )
+    if releases.history()[-1].stored_number != release.stored_number:
+        return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
+    published_at = _published_at(view, live) or releases.clock()
+    to = Pointer(live, release.epoch, previous, attempt, published_at=published_at)
+    rows = {live: RegistryRow(State.LIVE, releases.clock())}
+    if doubt is not None:
+        _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
+    try:
+        moved = releases.control.move(
+            to, expected_epoch=view.epoch, rows=rows, allowed=frozenset(State)
+        )
+    except Conflict as error:
+        if error.details.get("state") == "unknown":
+            return None  # its row was written before its pages: Redis was lost again, with both
+        raise
+    if moved is not None:
+        releases.complete(moved.epoch)
+    return moved
+
+
+def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
+    started, restored_bytes = time.perf_counter(), 0
+
+    def advance(more: int) -> None:
+        nonlocal restored_bytes
+        restored_bytes += more
+        progress("restore pages", restored_bytes, 0)
+
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
+        prior_view = releases.view()
+        pointer, loaded, size_bytes = restore_redis(
+            releases,
+            attempt=attempt,
+            chunk_bytes=config.load_chunk_bytes,
+            overlay_ttl_s=config.overlay_ttl_s,
+            progress=advance,
+            governor=governor,
+        )
+        notes = forgotten(releases, prior_view, pointer)
+    return {
+        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
+        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
+    }  # fmt: skip
+
+
+log = logging.getLogger(__name__)
+
+
+# Only what was looked at is removed: a pointer that moved meanwhile is somebody's.
+_REMOVE = """#!lua flags=allow-oom
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+
+
+def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> Step:
+    """Take a stray pointer away and restore what the store says is live; nothing, if nothing was ever published.
+
+    The reason is written down, under an epoch above the stray one, so that readers who saw that follow what comes
+    next. Raises ConfigError without a reason, Conflict where the releases explain the pointer or there is none.
+    """
+    reason = demand_reason("adopting a Redis", reason)
+    with open_releases(config) as releases:
+        keys, client = releases.control.keys, releases.control.client
+        raw: Any = client.get(keys.live)
+        if raw is None:
+            raise Conflict(
+                f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`"
+            )
+        stray = _pointer(raw)
+        ledger = releases.ledger() if stray is not None else fold(releases.history())
+        if stray is not None and stray.epoch <= ledger.live_epoch:
+            raise Conflict(
+                f"the releases in {releases.store.url} explain the pointer in {keys.live}: run "
+                "`larder restore` without --adopt"
+            )
+        if ledger.live is not None:
+            releases.check_manifest(ledger.live, releases.history())
+        if stray is not None:
+            about = stray.generation if GENERATION.fullmatch(stray.generation) else "unknown"
+            # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
+            releases.record(
+                "restore", about, attempt=attempt, reason=f"adopted: {reason}",
+                expected=stray.epoch,
+            )  # fmt: skip
+        if not checked("EVAL", client.eval(_REMOVE, 1, keys.live, raw), COUNT):
+            raise Conflict(
+                f"the pointer in {keys.live} moved while it was looked at; look at `status`"
+            )
+        log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw)
+        _disown(releases, ledger, reason)
+    removed = raw.decode(errors="replace")[:200]
+    if ledger.live is None:
+        return {"removed": removed, "generation": None, "next": "the first night can publish"}
+    return {"removed": removed, **restore(config, attempt=attempt, progress=progress)}
+
+
+def _pointer(raw: bytes) -> Pointer | None:
+    try:
+        return Pointer.from_bytes(raw)
+    except CorruptArtefact:
+        return None
+
+
+def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
+    """Abandons what only Redis calls published: it may be made and verified again, or swept."""
+    abandoned_at = releases.clock()
+    rows = {
+        generation: RegistryRow(State.ABANDONED, abandoned_at, f"adopted: {reason}")
+        for generation, row in releases.control.rows().items()
+        if ledger.state(generation) is None and row.state not in (*UNFINISHED, State.RETIRED)
+    }
+    if rows:
+        releases.control.write_rows(rows, expected_epoch=0)

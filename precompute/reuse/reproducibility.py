@@ -1,0 +1,98 @@
+"""Reproducibility of results: programs that their bits depend on, and rows computed in other company."""
+
+import functools
+import platform
+from collections.abc import Callable
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.formats import RELEASE
+from cache.model.tower import Inputs, rows_of, rows_taken
+from cache.topk.compiled import kernel
+
+_LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
+
+
+_ON_A_DEVICE = ("torch", "triton")
+
+
+_FLAGS = ("flags", "Features")
+"""Names of the line of instructions in /proc/cpuinfo, by architecture."""
+
+
+def computed_by(device: str | None = None) -> str:
+    """Class of the kernel, of the processor's instructions and of a device of torch, and versions of the libraries.
+
+    Results of two nights may be put beside each other where these are the same.
+    """
+    names = (*_LIBRARIES, *(_ON_A_DEVICE if device else ()))
+    versions = [
+        f"{name} {library_version}" for name in names if (library_version := _version(name))
+    ]
+    engine = kernel()
+    level = "faiss" if engine is None else f"kernel {engine.level}"
+    processor = f"processor {instructions()}"
+    return ", ".join([level, processor, *_device(device), f"larder {RELEASE}", *versions])
+
+
+@functools.cache
+def instructions() -> str:
+    """Digest of the instructions that this processor has: libraries choose their code by them."""
+    processor_name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags_line = next(
+        (line for line in lines if line.partition(":")[0].strip() in _FLAGS), processor_name
+    )
+    return blake2b(" ".join(sorted(flags_line.split())).encode(), digest_size=4).hexdigest()
+
+
+def _device(device: str | None) -> list[str]:
+    if device is None:
+        return []
+    import torch
+
+    if not device.startswith("cuda"):
+        return [device]
+    return [str(torch.cuda.get_device_name(device)), f"CUDA {torch.version.cuda}"]
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+ROWS = 512
+"""Rows of a sample that are computed once more in other company."""
+
+
+_GROUPS = (1, 2, 3, 7, 33, 130)
+
+
+_SEED = 0
+
+
+def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
+    """True if the first rows have the same bits together, in another order, and in groups of several sizes."""
+    count = min(ROWS, rows_of(inputs))
+    batch_outputs = run(rows_taken(inputs, np.arange(count)))
+    order = np.random.default_rng(_SEED).permutation(count)
+    shuffled, start = [], 0
+    for size in (*_GROUPS, count):
+        rows = order[start : start + size]
+        if len(rows):
+            shuffled.append(run(rows_taken(inputs, rows)))
+        start += size
+    regrouped_outputs = np.concatenate(
+        [np.empty((0, *batch_outputs.shape[1:]), np.float32), *shuffled]
+    )
+    return regrouped_outputs.tobytes() == batch_outputs[order].tobytes()

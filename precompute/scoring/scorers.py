@@ -1,0 +1,101 @@
+"""Scorers: the devices on which the shards of a build are encoded and compared, with what they share."""
+
+import threading
+
+from cache.format.item_table import ItemTable
+from cache.model.ranking import Metric
+from cache.model.tower import AnyTower
+from cache.topk.topk import AnyScorer, Scorer
+from precompute.builds.build import Build, open_bundle
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.devices import OFF, devices, share_memory
+from precompute.reuse.base import BaseGeneration
+from precompute.scoring.towers import open_tower
+
+
+class ScoringDevice:
+    """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
+
+    Who asks for a scorer and uses it holds `compute_slots`: several at once would only share what computes. On a device
+    two may: while the lists of one are copied the other's are computed.
+    """
+
+    def __init__(self, device: str | None, tasks: int = 1) -> None:
+        self.device = device
+        if device is not None:
+            share_memory(device, tasks)
+        self.compute_slots = threading.BoundedSemaphore(1 if device is None else 2)
+        self._scorer_by_metric: dict[Metric, AnyScorer] = {}
+        self._towers: dict[str, AnyTower] = {}
+        self._opening, self._making = threading.Lock(), threading.Lock()
+
+    def tower(self, build: Build, model: BundleModel) -> AnyTower:
+        """A model of the one build, opened when first wanted; whoever asks may run it at once."""
+        with self._opening:
+            if model.name not in self._towers:
+                self._towers[model.name] = open_tower(build, model, self.device)
+            return self._towers[model.name]
+
+    def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
+        """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
+        with self._making:
+            if metric not in self._scorer_by_metric:
+                self._scorer_by_metric[metric] = self._make(items, metric)
+            return self._scorer_by_metric[metric]
+
+    def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
+        if self.device is not None:
+            from precompute.device.scorer import DeviceScorer
+
+            if (device_scorer := DeviceScorer.of(items.vectors, metric, self.device)) is not None:
+                return device_scorer
+        return Scorer.of(items.vectors, metric)
+
+
+class Scorers:
+    """State that the shards of one build share in a process: its bundle, and the places, one for each GPU."""
+
+    def __init__(self, device: str = OFF, tasks: int = 1) -> None:
+        self._device = device
+        self._tasks = tasks
+        self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
+        self._at: dict[int, str | None] = {}
+        self._finished_shards: set[int] = set()
+        self._bundle: Bundle | None = None
+        self._bases: list[BaseGeneration | None] = []
+        self._opening = threading.Lock()
+
+    def bundle(self, build: Build) -> Bundle:
+        """The bundle of the one build, opened when first wanted."""
+        with self._opening:
+            if self._bundle is None:
+                self._bundle = open_bundle(build)
+            return self._bundle
+
+    def base(self, build: Build) -> BaseGeneration | None:
+        """The base that `begin` chose for the one build, opened when first wanted."""
+        with self._opening:
+            if not self._bases:
+                self._bases.append(BaseGeneration.open(build.config, build.need("begin")))
+            return self._bases[0]
+
+    def at(self, shard: int) -> ScoringDevice:
+        """The place of one shard, always the same: at first the one with the fewest that are not done."""
+        with self._opening:
+            if shard not in self._at:
+                busy = [
+                    device
+                    for assigned_shard, device in self._at.items()
+                    if assigned_shard not in self._finished_shards
+                ]
+                device_names: tuple[str | None, ...] = devices(self._device) or (None,)
+                self._at[shard] = min(device_names, key=busy.count)
+            device = self._at[shard]
+            if device not in self._scoring_device_by_name:
+                self._scoring_device_by_name[device] = ScoringDevice(device, self._tasks)
+            return self._scoring_device_by_name[device]
+
+    def mark_finished(self, shard: int) -> None:
+        """Notes that nothing of a shard is left to do."""
+        with self._opening:
+            self._finished_shards.add(shard)

@@ -1,0 +1,232 @@
+"""Erasures: whose data no later night may hold, written down once; in force until re-admitted with a reason.
+
+A record keeps the id itself: each generation hashes with a seed of its own, so nothing less would find the entity in
+the generations that still hold it, nor in the sources of later nights.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import Conflict, CorruptArtefact
+from cache.format.ids import canonical_id
+from cache.format.manifest import EntityKind
+from cache.formats import ERASURE, FIELD, demand, stamp, version_of
+from cache.store.artefacts import ArtefactStore
+from cache.store.write_once import pack, read_files
+from precompute.sources.columns import Ids
+from precompute.sources.readers import Interactions
+
+WRITE_TRIES = 16
+FOLDER = "erasures"
+
+_REQUEST = re.compile(r"([0-9]{12})\.json")
+_FILE = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """Erasure request; times are Unix seconds, `was_blocked` says that the id was on the blocklist already."""
+
+    number: int
+    entity: str
+    kind: EntityKind
+    at: float
+    was_blocked: bool = False
+    done_at: float | None = None
+    forgotten_at: float | None = None
+    reason: str = ""
+
+    @property
+    def raw(self) -> bytes:
+        """The id as records know it."""
+        return self.entity.encode()
+
+    @property
+    def is_in_force(self) -> bool:
+        """True if nights leave the entity out."""
+        return self.forgotten_at is None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a generation may still hold the entity."""
+        return self.is_in_force and self.done_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedEntities:
+    """Entities that a night leaves out: the erasures in force when it began."""
+
+    users: frozenset[bytes] = frozenset()
+    items: frozenset[bytes] = frozenset()
+    numbers: tuple[int, ...] = ()
+    _texts: tuple[Any, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        texts = (
+            pa.array(sorted(raw.decode() for raw in raw_ids), pa.string())
+            for raw_ids in (self.users, self.items)
+        )
+        object.__setattr__(self, "_texts", tuple(texts))
+
+    @classmethod
+    def of(cls, erasures: Iterable[Erasure]) -> "ErasedEntities":
+        """Erased entities of the erasures that are in force."""
+        active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
+        return cls(
+            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "user"),
+            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "item"),
+            tuple(erasure.number for erasure in active_erasures),
+        )
+
+    def digest(self, inputs_digest: str) -> str:
+        """Digest of the sources without what is erased: another set makes another generation; none changes nothing."""
+        if not (self.users or self.items):
+            return inputs_digest
+        hasher = sha256(inputs_digest.encode())
+        for kind, ids in (("user", self.users), ("item", self.items)):
+            for raw in sorted(ids):
+                hasher.update(f"|{kind}:{len(raw)}:".encode() + raw)
+        return hasher.hexdigest()
+
+    def leave_out(self, batch: Interactions) -> Interactions:
+        """The interactions of everybody else, with everything else."""
+        users, items = self._texts
+        if not len(users) and not len(items):
+            return batch
+        return batch.only(_keeps(batch.users, users) & _keeps(batch.items, items))
+
+    def keeps_users(self, ids: Ids) -> NDArray[np.bool_]:
+        """Mask of the rows of a column of user ids that stay."""
+        return _keeps(ids, self._texts[0])
+
+
+NO_ERASURES = ErasedEntities()
+
+
+def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
+    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased)))
+    return np.asarray(is_kept[ids.codes], np.bool_)
+
+
+def all_erasures(store: ArtefactStore) -> list[Erasure]:
+    """Every request, oldest first; raises CorruptArtefact for one that cannot be read: nobody may slip through."""
+    file_names = frozenset(store.names(FOLDER))
+    files, loose = read_files(
+        store,
+        FOLDER,
+        file_names,
+        [file_name for file_name in sorted(file_names) if _FILE.fullmatch(file_name)],
+    )
+    erasures = []
+    for number in sorted(
+        int(request_match[1]) for name in file_names if (request_match := _REQUEST.fullmatch(name))
+    ):
+        erasure = _read(files, number)
+        if (closing_record := _read_note(files, number, "done", file_names)) is not None:
+            erasure = replace(erasure, done_at=closing_record["at"])
+        if (closing_record := _read_note(files, number, "forgotten", file_names)) is not None:
+            erasure = replace(
+                erasure, forgotten_at=closing_record["at"], reason=closing_record["reason"]
+            )
+        erasures.append(erasure)
+    pack(store, FOLDER, {name: files[name] for name in loose})
+    return erasures
+
+
+def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
+    """Erasure in force for an entity, None if there is none."""
+    entity_erasures = (
+        erasure for erasure in erasures if erasure.raw == raw and erasure.kind == kind
+    )
+    return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
+
+
+def request(
+    store: ArtefactStore,
+    raw: bytes,
+    kind: EntityKind,
+    *,
+    at: float,
+    was_blocked: bool = False,
+    existing_erasures: Sequence[Erasure] | None = None,
+) -> Erasure:
+    """Write a request down; one in force is not doubled. `existing_erasures` were just read."""
+    for _ in range(WRITE_TRIES):
+        erasures = all_erasures(store) if existing_erasures is None else existing_erasures
+        if (existing_erasure := find_erasure(erasures, raw, kind)) is not None:
+            return existing_erasure
+        number = max((erasure.number for erasure in erasures), default=0) + 1
+        new_erasure = Erasure(number, raw.decode(), kind, at, was_blocked)
+        fields = ("number", "entity", "kind", "at", "was_blocked")
+        body = _json({name: getattr(new_erasure, name) for name in fields} | stamp(ERASURE))
+        if store.write_once(_path(number, "json"), body):
+            return new_erasure
+        existing_erasures = None
+    raise Conflict(f"{WRITE_TRIES} other erasures were being written at the same time; try again")
+
+
+def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
+    """Records that no generation holds the entity any more; returns the erasure as it now stands."""
+    store.write_once(_path(erasure.number, "done"), _json({"at": at}))
+    return replace(erasure, done_at=at)
+
+
+def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
+    """Let the entity into later nights again."""
+    store.write_once(_path(erasure.number, "forgotten"), _json({"at": at, "reason": reason}))
+
+
+def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
+    """Raises Conflict for an item that an erasure keeps blocked."""
+    erased = ErasedEntities.of(all_erasures(store)).items if items else frozenset()
+    if erased_items := sorted(erased & frozenset(items)):
+        raise Conflict(
+            f"item {erased_items[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
+            f"erase {erased_items[0].decode()} --as item --forget --reason ..."
+        )
+
+
+def _read(files: Mapping[str, bytes], number: int) -> Erasure:
+    data = _load(files, _path(number, "json"))
+    try:
+        demand(ERASURE, version_of(data), _path(number, "json"))
+        data.pop(FIELD, None)
+        canonical_id(data["entity"])
+        if data["number"] != number or data["kind"] not in ("user", "item"):
+            raise ValueError("number or kind do not fit")
+        return Erasure(**data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
+
+
+def _read_note(
+    files: Mapping[str, bytes], number: int, suffix: str, file_names: Collection[str]
+) -> dict[str, Any] | None:
+    path = _path(number, suffix)
+    is_there = path.removeprefix(f"{FOLDER}/") in file_names
+    return {"at": 0.0, "reason": "", **_load(files, path)} if is_there else None
+
+
+def _load(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = orjson.loads(files.get(path.removeprefix(f"{FOLDER}/"), b""))
+    except orjson.JSONDecodeError as error:
+        raise CorruptArtefact(f"{path} cannot be read: {error}") from error
+    return document
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _path(number: int, kind: str) -> str:
+    return f"{FOLDER}/{number:012d}.{kind}"

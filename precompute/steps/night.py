@@ -1,0 +1,81 @@
+"""Night in one process: the steps in the order of the DAG, what they share, and the table of their rows."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+
+from cache.config.timetable import NIGHT
+from precompute.config.devices import devices
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Night:
+    """Values that any step may need; `build` is what `begin` returned, empty before it.
+
+    `data_until`, `run_after` and `named` are times (ISO 8601) as `begin` wants them. `attempt` names this try: a repeat
+    of a publish is recognised by it.
+    """
+
+    config: NightConfig
+    attempt: str
+    data_until: str | None = None
+    run_after: str | None = None
+    named: str | None = None
+    progress: Progress = quiet
+    build: Step = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Result of a step and its row in a night's table: how many, and bytes, are 0 where they have no meaning.
+
+    `summary` may have several lines.
+    """
+
+    result: Step
+    summary: str
+    count: int = 0
+    unit: str = ""
+    size_bytes: int = 0
+
+    def rate(self, seconds: float) -> str:
+        """Rate per second, for people; empty where nothing is counted."""
+        if not self.count:
+            return ""
+        per_second = self.count / max(seconds, 1e-9)
+        return (
+            f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
+        )
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024 or unit == "GiB":
+            return f"{size_bytes:,.1f} {unit}" if unit != "B" else f"{size_bytes:,.0f} B"
+        size_bytes /= 1024
+    raise AssertionError
+
+
+def step_in_night(name: str) -> Callable[[Night], StepRow]:
+    """The step of that name: `in_night` of its module in `precompute.steps`."""
+    run: Callable[[Night], StepRow] = import_module(f"precompute.steps.{name}").in_night
+    return run
+
+
+def run_night(night: Night, last_step: str = NIGHT[-1]) -> list[tuple[str, StepRow, float]]:
+    """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
+    devices(night.config.device)  # what is not there is said before anything is read
+    finished_steps: list[tuple[str, StepRow, float]] = []
+    for name in NIGHT:
+        started = time.perf_counter()
+        row = step_in_night(name)(night)
+        finished_steps.append((name, row, time.perf_counter() - started))
+        if not night.build:
+            night = replace(night, build=row.result)
+        if name == last_step or row.result.get("already_live"):
+            break
+    return finished_steps

@@ -1,0 +1,1 @@
+"""Usage, at night: what callers ask for and no night knows."""

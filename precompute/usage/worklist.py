@@ -1,0 +1,141 @@
+"""The command `worklist`: ids that callers ask for and that no night knows, most asked first.
+
+The night scores everybody for whom its sources hold what the model wants; this says for whom they do not, so that who
+owns the sources can add it. Order of scoring would change nothing: all of a generation is published at once.
+"""
+
+import argparse
+import csv
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from cache.control.control_keys import Control
+from cache.errors import ConfigError, LarderError, StoreError
+from cache.format.directory import Directory
+from cache.format.ids import hash_id
+from cache.l2.sync_clients import connect
+from cache.process.command_line import printable
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
+from cache.store.blocklist import latest_blocklist
+from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
+from precompute.cli.console import OutputContent, err_console
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.partitions import holdout
+from precompute.sources.erasures import all_erasures
+
+
+class WorklistRow(NamedTuple):
+    """Row of the worklist; `standing`: known (live generation, by now), coming (it acted after the cut) or no input."""
+
+    table: str
+    entity: str
+    reads: int
+    standing: str
+
+
+def worklist(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> OutputContent:
+    """The ids as a table, and as a file if one is named."""
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
+    store = config.store()
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        control = Control(client, config.keyspace())
+        counts, pointer = read(control), control.pointer()
+    worklist_rows = lines(store, counts, None if pointer is None else pointer.generation)
+    if arguments.export is not None:
+        export(worklist_rows, Path(arguments.export))
+    if arguments.json:
+        rows = [row._asdict() for row in worklist_rows[: arguments.limit]]
+        return {"ids": len(worklist_rows), "rows": rows}
+    table = Table("table", "id", "reads", "standing")
+    table.columns[2].justify = "right"
+    for row in worklist_rows[: arguments.limit]:
+        table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
+    standings = Counter(row.standing for row in worklist_rows)
+    standings_text = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
+    return [
+        table,
+        f"{len(worklist_rows)} ids: {standings_text}"
+        if worklist_rows
+        else "nothing was asked for in vain",
+    ]
+
+
+def read(control: Control) -> dict[Name, int]:
+    """Counts of reads in vain by table and id, this day and the last, over all replicas."""
+    day, counts = hour_of(control.time(), COLD_WINDOW), Counter[Name]()
+    for counted_day in (day, day - 1):
+        key = control.keys.cold_names(counted_day)
+        pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
+        for raw, count in pairs:
+            table, _, entity = raw.partition(b":")
+            counts[table.decode(errors="replace"), entity] += int(count)
+    return dict(counts)
+
+
+def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[WorklistRow]:
+    """Rows, most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
+    excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
+    blocked = latest_blocklist(store)
+    excluded_ids |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
+    known_entities = KnownEntities(store, live)
+    rows = [
+        WorklistRow(table, raw.decode(errors="replace"), count, known_entities.standing(table, raw))
+        for (table, raw), count in counts.items()
+        if raw not in excluded_ids
+    ]
+    return sorted(rows, key=lambda row: (-row.reads, row.table, row.entity))
+
+
+class KnownEntities:
+    """Entities that the live generation knows, and those it knows to have acted after its cut (a bounded sample)."""
+
+    def __init__(self, store: ArtefactStore, live: str | None) -> None:
+        self._tables: dict[str, str] = {}
+        self._directories: dict[str, Directory] = {}
+        self._coming: frozenset[str] = frozenset()
+        if live is None:
+            return
+        try:
+            manifest = read_manifest(store, live)
+            root = store.local(generation_path(live))
+            self._tables = {name: table.entity for name, table in manifest.tables.items()}
+            for name, entities in manifest.entity_sets.items():
+                for part in entities.parts:
+                    fetch_checked(store, live, part.file)
+                self._directories[name] = Directory.open(root, entities)
+            store.fetch(generation_path(live, holdout.FILE))
+            self._coming = frozenset(holdout.read_holdout(root))
+        except (
+            StoreError,
+            FileNotFoundError,
+        ):  # the holdout, kept or not, decides no more than a word
+            return
+        except LarderError as error:
+            err_console.print(f"{live} cannot be looked at: {error.message}", markup=False)
+
+    def standing(self, table: str, raw: bytes) -> str:
+        """Standing of an id: known, coming or no input."""
+        entity = self._tables.get(table)
+        directory = self._directories.get(str(entity))
+        if directory is not None and directory.find(hash_id(raw, directory.seed)) >= 0:
+            return "known"
+        if entity == "user" and raw.decode(errors="replace") in self._coming:
+            return "coming"
+        return "no input"
+
+
+def export(rows: Sequence[WorklistRow], path: Path) -> None:
+    """CSV with a head, for whoever fills the sources; ids are quoted where they must be."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(WorklistRow._fields)
+        writer.writerows(rows)

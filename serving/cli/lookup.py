@@ -1,0 +1,309 @@
+"""`python -m serving lookup`: ask a running service, with the options, TLS and errors of all such commands."""
+
+import argparse
+import contextlib
+import http.client
+import os
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import orjson
+
+from cache.errors import ConfigError
+from cache.format.redis_keys import NAME
+from cache.process.command_line import json_text, printable, printable_lines
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Options `--ca`, `--cert` and `--key` of a command that asks a service."""
+    parser.add_argument(
+        "--ca", metavar="FILE", default=os.environ.get("LARDER_CA"),
+        help="PEM of the authority that signed the service's certificate (default: LARDER_CA, else the system's)",
+    )  # fmt: skip
+    parser.add_argument("--cert", metavar="FILE", help="PEM of a client certificate")
+    parser.add_argument("--key", metavar="FILE", help="PEM of its key")
+
+
+def context_of(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """Context of these options, None where none was given; raises ConfigError for a file that cannot be used."""
+    if not (options.ca or options.cert):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.ca or None)
+        if options.cert:
+            context.load_cert_chain(options.cert, options.key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"--ca, --cert or --key cannot be used: {error}", field="ca") from None
+    return context
+
+
+_BODY_MAX = 64 << 20
+
+
+_ANSWERED = frozenset({"answer", "answers", "source"})
+"""Fields of which an explanation, a batch of answers and a single answer have one each."""
+
+
+class QuestionFailed(Exception):
+    """The service could not be asked, or said no; the text says what to do."""
+
+
+def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Parser of a command that asks for one entity of a table: what to compute from, and which service."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("table", help="a table, as /v1/generations lists them")
+    parser.add_argument("entity", help="an id; 7 and 007 are two")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("--token", help="default: LARDER_TOKEN of the environment")
+    add_tls_options(parser)
+    parser.add_argument("--k", type=int, help="items of the list (default: all)")
+    parser.add_argument("--generation", help="one that the service holds (default: the live one)")
+    parser.add_argument(
+        "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
+    )
+    parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
+    parser.add_argument(
+        "--filter", metavar="JSON", help='a declared one\'s name, or {"<": ["price", 20]}'
+    )
+    parser.add_argument(
+        "--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}'
+    )
+    parser.add_argument(
+        "--as-of", help="count newer events up to this position or time (default: all)"
+    )
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
+    parser.add_argument("--json", action="store_true", help="what the service says, as it is")
+    return parser
+
+
+def answer_to(
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    route: str,
+    show: Callable[[dict[str, Any]], None],
+) -> int:
+    """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
+    try:
+        target = _target(arguments.url)
+        body, tls = question_of(arguments), context_of(arguments)
+    except (ValueError, ConfigError) as error:
+        parser.error(str(error))
+    try:
+        document = send_question(target, arguments, body, tls, route=route)
+    except QuestionFailed as error:
+        print(printable_lines(f"larder: {error}"), file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(printable_lines(json_text(document)))
+    else:
+        show(document)
+    return 0
+
+
+def _target(url: str) -> tuple[str, str, int, str]:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"--url {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--url is http://host:port or https://host, not {url!r}")
+    port = port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
+
+
+def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Request body to post; None where a GET says all. Raises ValueError."""
+    if all(
+        argument is None
+        for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
+    ):
+        return None
+    entity: dict[str, Any] = {"id": arguments.entity}
+    if arguments.history is not None:
+        entity["history"] = _history(arguments.history)
+    if arguments.features is not None:
+        entity["features"] = _json(arguments.features, "--features")
+    options: dict[str, Any] = {
+        "k": arguments.k,
+        "generation": arguments.generation,
+        "as_of": arguments.as_of,
+    }
+    if arguments.filter is not None:
+        is_name = NAME.fullmatch(arguments.filter)
+        options["filter"] = arguments.filter if is_name else _json(arguments.filter, "--filter")
+    if arguments.rerank is not None:
+        is_json = arguments.rerank.startswith("{")
+        options["rerank"] = _json(arguments.rerank, "--rerank") if is_json else arguments.rerank
+    return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
+
+
+def _json(text: str, option: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{option} is a JSON object: {error}") from error
+
+
+def _history(text: str) -> list[str]:
+    if not text.startswith("@"):
+        return [item_id.strip() for item_id in text.split(",") if item_id.strip()]
+    try:
+        # Not `splitlines`: ids may hold the other signs at which that ends a line.
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")
+        return [line.strip() for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--history: {error}") from error
+
+
+def send_question(
+    target: tuple[str, str, int, str],
+    arguments: argparse.Namespace,
+    body: dict[str, Any] | None,
+    tls: ssl.SSLContext | None = None,
+    *,
+    route: str,
+) -> dict[str, Any]:
+    """Sends the request and returns what the service says of the entity; raises Failed."""
+    scheme, host, port, root = target
+    where = f"{scheme}://{host}:{port}{root}"
+    token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")
+    headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
+    path = f"{root}/v1/{route}/{quote(arguments.table, safe='')}"
+    if body is None:
+        options = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
+        query = "&".join(
+            f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None
+        )
+        path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
+    http_connection: http.client.HTTPConnection
+    if scheme == "https":
+        http_connection = http.client.HTTPSConnection(
+            host, port, timeout=arguments.timeout, context=tls
+        )
+    else:
+        http_connection = http.client.HTTPConnection(host, port, timeout=arguments.timeout)
+    try:
+        with contextlib.closing(http_connection) as connection:
+            connection.request(
+                "GET" if body is None else "POST",
+                path,
+                body=None if body is None else orjson.dumps(body),
+                headers=headers,
+            )
+            response = connection.getresponse()
+            raw = response.read(_BODY_MAX)
+    except TimeoutError as error:
+        raise QuestionFailed(
+            f"{where} did not answer within {arguments.timeout:g} s (--timeout)"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise QuestionFailed(
+            f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
+        ) from error
+    return _judged(where, response.status, raw)
+
+
+def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        document = None
+    if status == 200 and isinstance(document, dict) and _ANSWERED & document.keys():
+        return document
+    error = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(error, Mapping):
+        raise QuestionFailed(
+            f"{where} answered {status} with what is no answer of Larder; is --url right?"
+        )
+    raise QuestionFailed(f"{where}: {error.get('message', status)}{_remedy(error)}")
+
+
+def _remedy(error: Mapping[str, Any]) -> str:
+    match error.get("code"):
+        case "unauthorized":
+            return " (--token, or LARDER_TOKEN)"
+        case "scope_missing":
+            return " (another --token)"
+        case "unknown_table":
+            return f"; there are {', '.join(error.get('tables', ()))}"
+        case "not_found":
+            return (
+                "; this service is of a version that does not do this, or --url has a path too many"
+            )
+        case "not_ready":
+            return "; publish a generation, or wait until it is loaded (/readyz)"
+        case "generation_gone":
+            return f"; it holds {', '.join(error.get('held', ()))}"
+        case "overloaded":
+            return "; try again in a moment"
+        case _:
+            return ""
+
+
+PROG = "python -m serving lookup"
+
+
+_NUMBERS_SHOWN = 20
+"""Numbers of a vector that are shown."""
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Exit code: 0 answered, 1 not (the reason goes to standard error), 2 wrong usage."""
+    parser = argument_parser(prog)
+    return answer_to(parser.parse_args(arguments), parser, "lookup", _show)
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    return question_parser(
+        prog,
+        "The answer of a running service for one entity of a table, and where it came from. --history and "
+        "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
+        "be asked or refused, 2 wrong usage.",
+    )
+
+
+def _show(document: Mapping[str, Any]) -> None:
+    for line in lines_of(document["answers"][0] if "answers" in document else document):
+        print(printable(line))
+
+
+def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
+    """An answer for eyes: what it is and where it came from, then an item or a number a line."""
+    rows = list(_rows(answer))
+    count_text = f"{len(rows)} items" if "items" in answer else f"{len(rows)} numbers"
+    notes = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
+    age = f"{answer['age_seconds']:,.0f} s old"
+    about = ", ".join([f"{count_text} from {answer['source']}", *notes, answer["generation"], age])
+    yield f"{answer['table']} {answer['id']}: {about}"
+    if (near := answer.get("near")) is not None:
+        yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
+    if dropped_count := answer.get("dropped_history"):
+        yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
+    if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
+        input_clause = (
+            "what was sent is nothing to compute from"
+            if answer.get("live")
+            else "nothing was sent to compute from"
+        )
+        instead = "these items suit most users" if answer.get("items") else "there is no answer"
+        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead}"
+    for number, (name, value) in enumerate(rows, 1):
+        if "vector" in answer and number > _NUMBERS_SHOWN:
+            yield f"  ... and {len(rows) - _NUMBERS_SHOWN} more (--json)"
+            return
+        yield f"{number:>5}  {name}  {value:.6g}" if name else f"{number:>5}  {value:.6g}"
+
+
+def _rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    if "items" in answer:
+        yield from zip(answer["items"], answer["scores"], strict=True)
+    elif "vector" in answer:
+        yield from (("", number) for number in answer["vector"] or ())
+    else:
+        yield from zip(answer.get("labels", ()), answer.get("values") or (), strict=False)

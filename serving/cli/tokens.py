@@ -1,0 +1,158 @@
+"""`python -m serving tokens`: makes, lists and revokes the named tokens of a file, each change in the audit log."""
+
+import argparse
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cache.errors import TOKEN_PREFIX, ConfigError, LarderError
+from cache.process.command_line import json_text, printable_lines
+from cache.store.audit import audited
+from serving.access.token_file import (
+    SCOPES,
+    TokenEntry,
+    Tokens,
+    changing,
+    check_token_name,
+    read_tokens,
+    write_tokens,
+)
+
+if TYPE_CHECKING:
+    from cache.config.serving import ServingConfig
+
+_DAYS_MAX = 36_500.0
+
+PROG = "python -m serving tokens"
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Exit code: 0 done, 2 not (the reason goes to standard error)."""
+    from cache.config.serving import ServingConfig  # pydantic: not for --help
+
+    options = argument_parser(prog).parse_args(arguments)
+    try:
+        config = ServingConfig.load(os.environ)
+        path = Path(options.file).absolute() if options.file else Path(config.tokens_file)
+        if not (options.file or config.tokens_file):
+            raise ConfigError(
+                "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
+            )
+        if options.command == "list":
+            print(printable_lines(_format_tokens(read_tokens(path), as_json=options.json)))
+        elif options.command == "add":
+            token = _added(config, path, options)
+            print(json_text({"name": options.name, "token": token}) if options.json else token)
+        else:
+            _revoke(config, path, options)
+            if options.json:
+                print(json_text({"name": options.name, "revoked": True}))
+    except LarderError as error:
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
+        return 2
+    return 0
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "
+        "hashes; a running service reads it again within a second. Changes are in `larder audit`.",
+    )
+    parser.add_argument("--file", help="default: tokens_file of the settings")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = commands.add_parser("add", help="make a token and print it, this once")
+    add.add_argument("name", help="how logs and metrics call its owner")
+    add.add_argument(
+        "--scope", action="append", required=True, choices=list(SCOPES), help="may be given again"
+    )
+    add.add_argument("--days", type=float, help="until it expires (default: never)")
+    add.add_argument("--requests-per-s", type=float, help="over all workers of a service")
+    add.add_argument("--entities-per-s", type=float, help="over all workers of a service")
+    add.add_argument("--in-flight", type=int, help="requests under way at once")
+    add.add_argument("--reason", default="", help="kept in the audit log")
+    list_parser = commands.add_parser("list", help="names with what they may do")
+    revoke = commands.add_parser("revoke", help="refuse a token from now on")
+    revoke.add_argument("name")
+    revoke.add_argument("--reason", default="", help="kept in the audit log")
+    for command_parser in (add, list_parser, revoke):
+        command_parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _added(config: "ServingConfig", path: Path, options: argparse.Namespace) -> str:
+    """A new token, of which the file keeps the hash."""
+    name = options.name
+    check_token_name(name, "tokens add")
+    days: float | None = options.days
+    if days is not None and not 0 < days <= _DAYS_MAX:
+        raise ConfigError(f"--days is above 0 and at most {_DAYS_MAX:g}, not {days:g}")
+    token = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
+    created_at = datetime.now(UTC).replace(microsecond=0)
+    entry = TokenEntry(
+        sha256=hashlib.sha256(token.encode()).hexdigest(),
+        scopes=tuple(dict.fromkeys(options.scope)),
+        expires_at="" if days is None else (created_at + timedelta(days=days)).isoformat(),
+        requests_per_s=options.requests_per_s,
+        entities_per_s=options.entities_per_s,
+        in_flight=options.in_flight,
+        created_at=created_at.isoformat(),
+    )
+    with (
+        audited(config.store(), "token_add", name, actor=config.actor, reason=options.reason),
+        changing(path),
+    ):
+        tokens = dict(read_tokens(path)) if path.exists() else {}
+        if name in tokens:
+            raise ConfigError(
+                f"there is a token {name!r} in {path}: revoke it first, or choose another name"
+            )
+        write_tokens(path, tokens | {name: entry})
+    return token
+
+
+def _revoke(config: "ServingConfig", path: Path, options: argparse.Namespace) -> None:
+    name = options.name
+    check_token_name(name, "tokens revoke")  # a token that was pasted here is not written down
+    with (
+        audited(config.store(), "token_revoke", name, actor=config.actor, reason=options.reason),
+        changing(path),
+    ):
+        tokens = dict(read_tokens(path))
+        if tokens.pop(name, None) is None:
+            raise ConfigError(f"there is no token {name!r} in {path}")
+        write_tokens(path, tokens)
+
+
+def _format_tokens(tokens: Tokens, *, as_json: bool) -> str:
+    if as_json:
+        names = [field_name for field_name in TokenEntry.__annotations__ if field_name != "sha256"]
+        fields_by_name = {
+            name: {field_name: getattr(entry, field_name) for field_name in names}
+            for name, entry in tokens.items()
+        }
+        return json_text(fields_by_name)
+    rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
+    rows += [_row(name, entry) for name, entry in sorted(tokens.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _row(name: str, entry: TokenEntry) -> tuple[str, str, str, str, str, str]:
+    rates = (entry.requests_per_s, entry.entities_per_s, entry.in_flight)
+    requests, entities, in_flight = (
+        "-" if quota_limit is None else f"{quota_limit:g}" for quota_limit in rates
+    )
+    expires = entry.expires_at or "never"
+    if entry.expires_s <= datetime.now(UTC).timestamp():
+        expires += " (expired)"
+    return name, ",".join(entry.scopes), requests, entities, in_flight, expires

@@ -1,0 +1,131 @@
+"""`python -m serving top`: the dashboard of a running service in a terminal."""
+
+import argparse
+import functools
+import os
+import ssl
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import orjson
+
+from cache.errors import LarderError
+from cache.process.command_line import json_text, missing, printable_lines
+from serving.cli.lookup import add_tls_options, context_of
+
+PROG = "python -m serving top"
+TIMEOUT_S = 5.0
+_BODY_MAX = 16 << 20
+_STATUS_EXPLANATIONS = {
+    401: "it wants a token: pass --token or set LARDER_TOKEN",
+    403: "this token lacks the scope admin",
+    429: "this token's quota has no room now",
+    404: "there is no dashboard at this address: is it Larder, and is LARDER_DASHBOARD_S above 0?",
+}
+
+
+class NoDashboard(LarderError):
+    """The document could not be had."""
+
+    code = "no_dashboard"
+
+
+def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """The document of the service at `url`; raises NoDashboard with what to do about it."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
+    request = Request(f"{url.rstrip('/')}/dashboard/data")  # noqa: S310  checked above
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urlopen(request, timeout=TIMEOUT_S, context=tls) as response:  # noqa: S310
+            document = orjson.loads(response.read(_BODY_MAX))
+    except HTTPError as error:
+        raise NoDashboard(
+            f"{url} answers {error.code}: {_STATUS_EXPLANATIONS.get(error.code, error.reason)}"
+        ) from error
+    except (URLError, OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise NoDashboard(f"{url} cannot be reached: {reason}") from error
+    except ValueError as error:
+        raise NoDashboard(f"{url} answers with something else than a dashboard: {error}") from error
+    if not isinstance(document, dict) or not {"verdict", "series", "totals"} <= set(document):
+        raise NoDashboard(f"{url} answers with something else than a dashboard")
+    return document
+
+
+def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
+    """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
+    options = argument_parser(prog).parse_args(arguments)
+    if line := missing("top", "top", "rich"):
+        print(f"larder: {line}", file=sys.stderr)
+        return 2
+    try:
+        tls = context_of(options)
+        body = fetch(options.url, options.token, tls)
+        if options.json:
+            print(printable_lines(json_text(body)))
+        elif options.once:
+            _print(body)
+        else:
+            _watch(functools.partial(fetch, options.url, options.token, tls), options.every, body)
+    except LarderError as error:
+        print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _print(body: Mapping[str, Any]) -> None:
+    from cache.process.console import SafeConsole
+    from serving.dashboard.screen import screen
+
+    SafeConsole().print(screen(body))
+
+
+def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
+    from rich.live import Live
+
+    from cache.process.console import SafeConsole
+    from serving.dashboard.screen import screen
+
+    with Live(screen(body), console=SafeConsole(), screen=True, auto_refresh=False) as live:
+        while True:
+            live.refresh()
+            time.sleep(every_s)
+            try:
+                body, trouble = fetch_body(), None
+            except NoDashboard as error:  # it may be restarting: what was seen last stays
+                trouble = error.message
+            live.update(screen(body, trouble))
+
+
+def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="The dashboard of a running service, in a terminal.",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
+    parser.add_argument(
+        "--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN"
+    )
+    add_tls_options(parser)
+    parser.add_argument("--once", action="store_true", help="print and exit")
+    parser.add_argument("--json", action="store_true", help="once, for programs")
+    parser.add_argument("--every", type=_seconds, default=2.0, help="seconds, default %(default)s")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.5 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"0.5 to 3600 seconds, not {text}")
+    return seconds

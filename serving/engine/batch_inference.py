@@ -1,0 +1,176 @@
+"""Inference for a batch of jobs: from what callers send, from newer events, and with new items."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cache.errors import InvalidInput
+from cache.events.new_items import merged_lists
+from cache.model.predictor import Predictor, PreparedInput
+from serving.engine.micro_batcher import (
+    Compute,
+    ComputedRecord,
+    InferenceJob,
+    InferenceOutcome,
+    LiveUnavailable,
+    without_frames,
+)
+from serving.near.near_matches import NearInput, NearMatches, kind_of
+from serving.requests.reasons import LiveReason
+
+_Prepare = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
+_Predict = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Sequence[ComputedRecord]]
+
+
+def compute_of(near: NearMatches | None = None, clock: Callable[[], float] = time.time) -> Compute:
+    """Function that runs one inference for jobs of one snapshot, table and kind; `near` may reuse answers."""
+    compute_plain = functools.partial(compute, near=near, clock=clock)
+
+    def run(jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
+        if jobs[0].event_input is not None:
+            return with_events(jobs, int(clock()))
+        return with_new_items(jobs, int(clock())) if jobs[0].new.items else compute_plain(jobs)
+
+    return run
+
+
+def compute(
+    jobs: Sequence[InferenceJob],
+    *,
+    near: NearMatches | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[InferenceOutcome]:
+    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
+    predictor = snapshot.predictor
+    if predictor is None:
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
+
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
+        prints = [job.fingerprint for job in batch_jobs]
+        records = predictor.predict(
+            table, batch, prints, scored_at, blocked=snapshot.blocked_ordinals
+        )
+        predicted_rows = zip(records, batch, strict=True)
+        return [
+            ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows
+        ]
+
+    def reuse(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
+        assert near is not None  # noqa: S101 - else nobody asks
+        near_records = near.predict(
+            snapshot, table, list(map(_near_input, batch_jobs, batch)), scored_at
+        )
+        return [
+            ComputedRecord(record, prepared.unknown_id_count, distance)
+            for (record, distance), prepared in zip(near_records, batch, strict=True)
+        ]
+
+    may_reuse = near is not None and near.covers(snapshot, table)
+    return _outcomes(jobs, lambda: _prepared(predictor, jobs), reuse if may_reuse else predict)
+
+
+def with_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
+    """Runs one inference for jobs with newer events; a job that fails costs the others nothing."""
+    snapshot, table = jobs[0].snapshot, jobs[0].table
+    predictor = None if snapshot.events is None else snapshot.events.predictor
+    if predictor is None:
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
+
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
+        prints, new = [job.fingerprint for job in batch_jobs], [job.new for job in batch_jobs]
+        records = predictor.predict(table, batch, prints, scored_at, new)
+        return [ComputedRecord(record) for record in records]
+
+    inputs = [job.event_input for job in jobs if job.event_input is not None]
+    return _outcomes(jobs, lambda: predictor.prepare_all(table, inputs), predict)
+
+
+def with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
+    """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
+    snapshot, table = jobs[0].snapshot, jobs[0].table
+    predictor = snapshot.predictor
+    if predictor is None:
+        return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
+
+    def predict(
+        batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]
+    ) -> Sequence[ComputedRecord]:
+        search, vectors = predictor.search(table), predictor.vectors(batch)
+        metric, layout = search.searcher.metric, snapshot.manifest.tables[table].layout
+        night_lists = search.lists(batch, vectors, snapshot.blocked_ordinals)
+        records_without_new = predictor.lists(
+            table, night_lists, [job.new.own_print for job in batch_jobs], scored_at
+        )
+        merged = merged_lists(night_lists, vectors, [job.new for job in batch_jobs], metric, layout)
+        records = predictor.lists(table, merged, [job.fingerprint for job in batch_jobs], scored_at)
+        predicted_rows = zip(records, batch, records_without_new, strict=True)
+        return [
+            ComputedRecord(record, prepared.unknown_id_count, record_without_new_items=without)
+            for record, prepared, without in predicted_rows
+        ]
+
+    return _outcomes(jobs, lambda: _prepared(predictor, jobs), predict)
+
+
+def _prepared(
+    predictor: Predictor, jobs: Sequence[InferenceJob]
+) -> Sequence[PreparedInput | InvalidInput | None]:
+    """Inputs that callers sent, prepared: lists leave out what the users had by the night as well."""
+    prepared_inputs = predictor.prepare_all(jobs[0].table, [job.source for job in jobs])
+    return [
+        replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_ordinals))
+        if isinstance(prepared, PreparedInput) and len(job.seen_ordinals)
+        else prepared
+        for job, prepared in zip(jobs, prepared_inputs, strict=True)
+    ]
+
+
+def _outcomes(
+    jobs: Sequence[InferenceJob], prepare: _Prepare, predict: _Predict
+) -> list[InferenceOutcome]:
+    """Outcomes of jobs whose inputs are prepared, and predicted from, together.
+
+    Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
+    """
+    outcomes: list[InferenceOutcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
+    try:
+        prepared_inputs = prepare()
+    except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
+        return [without_frames(error)] * len(jobs)
+    ready: list[tuple[int, PreparedInput]] = []
+    for job_index, prepared in enumerate(prepared_inputs):
+        if isinstance(prepared, PreparedInput):
+            ready.append((job_index, prepared))
+        elif prepared is not None:
+            outcomes[job_index] = prepared
+    remaining_parts = [ready] if ready else []
+    while remaining_parts:
+        part = remaining_parts.pop()
+        try:
+            computed = predict(
+                [jobs[job_index] for job_index, _ in part],
+                [prepared_input for _, prepared_input in part],
+            )
+        except Exception as error:
+            if len(part) == 1:
+                outcomes[part[0][0]] = without_frames(error)
+            else:
+                remaining_parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+            continue
+        for (job_index, _), job_result in zip(part, computed, strict=True):
+            outcomes[job_index] = job_result
+    return outcomes
+
+
+def _near_input(job: InferenceJob, prepared: PreparedInput) -> NearInput:
+    return NearInput(prepared, job.fingerprint, kind_of(job.source) if job.may_reuse else None)

@@ -1,0 +1,343 @@
+"""Entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.events.new_items import NO_NEW_ITEMS, NewItems
+from cache.filters.filtering import FilterMask
+from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
+from cache.format.manifest import Table
+from cache.model.predictor import LiveInput
+from cache.records import Record, decode
+from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
+from serving.admission.work_pacer import YieldPacer
+from serving.engine.rendering.answer_fields import AnswerJson, Prediction, SentHistory, history_in
+from serving.events.newer_events import CountedEvents
+from serving.generations.snapshot import Snapshot
+from serving.requests.answers import Source
+from serving.requests.errors import Problem, from_input
+from serving.requests.models import LookupRequest, RequestedEntity, RequestOptions
+
+_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
+"""Reasons that hold for the previous generation as well."""
+_NO_ITEMS = np.empty(0, np.int64)
+
+
+class PartialList(NamedTuple):
+    """Part of a list that passes a filter, where that is less than was asked for, and where the list came from."""
+
+    prediction: Prediction
+    snapshot: Snapshot
+    source: Source
+    producer: str
+    filter_mask: FilterMask
+    answer_flags: Mapping[str, bool]
+    """Fields that are true of the list."""
+    seen_ordinals: frozenset[int] = frozenset()
+    """Ordinals of what the user had, where the list is of another generation than the live one."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingAnswer:
+    """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
+
+    `unknown_id_count` counts the ids of the history that the model lacked, where live has counted them. `near` is the
+    distance of the input whose answer live reused; where `is_exact`, none will do. `counted_events` are newer events of
+    the user, which the answer counts; once `is_settled`, by leaving their items out of a list that was computed without
+    them. `new_items` are those that an answer computed now may name.
+    """
+
+    entity: RequestedEntity
+    table: Table
+    k: int
+    record_key: RecordKey
+    digest: bytes
+    reason: str | None = None
+    live_reason: str | None = None
+    hit: Hit | None = None
+    answer: AnswerJson | None = None
+    unknown_id_count: int | None = None
+    partial: PartialList | None = None
+    near: float | None = None
+    is_exact: bool = False
+    counted_events: CountedEvents | None = None
+    is_settled: bool = False
+    new_items: NewItems = NO_NEW_ITEMS
+    _history: tuple[str, SentHistory] | None = None
+    _nightly_key: RecordKey | None = None
+
+    def set_result(self, outcome: ReadResult) -> None:
+        """Takes over how a read of the tiers ended."""
+        if isinstance(outcome, Miss):
+            self.reason = outcome.reason
+        else:
+            self.hit = outcome
+
+    def include_counted_events(self, counted_events: CountedEvents, *, is_settled: bool) -> None:
+        """Takes newer events into account: what is stored of a user with them lies beside, under their digest.
+
+        A list that the night made under a filter is left out, too: what passes is looked for in the user's own.
+        """
+        self.counted_events, self.is_settled, self.is_exact = counted_events, is_settled, True
+        self.reason = self.hit = None
+        if not is_settled:
+            self._use_digest(counted_events.digest)
+
+    def include_new_items(self, new_items: NewItems) -> None:
+        """Takes new items into account: what is computed of an input lies under a digest that names them, too."""
+        self.new_items, self.is_exact = new_items, True
+        if new_items and self.entity.has_input and self.record_key.position < 0:
+            self.reason = self.hit = None
+            self._use_digest(xxhash.xxh3_128_digest(self.digest + new_items.digest))
+
+    def _use_digest(self, digest: bytes) -> None:
+        self._nightly_key, self.digest = self.nightly_key._replace(table=self.table), digest
+        self.record_key = RecordKey(self.table, digest, fingerprint(digest), -1, digest)
+
+    def fall_back_to_nightly(self) -> bool:
+        """Wants what the night stored from now on, where nothing can be had that counts newer events or new items.
+
+        Returns whether there may be such a thing, which was not asked for before.
+        """
+        if self._nightly_key is None:
+            return False
+        self.record_key, self._nightly_key, self.is_settled = self._nightly_key, None, True
+        return self.record_key.position >= 0 or self.counted_events is None
+
+    @property
+    def names_new_items(self) -> bool:
+        """True if the record read for it is not the one the night stored: where there are new items, it has them."""
+        return self._nightly_key is not None
+
+    @property
+    def nightly_key(self) -> RecordKey:
+        """Read request for what the night stored, whatever is wanted in its place."""
+        return self._nightly_key or self.record_key
+
+    @property
+    def position(self) -> int:
+        """Position of the entity in its directory; -1 where the night did not know it."""
+        return (
+            self.record_key.position
+            if self.counted_events is None
+            else self.counted_events.input.position
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate bytes of the input while it waits for the model."""
+        if self.counted_events is not None:
+            return 256 + 128 * self.counted_events.events
+        history, features = self.entity.history or (), self.entity.features or {}
+        named = [
+            128 + len(name) + _feature_bytes(feature_value)
+            for name, feature_value in features.items()
+        ]
+        return 256 + 49 * len(history) + sum(map(len, history)) + sum(named)
+
+    @property
+    def own_ordinal(self) -> int | None:
+        """Ordinal of an item of the catalogue, its own input: its model index stands in the item table; else None."""
+        if self.table.entity == "item" and self.record_key.position >= 0:
+            return self.record_key.position
+        return None
+
+    @property
+    def live_input(self) -> LiveInput:
+        """Input of live inference: history, features if there are any, and own ordinal."""
+        return LiveInput(self.entity.history, self.entity.features or None, self.own_ordinal)
+
+    @property
+    def is_cold(self) -> bool:
+        """True if the night did not know the id, though it may be served."""
+        return (
+            self.position < 0
+            and self.entity.raw is not None
+            and self.reason != MissReason.ENTITY_BLOCKED
+        )
+
+    @property
+    def may_reuse(self) -> bool:
+        """True if the answer to an input close by will do: never for an id that the night knows."""
+        return self.record_key.position < 0 and not self.is_exact
+
+    def may_compute(self, snapshot: Snapshot) -> bool:
+        """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
+        if self.reason == MissReason.ENTITY_BLOCKED:
+            return False
+        if self.counted_events is not None and not self.is_settled:
+            return True
+        is_computed_by_night = self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
+        if self.counted_events is not None and is_computed_by_night:
+            return False
+        if not self.entity.has_input and self.own_ordinal is None:
+            return False
+        return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
+
+    def decoded(self, snapshot: Snapshot, stored_record: bytes) -> Record:
+        """A record of this generation; raises CorruptArtefact."""
+        return decode(self.table.layout, stored_record, snapshot.numbered)
+
+    def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
+        """Ordinals in the live generation of the items that its night knows the user to have had.
+
+        None where the generation does not keep them (it has neither attributes of items nor events), and none of a
+        user who is blocked or was erased: the answer is then made without anything that is known of the user.
+        """
+        if self.reason == MissReason.ENTITY_BLOCKED:
+            return _NO_ITEMS
+        return live.had_by_night(self.table, self.position)
+
+    def is_answered_by_night(self, record: Record) -> bool:
+        """True if a record is the list that the night, or the night with newer events, has for this user.
+
+        Then it is the answer however few of its items are left. The list of an item, its own input, may go on.
+        """
+        if self.position < 0 or self.table.entity != "user":
+            return False
+        if not record.live:
+            return True
+        counted_events = None if self.is_settled else self.counted_events
+        return counted_events is not None and counted_events.input.caller_input is None
+
+    def history_in(self, snapshot: Snapshot) -> SentHistory:
+        """The sent history as this generation knows it, looked up once."""
+        if self._history is None or self._history[0] != snapshot.generation:
+            self._history = snapshot.generation, history_in(snapshot, self.entity.history)
+        return self._history[1]
+
+
+def _feature_bytes(value: FeatureValue) -> int:
+    if isinstance(value, str):
+        return 4 * len(value)  # the widest that Python keeps a character
+    if not isinstance(value, tuple):
+        return 32
+    if value and isinstance(value[0], str):
+        return sum(64 + 4 * len(str(text)) for text in value)
+    return 40 * len(value)
+
+
+async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> list[PendingAnswer]:
+    """Builds a case per entity; raises Problem for what this generation can never answer."""
+    cases = []
+    pace = YieldPacer()
+    for entity in request.entities:
+        await pace.step(entity)
+        table = snapshot.table(entity.table)
+        k = _checked_k(table, request.options.k)
+        if entity.features:
+            _check_features(snapshot, table, entity)
+        digest = _digest(snapshot, entity)
+        record_key = with_filter_table(
+            snapshot, _find_record_key(snapshot, table, entity, digest), request.options
+        )
+        cases.append(PendingAnswer(entity, table, k, record_key, digest))
+    return cases
+
+
+def with_filter_table(
+    snapshot: Snapshot, record_key: RecordKey, options: RequestOptions
+) -> RecordKey:
+    """Read request for the list that the night made under the filter that is called, where it made one.
+
+    Not for another order, whose candidates are those of the list that is asked: then a name would mean another answer
+    than its expression. Nor where events have changed an attribute that it compares: what passes now was not looked at.
+    """
+    if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
+        return record_key
+    if snapshot.filtering is None or snapshot.filtering.differs(options.filter):
+        return record_key
+    declared = snapshot.manifest.filters.get(options.filter)
+    table = None if declared is None else declared.tables.get(record_key.table.name)
+    return record_key if table is None else record_key._replace(table=table)
+
+
+def build_plain_pending(
+    snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
+) -> PendingAnswer:
+    """The case of an entity that came with nothing but an id, which was looked up as `record_key`."""
+    digest = record_key.digest or snapshot.digest_of_nothing
+    return PendingAnswer(entity, table, k, record_key, digest)
+
+
+def find_plain_record_key(snapshot: Snapshot, table: Table, raw: bytes) -> RecordKey:
+    """Read request for an id that came without an input, with the digest of an item, which is its own input."""
+    record_key = find_record_key(snapshot, table, raw)
+    is_input = table.entity == "item" and record_key.position >= 0
+    return record_key._replace(digest=snapshot.digest_of_nothing) if is_input else record_key
+
+
+def find_record_key(
+    snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None
+) -> RecordKey:
+    """Read request (`RecordKey`) for an id, with the digest of its input if it came with one."""
+    directory = snapshot.directories[table.entity]
+    key = hash_id(raw, directory.seed)
+    return RecordKey(table, key, fingerprint(raw), directory.find(key), digest)
+
+
+def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
+    model = "" if snapshot.predictor is None else snapshot.predictor.model_digest
+    return input_digest(model, entity.history or None, entity.features or None)
+
+
+def _find_record_key(
+    snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes
+) -> RecordKey:
+    if entity.raw is None:
+        return RecordKey(table, digest, fingerprint(digest), -1, digest)
+    if entity.has_input:
+        return find_record_key(snapshot, table, entity.raw, digest)
+    return find_plain_record_key(snapshot, table, entity.raw)
+
+
+def _checked_k(table: Table, k: int | None) -> int:
+    width = table.layout.width
+    if k is None or table.kind != "topk":
+        return width
+    if k > width:
+        raise Problem(
+            422, "invalid_k", f"{table.name} holds {width} items per entity, k is {k}",
+            field="k", table=table.name, limit=width,
+        )  # fmt: skip
+    return k
+
+
+def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -> None:
+    predictor = snapshot.predictor
+    if predictor is None or not predictor.supports(table.name):
+        return
+    try:
+        predictor.prepare(table.name, LiveInput(None, entity.features, None))
+    except InvalidInput as error:
+        raise from_input(error, f"{entity.field}.features") from error
+
+
+def still_open(cases: Sequence[PendingAnswer]) -> list[PendingAnswer]:
+    """Cases without an answer yet, but those of whose list too little passes a filter: no rung has more of it."""
+    return [
+        case for case in cases if case.answer is None and case.reason is not MissReason.FILTERED
+    ]
+
+
+def find_previous_record_key(previous: Snapshot, case: PendingAnswer) -> RecordKey | str:
+    """The record that a case may be answered with from the previous generation, or why there is none."""
+    raw = case.entity.raw
+    if raw is None or case.reason in _NO_OTHER_NIGHT:
+        return case.reason or "no_id"
+    table = previous.manifest.tables.get(case.table.name)
+    if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
+        return "no_such_table"
+    if (
+        table.is_facet and case.record_key.position < 0
+    ):  # items that had this value have another now
+        return "not_in_generation"
+    record_key = find_record_key(previous, table, raw)
+    # Never an overlay: it was computed for another night.
+    return record_key if record_key.position >= 0 else "not_in_generation"

@@ -1,0 +1,232 @@
+"""Leases for cold answers: one process computes, the others wait for it, but neither for long nor for a dead one."""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from cache.errors import TierUnavailable
+from cache.format.redis_keys import Keyspace, hash_hex
+from cache.l2.commands import DONE_PREFIX, GIVEN_BACK, LeaseMark, LeaseSwap, LeaseTake
+from cache.l2.data_plane import DataPlane
+from cache.tiers.tiered import Hit, RecordKey, TieredCache, View
+
+REST_S = 1.0
+"""Seconds without leases after Redis was slow or refused one."""
+
+_CHECKS_PER_LIFE = 8
+"""Checks of the leases held, per life of a lease."""
+
+_FIRST_POLL_S = 0.002
+_POLL_MAX_S = 0.025
+_GROWTH = 1.5
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """LeaseCounts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+
+    led: int = 0
+    waited: int = 0
+    adopted: int = 0
+    taken_over: int = 0
+    timed_out: int = 0
+    unavailable: int = 0
+
+    def internal_counters(self) -> dict[str, float]:
+        """LeaseCounts by the names under which they are scraped."""
+        return {f"leases_{name}": count for name, count in asdict(self).items()}
+
+
+class LeaseManager:
+    """Leases that live for half of `wait_s` and are renewed while their leader computes.
+
+    Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
+    A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
+    once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
+    """
+
+    def __init__(
+        self,
+        leases: DataPlane,
+        tiers: TieredCache,
+        keyspace: Keyspace,
+        *,
+        wait_s: float,
+        name: str = "",
+        timer: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.counts = LeaseCounts()
+        self._leases = leases
+        self._tiers = tiers
+        self._keyspace = keyspace
+        self._wait_s = wait_s
+        self._life_s = wait_s / 2
+        self._slow_s = wait_s / 8
+        self._name = f"{name or secrets.token_hex(4)}/".encode()
+        self._number = 0
+        self._timer = timer
+        self._sleep = sleep
+        self._jitter = jitter
+        self._resting_until = float("-inf")
+        self._written_at_by_mark: dict[LeaseMark, float] = {}
+        """Monotonic time since when each lease stands as it is in Redis."""
+        self._renewal: asyncio.TimerHandle | None = None
+
+    def _rests(self) -> bool:
+        """True while leases rest: who computes then does so without one, which is counted."""
+        if self._timer() >= self._resting_until:
+            return False
+        self.counts.unavailable += 1
+        return True
+
+    async def answer(
+        self,
+        view: View,
+        record_key: RecordKey,
+        digest: bytes,
+        limit_s: float,
+        compute: Callable[[LeaseMark | None], Awaitable[T]],
+    ) -> T | Hit:
+        """Answer of `compute`, run at most in one process at a time, or the one that another process has just stored.
+
+        `compute` stores its answer with the mark that it is given; its errors are the caller's.
+        """
+        if self._rests():
+            return await compute(None)
+        lease_set_at = started_at = self._timer()
+        lease_mark = self._build_lease_mark(view, record_key, digest)
+        lease_state = await self._try_acquire(lease_mark)
+        if lease_state is not None:
+            give_up = started_at + min(self._wait_s, limit_s / 2)
+            follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up)
+            if isinstance(follow_result, Hit):
+                return follow_result
+            if not follow_result:
+                return await compute(lease_mark)
+            lease_set_at = self._timer()
+        return await self._lead(lease_mark, lease_set_at, compute)
+
+    async def _lead(
+        self,
+        lease_mark: LeaseMark,
+        lease_set_at: float,
+        compute: Callable[[LeaseMark | None], Awaitable[T]],
+    ) -> T:
+        self._begin(lease_mark, lease_set_at)
+        try:
+            computed = await compute(lease_mark)
+        except BaseException:
+            # No answer: somebody else may try at once.
+            self.give_back(lease_mark)
+            raise
+        finally:
+            del self._written_at_by_mark[lease_mark]
+        return computed
+
+    def _begin(self, lease_mark: LeaseMark, lease_set_at: float) -> None:
+        self.counts.led += 1
+        self._written_at_by_mark[lease_mark] = lease_set_at
+        if self._renewal is None:
+            self._renew_later()
+
+    def give_back(self, lease_mark: LeaseMark) -> None:
+        """Ends a lease under which nothing was stored: somebody else may try at once."""
+        self._leases.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK, 1))
+
+    async def _follow(
+        self,
+        lease_mark: LeaseMark,
+        lease_state: bytes | TierUnavailable,
+        view: View,
+        record_key: RecordKey,
+        give_up: float,
+    ) -> Hit | bool:
+        """The stored answer, else whether this process leads now."""
+        if not isinstance(lease_state, TierUnavailable):
+            self.counts.waited += 1
+        pause_s = _FIRST_POLL_S
+        latest_state: bytes | TierUnavailable | None = lease_state
+        while latest_state is not None:
+            if isinstance(latest_state, TierUnavailable):
+                self.counts.unavailable += 1
+                return False
+            if latest_state.startswith(DONE_PREFIX):
+                if (hit := await self._tiers.read_overlay_again(view, record_key)) is not None:
+                    self.counts.adopted += 1
+                    return hit
+                # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
+                if (
+                    await self._leases.lease(self._build_swap(lease_mark, latest_state))
+                    == lease_mark.token
+                ):
+                    break
+            left_s = give_up - self._timer()
+            if left_s <= 0:
+                self.counts.timed_out += 1
+                return False
+            await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
+            pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
+            latest_state = await self._try_acquire(lease_mark)
+        self.counts.taken_over += 1
+        return True
+
+    def _build_swap(self, lease_mark: LeaseMark, expected_value: bytes) -> LeaseSwap:
+        return LeaseSwap(lease_mark.key, expected_value, lease_mark.token, self._life_ms)
+
+    @property
+    def _life_ms(self) -> int:
+        return max(1, round(1000 * self._life_s))
+
+    async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
+        started_at = self._timer()
+        lease_state = await self._leases.lease(
+            LeaseTake(lease_mark.key, lease_mark.token, self._life_ms)
+        )
+        self._judge(lease_state, self._timer() - started_at)
+        return lease_state
+
+    def _judge(self, lease_state: bytes | TierUnavailable | None, took_s: float) -> None:
+        if isinstance(lease_state, TierUnavailable) or took_s > self._slow_s:
+            self._resting_until = self._timer() + REST_S
+
+    def _build_lease_mark(self, view: View, record_key: RecordKey, digest: bytes) -> LeaseMark:
+        self._number += 1
+        return LeaseMark(
+            self._keyspace.lease(
+                view.generation, record_key.table.name, hash_hex(record_key.key), digest
+            ),
+            self._name + b"%d" % self._number,
+        )
+
+    def _renew_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._renewal = loop.call_later(self._life_s / _CHECKS_PER_LIFE, self._renew)
+
+    def _renew(self) -> None:
+        # All leases of the process in one pipeline, and no timer for those that end before it.
+        self._renewal = None
+        if (
+            self._written_at_by_mark
+        ):  # first of all: leases whose renewal fails this time are renewed the next time
+            self._renew_later()
+        now_s = self._timer()
+        # None is older than a third of its life by then; most have ended before.
+        at_most = self._life_s / 3 - self._life_s / _CHECKS_PER_LIFE
+        old = [
+            lease_mark
+            for lease_mark, lease_set_at in self._written_at_by_mark.items()
+            if now_s - lease_set_at > at_most
+        ]
+        if old:
+            self._written_at_by_mark.update(dict.fromkeys(old, now_s))
+            self._leases.submit(
+                [self._build_swap(lease_mark, lease_mark.token) for lease_mark in old], len
+            )

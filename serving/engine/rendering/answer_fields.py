@@ -1,0 +1,174 @@
+"""Answer fields of one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.filters.filtering import FilterMask
+from cache.filters.reranking import Reranker
+from cache.format.manifest import Table
+from cache.records import Record
+from serving.generations.snapshot import Snapshot
+from serving.requests.answers import Source
+from serving.requests.models import RequestedEntity
+
+AnswerJson = dict[str, Any]
+Prediction = dict[str, Any]
+JSON = orjson.OPT_SERIALIZE_NUMPY
+Exclusions = tuple[frozenset[int], ...]
+"""Ordinals to leave out, as sets that are each made once and shared by many entities."""
+
+
+class SentHistory(NamedTuple):
+    """A sent history in one generation: `item_numbers` numbers of items, and how many ids its models do not know."""
+
+    item_numbers: frozenset[int]
+    unknown_id_count: int
+
+
+_NO_HISTORY = SentHistory(frozenset(), 0)
+
+
+def from_record(
+    snapshot: Snapshot,
+    table: Table,
+    record: Record,
+    k: int,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None = None,
+    reranker: Reranker | None = None,
+) -> Prediction:
+    """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
+    if record.items is not None:
+        return _top(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
+    if table.kind == "vector":
+        return {"vector": record.numbers}
+    return {"values": record.numbers, "labels": table.labels}
+
+
+def is_cut(prediction: Prediction, record: Record, table: Table) -> bool:
+    """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
+
+    One that is not full holds all that the entity may have.
+    """
+    is_full = record.items is not None and len(record.items) == table.layout.width
+    return bool(prediction["short"]) and is_full
+
+
+def from_defaults(
+    snapshot: Snapshot,
+    table: Table,
+    entity: RequestedEntity,
+    k: int,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None = None,
+    reranker: Reranker | None = None,
+) -> Prediction:
+    """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
+    if table.kind == "vector":
+        return {"vector": None}
+    if table.kind == "value":
+        return {"values": None, "labels": table.labels}
+    default = snapshot.defaults.get(table.name)
+    if default is None:
+        return {"items": [], "scores": [], "short": True}
+    exclusions = (*exclusions, default.among(entity.history))
+    if table.entity == "item" and entity.raw is not None:
+        # An item is not similar to itself, however popular it is.
+        exclusions = (*exclusions, default.among((entity.raw,)))
+    return _top(snapshot, default.items, default.scores, k, exclusions, filter_mask, reranker)
+
+
+def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
+    """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
+    if not history:
+        return _NO_HISTORY
+    raws = list(dict.fromkeys(history))
+    ordinals = snapshot.items.ordinals_of(raws)
+    dropped_count = int((snapshot.items.to_model(ordinals) < 0).sum())
+    numbers = snapshot.new_items.numbers_of(raws, ordinals)
+    return SentHistory(frozenset(numbers.tolist()), dropped_count)
+
+
+def _top(
+    snapshot: Snapshot,
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    k: int,
+    exclusions: Exclusions,
+    filter_mask: FilterMask | None,
+    reranker: Reranker | None,
+) -> Prediction:
+    """The first k of a list, in its order or a re-ranker's, without what is barred, blocked or does not pass."""
+    if filter_mask is not None:
+        is_passing = filter_mask.among(items)
+        items, scores = items[is_passing], scores[is_passing]
+    left_out = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
+    if left_out:
+        ordinals = items.tolist()
+        keep = list(range(len(ordinals)))
+        for excluded_set in left_out:
+            keep = [index for index in keep if ordinals[index] not in excluded_set]
+        items, scores = items[keep], scores[keep]
+    return build_list(snapshot, items, scores, k, reranker)
+
+
+def build_list(
+    snapshot: Snapshot,
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    k: int,
+    reranker: Reranker | None,
+) -> Prediction:
+    """The first k of these, by their own order or a re-ranker's."""
+    selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
+    items, scores = items[selection], scores[selection]
+    item_table, new = snapshot.items, snapshot.new_items
+    ids = new.ids_of(item_table, items) if new else item_table.ids_of(items)
+    return {"items": ids, "scores": scores, "short": len(items) < k}
+
+
+def age_s(snapshot: Snapshot, now_s: float) -> float:
+    """Seconds that the generation's data are old at a time in Unix seconds."""
+    return round(now_s - snapshot.manifest.data_until, 3)
+
+
+def origin_of(
+    snapshot: Snapshot,
+    source: Source,
+    producer: str | None,
+    now_s: float,
+    **optional_fields: object,
+) -> AnswerJson:
+    """The fields of `Origin` behind a prediction, in their order, without `optional_fields` that are None."""
+    origin: AnswerJson = {
+        "source": source,
+        "producer": producer,
+        "generation": snapshot.generation,
+        "age_seconds": age_s(snapshot, now_s),
+        "published_at": snapshot.published_at,
+    }
+    for name, value in optional_fields.items():
+        if value is not None:
+            origin[name] = value
+    return origin
+
+
+def complete(
+    prediction: Prediction,
+    snapshot: Snapshot,
+    table: str,
+    entity: RequestedEntity,
+    source: Source,
+    producer: str | None,
+    now_s: float,
+    **optional_fields: object,
+) -> AnswerJson:
+    """The prediction with where it came from."""
+    answer: AnswerJson = {"id": entity.id, "table": table}
+    answer |= prediction
+    answer |= origin_of(snapshot, source, producer, now_s, **optional_fields)
+    return answer

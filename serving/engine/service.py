@@ -1,0 +1,72 @@
+"""The parts that answer a lookup, and what every answer has to know of the replica."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from cache.tiers.tiered import TieredCache
+from serving.admission.controller import Admission
+from serving.admission.gate import AdmissionGate, DeadlineCheck
+from serving.engine.ladder import Ladder
+from serving.engine.rendering.answer_fields import AnswerJson
+from serving.generations.pointer_follower import PointerFollower
+from serving.generations.served_set import ServedGenerations
+from serving.metrics.registry import Metrics
+from serving.requests.errors import Problem
+from serving.requests.models import Limits, LookupRequest
+from serving.requests.parsing import HeaderJudge
+from serving.traffic.canary import CanaryRouter
+
+LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
+"""Answers each entity of a request once, in order, from what was held when it came, at a monotonic time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupService:
+    """The running parts between a request and its answer, with the bounds of what a request may ask for.
+
+    `reshaped` is the ladder's `lookup` for who asks under a filter or in another order. `l2_bound_s` tells how long a
+    read of L2 may take now; without `observes` nothing is noted for the dashboard.
+    """
+
+    follower: PointerFollower
+    trial: CanaryRouter
+    ladder: Ladder
+    reshaped: LookupFunction
+    metrics: Metrics
+    limits: Limits
+    body_bytes: int
+    body_timeout_s: float
+    tiers: TieredCache
+    l2_bound_s: Callable[[], float]
+    admission: Admission
+    observes: bool = True
+    timer: Callable[[], float] = time.monotonic
+
+    def capture_served(self) -> ServedGenerations:
+        """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
+        served = self.follower.holder.served
+        if served is None:
+            reason = self.follower.failed or "no generation has been published yet"
+            raise Problem(503, "not_ready", reason)
+        return served
+
+    def lookup(self, *, is_reshaped: bool) -> LookupFunction:
+        """The way to answer a request, by whether its options reshape lists."""
+        return self.reshaped if is_reshaped else self.ladder.lookup
+
+    def attach_staleness(self, answers: list[AnswerJson]) -> list[AnswerJson]:
+        """The answers, each with why this replica may lag behind, if it may."""
+        if (stale := self.follower.concerns.text) is not None:
+            for answer in answers:
+                answer["stale"] = stale
+        return answers
+
+    def gate(self) -> AdmissionGate:
+        """The gate before all that lies below L1, with the service's bounds."""
+        headers = HeaderJudge(self.limits)
+        lateness = DeadlineCheck(self.admission, headers, self.limits)
+        requested = self.metrics.requested
+        return AdmissionGate(
+            self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
+        )

@@ -1,0 +1,145 @@
+"""Putting a caller's own candidates in order for one user."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.filters.filtering import FilterMask
+from cache.filters.reranking import Reranker
+from cache.model.ranking import Metric, score
+from cache.records import Layout
+from serving.engine.ladder import Ladder
+from serving.engine.rendering.answer_fields import AnswerJson, history_in
+from serving.filters.filtered_lookup import Filters
+from serving.generations.served_set import ServedGenerations
+from serving.generations.snapshot import Snapshot, metric_of, vector_table
+from serving.requests.errors import Problem
+from serving.requests.models import LookupRequest, RequestOptions, ScoreRequest
+
+
+async def rank_candidates(
+    ladder: Ladder,
+    filters: Filters,
+    served: ServedGenerations,
+    score_request: ScoreRequest,
+    started: float,
+) -> AnswerJson:
+    """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
+
+    With a history or features the vector is computed from them, whatever is stored. `score_tolerance` bounds what
+    the precision of the stored vector may have changed: candidates whose scores are closer than twice that may stand
+    in either order. It is 0 where vectors are kept as f4, which ranks as the night did.
+
+    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history), `filtered`.
+    """
+    served = served.pinned(score_request.options.generation)
+    sought = score_request.options
+    deadline = started + sought.deadline_s
+    filter_mask = await filters.evaluate(served.live, sought.filter, deadline)
+    reranker = await filters.reranker(served.live, sought.rerank, deadline)
+    if not await _can_shape(filters, served.previous, sought, deadline):
+        served = replace(served, previous=None)  # it cannot answer this, and the live one can
+    table = vector_table(served.live)
+    user = score_request.user.of_table(table.name)
+    options = replace(sought, fresh=sought.fresh or user.has_input, filter=None, rerank=None)
+    answer = (await ladder.lookup(served, LookupRequest((user,), options), started))[0]
+    snapshot = served.find(answer["generation"]) or served.live
+    vector = answer.pop("vector")
+    if snapshot is not served.live:
+        filter_mask = await filters.evaluate(snapshot, sought.filter, deadline)
+        reranker = await filters.reranker(snapshot, sought.rerank, deadline)
+    ordinals, named = _sorted_out(snapshot, score_request, filter_mask)
+    answer |= {"items": [], "scores": []}
+    if vector is not None and ordinals:
+        layout = snapshot.manifest.tables[table.name].layout
+        answer |= _ranked(
+            snapshot, layout, vector, np.array(ordinals, np.int64), sought.k, reranker
+        )
+        if sought.rerank is not None:
+            answer["reranked"] = sought.rerank.named
+    elif ordinals:
+        named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
+    return answer | named
+
+
+async def _can_shape(
+    filters: Filters, snapshot: Snapshot | None, options: RequestOptions, deadline: float
+) -> bool:
+    """True if a generation has what the request's filter and order name."""
+    if snapshot is not None:
+        try:
+            await filters.evaluate(snapshot, options.filter, deadline)
+            await filters.reranker(snapshot, options.rerank, deadline)
+        except Problem:
+            return False
+    return True
+
+
+def _ranked(
+    snapshot: Snapshot,
+    layout: Layout,
+    vector: NDArray[np.float32],
+    ordinals: NDArray[np.int64],
+    k: int | None,
+    reranker: Reranker | None,
+) -> dict[str, Any]:
+    metric = metric_of(snapshot)
+    scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
+    order = np.lexsort((ordinals, -scores))
+    if reranker is not None:
+        item_limit = len(order) if k is None else k
+        order = order[reranker.rerank(ordinals[order].astype(np.uint32), scores[order], item_limit)]
+    order = order[:k]
+    return {
+        "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
+        "scores": scores[order],
+        "score_tolerance": score_tolerance(
+            layout, vector, snapshot.items.vectors[ordinals], metric
+        ),
+    }
+
+
+def score_tolerance(
+    layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
+) -> float:
+    """The most that rounding the vector to its layout can have moved any of these scores."""
+    if layout.precision == "f4":
+        return 0.0
+    size = np.abs(vector)
+    # Half a unit in the last place of a float16 (11 bits), or half a step of the int8 scale.
+    step = size * 2.0**-11 if layout.precision == "f2" else np.full_like(size, size.max() / 254)
+    moved = np.abs(items) @ step
+    if metric == "cosine":
+        # The vector's own length is off by as much again.
+        lengths = np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
+        moved = 2 * moved / np.where(lengths == 0, 1, lengths)
+    return float(moved.max(initial=0))
+
+
+def _sorted_out(
+    snapshot: Snapshot, score_request: ScoreRequest, filter_mask: FilterMask | None
+) -> tuple[list[int], dict[str, list[str]]]:
+    history = history_in(snapshot, score_request.user.history).item_numbers
+    ordinals: dict[int, None] = {}
+    named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
+    candidate_ordinals = snapshot.items.ordinals_of(score_request.items)
+    passes = [True] * len(candidate_ordinals)
+    if filter_mask is not None:
+        named["filtered"] = []
+        passes = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
+    for raw, ordinal, is_wanted in zip(
+        score_request.items, candidate_ordinals.tolist(), passes, strict=True
+    ):
+        if ordinal < 0:
+            named["unknown"].append(raw.decode())
+        elif ordinal in snapshot.blocked:
+            named["blocked"].append(raw.decode())
+        elif ordinal in history:
+            named["excluded"].append(raw.decode())
+        elif not is_wanted:
+            named["filtered"].append(raw.decode())
+        else:
+            ordinals[ordinal] = None
+    return list(ordinals), named

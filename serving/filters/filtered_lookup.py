@@ -1,0 +1,398 @@
+"""Lookup under a filter or in another order: from the list if enough passes, else the best of all that passes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.filters.expression import Filter, InvalidFilter
+from cache.filters.filtering import Filtering, FilterMask, UnknownAttribute, unknown_filter
+from cache.filters.reranking import Reranker, Reranking, below
+from cache.model.ranking import Metric
+from serving.admission.work_pacer import YieldPacer
+from serving.engine.answer_builder import RequestContext, Searched, left_out
+from serving.engine.entity import PendingAnswer, build_pending_answers
+from serving.engine.event_counting import count_as
+from serving.engine.ladder import Ladder
+from serving.engine.rendering.answer_fields import AnswerJson
+from serving.generations.served_set import ServedGenerations
+from serving.generations.snapshot import Snapshot, metric_of, vector_table
+from serving.requests.answers import Source
+from serving.requests.errors import Problem, from_input, unprocessable
+from serving.requests.models import LookupRequest
+from serving.requests.reasons import LiveReason
+
+THREADS = 2
+"""Threads that work out what passes filters."""
+
+
+WAITING_MAX = 64
+"""Filters that wait for one of these threads or are in it; a request with another one is refused."""
+
+
+_INLINE_COST = 262_144
+"""Comparisons of a number up to which a filter is worked out on the event loop: a hop to a thread takes as long."""
+
+
+_INLINE_ROWS = 4_096
+"""Vectors up to which a search is made there."""
+
+
+class VectorSearch(NamedTuple):
+    """Search for one list: a vector, ordinals to leave out, and how many are wanted."""
+
+    vector: NDArray[np.float32]
+    exclusions: NDArray[np.int64]
+    k: int
+    metric: Metric
+
+
+@dataclass(slots=True, eq=False)
+class _Evaluation:
+    """One filter over one generation's items, worked out in a thread for every request that waits for it."""
+
+    filtering: Filtering
+    """Kept alive: it is known by its id."""
+    work: "Future[FilterMask]"
+    outcome: "asyncio.Future[FilterMask]"
+    waiting: int = 0
+    """Requests that wait for it."""
+
+
+class Filters:
+    """Filters of requests, worked out by threads, whose number bounds what is under way at once.
+
+    `executor` searches lists by vectors, `mask_executor` works out what passes. Nothing else runs there: a flood of
+    filters must not put off a blocklist or a revocation. Without them all is done on the event loop. A list is searched
+    for, and a costly filter worked out, where `admit` lets it, as it lets an input go to the model.
+    """
+
+    def __init__(
+        self,
+        executor: Executor | None = None,
+        admit: Callable[[], bool] = lambda: True,
+        timer: Callable[[], float] = time.monotonic,
+        *,
+        mask_executor: Executor | None = None,
+    ) -> None:
+        self.admit = admit
+        self._executor = executor
+        self._mask_executor = mask_executor
+        self._timer = timer
+        self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
+
+    async def apply(
+        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
+    ) -> None:
+        """Works out what passes, and another order, in each generation held.
+
+        Raises Problem for what the live one cannot take.
+        """
+        options = context.options
+        field = "rerank" if options.filter is None else "filter"
+        for case in cases:
+            if case.table.kind != "topk":
+                raise unprocessable(
+                    f"invalid_{field}",
+                    f"{case.table.name} holds no lists: {field} goes with tables that do",
+                    field,
+                )
+            if case.table.is_facet and options.filter is not None:
+                raise unprocessable(
+                    "invalid_filter",
+                    f"{case.table.name} is a facet, whose values have no vector to find more by: ask another table",
+                    "filter",
+                )
+        await self._shape(served.live, context)
+        if served.previous is not None:
+            # Where its items had other attributes, it cannot answer this.
+            with contextlib.suppress(Problem):
+                await self._shape(served.previous, context)
+
+    async def _shape(self, snapshot: Snapshot, context: RequestContext) -> None:
+        options = context.options
+        if options.filter is not None:
+            context.set_filter_mask(
+                snapshot, await self._passed(snapshot, options.filter, context.deadline)
+            )
+        reranker = await self.reranker(snapshot, options.rerank, context.deadline)
+        if reranker is not None:
+            context.set_reranker(snapshot, reranker)
+
+    async def reranker(
+        self, snapshot: Snapshot, reranking: Reranking | None, deadline: float
+    ) -> Reranker | None:
+        """Re-ranking of a generation's items, None without one.
+
+        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        """
+        if reranking is None:
+            return None
+        try:
+            return await self._reranker(snapshot, reranking, deadline)
+        except InvalidFilter as error:
+            raise from_input(error, "rerank") from error
+
+    async def _reranker(
+        self, snapshot: Snapshot, reranking: Reranking, deadline: float
+    ) -> Reranker:
+        boosted = []
+        for boost_index, boost in enumerate(reranking.boosts):
+            try:
+                boosted.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
+            except InvalidFilter as error:
+                raise below(error, f"boost[{boost_index}].filter") from error
+        attributes = None if snapshot.filtering is None else snapshot.filtering.attributes
+        return Reranker(reranking, tuple(boosted), attributes, snapshot.items.vectors)
+
+    async def evaluate(
+        self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float
+    ) -> FilterMask | None:
+        """Items of a generation that pass, None without a filter.
+
+        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        """
+        return None if filter_ is None else await self._passed(snapshot, filter_, deadline)
+
+    async def _passed(
+        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
+    ) -> FilterMask:
+        try:
+            return await self._get_or_evaluate(snapshot, filter_, deadline)
+        except InvalidFilter as error:
+            raise from_input(error, "filter") from error
+
+    async def _get_or_evaluate(
+        self, snapshot: Snapshot, filter_: Filter | str, deadline: float
+    ) -> FilterMask:
+        filtering = snapshot.filtering
+        if filtering is None:
+            if isinstance(filter_, str):
+                raise unknown_filter(filter_)
+            raise UnknownAttribute(
+                "items of this generation have no attributes: [sources] item_attributes names them for the next night",
+                attributes={},
+            )
+        if (filter_mask := filtering.get_cached(filter_)) is not None:
+            return filter_mask
+        if self._mask_executor is None or filtering.cost(filter_) <= _INLINE_COST:
+            return filtering.evaluate(filter_)
+        return await self._evaluated(self._mask_executor, filtering, filter_, deadline)
+
+    async def _evaluated(
+        self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
+    ) -> FilterMask:
+        """What passes, worked out once for all requests that ask for it meanwhile; raises Problem where it is late."""
+        key = id(filtering), filter_ if isinstance(filter_, str) else filter_.key
+        evaluation = self._evaluations.get(key)
+        if evaluation is None:
+            if len(self._evaluations) >= WAITING_MAX or not self.admit():
+                raise _overloaded()
+            work = executor.submit(filtering.evaluate, filter_)
+            evaluation = _Evaluation(filtering, work, asyncio.wrap_future(work))
+            self._evaluations[key] = evaluation
+            evaluation.outcome.add_done_callback(
+                lambda outcome: self._finish_evaluation(key, outcome)
+            )
+        evaluation.waiting += 1
+        try:
+            timeout_s = max(0.0, deadline - self._timer())
+            await asyncio.wait({evaluation.outcome}, timeout=timeout_s)
+        finally:
+            evaluation.waiting -= 1
+            if not evaluation.waiting and evaluation.work.cancel():
+                # Nobody waits for it, and it was not begun; one that was is kept when it ends.
+                self._evaluations.pop(key, None)
+        if not evaluation.outcome.done() or evaluation.outcome.cancelled():
+            raise _overloaded()
+        return evaluation.outcome.result()
+
+    def _finish_evaluation(
+        self, key: tuple[int, bytes | str], outcome: "asyncio.Future[FilterMask]"
+    ) -> None:
+        evaluation = self._evaluations.get(key)
+        if evaluation is not None and evaluation.outcome is outcome:
+            del self._evaluations[key]
+        if not outcome.cancelled():
+            outcome.exception()  # taken, also where every request has left
+
+    async def search(
+        self,
+        snapshot: Snapshot,
+        filter_mask: FilterMask,
+        searches: Sequence[VectorSearch],
+        deadline: float,
+    ) -> list[Searched] | None:
+        """Best of what passes for each vector, in order; None where that is not done by `deadline` (monotonic)."""
+        filtering = snapshot.filtering
+        assert filtering is not None  # noqa: S101 - something passes
+
+        def all_of_them() -> list[Searched] | None:
+            search_results = []
+            for vector_search in searches:
+                if self._timer() > deadline:  # nobody waits any more, and others do
+                    return None
+                search_results.append(
+                    filtering.search(
+                        vector_search.vector,
+                        filter_mask,
+                        vector_search.exclusions,
+                        vector_search.k,
+                        vector_search.metric,
+                    )
+                )
+            return search_results
+
+        is_short = filter_mask.count * len(searches) <= _INLINE_ROWS
+        if self._executor is None or is_short:
+            return all_of_them()
+        working = asyncio.get_running_loop().run_in_executor(self._executor, all_of_them)
+        finished_futures, _ = await asyncio.wait(
+            {working}, timeout=max(0.0, deadline - self._timer())
+        )
+        if not finished_futures:
+            working.cancel()  # what waits for a thread is not begun
+            return None
+        return working.result()
+
+
+def _overloaded() -> Problem:
+    problem_message = (
+        "the filter could not be worked out in this request's time: send it again later, with a longer deadline_ms, or "
+        "with fewer comparisons"
+    )
+    return Problem(503, "overloaded", problem_message, field="filter")
+
+
+class SourcedVector(NamedTuple):
+    """Vector of an entity, where it came from, and why it was not a stored one."""
+
+    vector: NDArray[np.float32]
+    source: Source
+    producer: str
+    reason: str | None
+    answer_flags: Mapping[str, bool] = MappingProxyType({})
+    """Fields of an answer that are true because of it."""
+
+
+class FilteredLookup:
+    """Answers as the ladder does, of the items that pass the request's filter, in the order that it asks for."""
+
+    def __init__(self, ladder: Ladder, filters: Filters) -> None:
+        self._ladder = ladder
+        self._filters = filters
+
+    async def lookup(
+        self, served: ServedGenerations, request: LookupRequest, started: float
+    ) -> list[AnswerJson]:
+        """Answers each entity once, in order, from what `served` had when the request came."""
+        served = served.pinned(request.options.generation)
+        cases = await build_pending_answers(served.live, request)
+        context = RequestContext.of(request.options, started)
+        for case in cases:
+            case.is_exact = True
+        await self._filters.apply(served, cases, context)
+        await self._ladder.resolve(served, cases, context)
+        if waiting := [case for case in cases if case.answer is None]:
+            await self._search(served, waiting, context)
+        return [case.answer for case in cases if case.answer is not None]
+
+    async def _search(
+        self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
+    ) -> None:
+        """The best of what passes, where a list had too little of it; else, and under overload, what the list had."""
+        snapshot = served.live
+        filter_mask = context.filter_mask(snapshot)
+        admitted = [case for case in cases if self._is_admitted(case)]
+        vectors = await self._vectors_of(served, admitted, context)
+        pending_vectors = [
+            (case, entity_vector)
+            for case, entity_vector in zip(admitted, vectors, strict=True)
+            if entity_vector
+        ]
+        if pending_vectors and filter_mask is not None:
+            searches = [
+                _search_of(case, snapshot, entity_vector.vector, context)
+                for case, entity_vector in pending_vectors
+            ]
+            search_results = await self._filters.search(
+                snapshot, filter_mask, searches, context.deadline
+            )
+            pace = YieldPacer(context.options)
+            for (case, entity_vector), search_result in zip(
+                pending_vectors, search_results or (), strict=False
+            ):
+                await pace.step(case.entity)
+                case.reason = entity_vector.reason
+                # Its vector counts the events, or is one that no event changes, and its items are left out.
+                case.is_settled = bool(entity_vector.answer_flags)
+                self._ladder.answer_builder.searched(
+                    case,
+                    snapshot,
+                    search_result,
+                    entity_vector.source,
+                    entity_vector.producer,
+                    context,
+                    entity_vector.answer_flags,
+                )
+        for case in cases:
+            if case.answer is None:
+                self._ladder.answer_builder.answer_partial(case, snapshot, context)
+
+    def _is_admitted(self, case: PendingAnswer) -> bool:
+        if self._filters.admit():
+            return True
+        case.live_reason = LiveReason.OVERLOADED
+        return False
+
+    async def _vectors_of(
+        self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
+    ) -> list[SourcedVector | None]:
+        """Vectors of the entities, in order; None where there is none of this generation."""
+        snapshot = served.live
+        entity_vectors: list[SourcedVector | None] = [None] * len(cases)
+        users = [index for index, case in enumerate(cases) if case.table.entity == "user"]
+        for index, case in enumerate(cases):
+            if (ordinal := case.own_ordinal) is not None:
+                source = Source.LIVE if case.hit is None else Source(case.hit.tier)
+                entity_vectors[index] = SourcedVector(
+                    snapshot.items.vectors[ordinal], source, "batch",
+                    case.reason if case.hit is None else None,
+                )  # fmt: skip
+        if users:
+            table = vector_table(snapshot).name
+            entities = tuple(cases[index].entity.of_table(table) for index in users)
+            options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
+            of_vectors = await build_pending_answers(snapshot, LookupRequest(entities, options))
+            for index, of_vector in zip(users, of_vectors, strict=True):
+                of_vector.is_exact = True
+                count_as(snapshot, of_vector, cases[index])
+            part = RequestContext.of(options, context.started, is_part=True)
+            answers = await self._ladder.resolve(served, of_vectors, part)
+            for index, of_vector, answer in zip(users, of_vectors, answers, strict=True):
+                if answer["vector"] is not None and answer["generation"] == snapshot.generation:
+                    flag_fields = {"approximate": True} if answer.get("approximate") else {}
+                    entity_vectors[index] = SourcedVector(
+                        answer["vector"], answer["source"], answer["producer"],
+                        answer.get("reason"), flag_fields,
+                    )  # fmt: skip
+                elif cases[index].live_reason is None:
+                    cases[index].live_reason = of_vector.live_reason
+        return entity_vectors
+
+
+def _search_of(
+    case: PendingAnswer, snapshot: Snapshot, vector: NDArray[np.float32], context: RequestContext
+) -> VectorSearch:
+    """Search that leaves out what a list leaves out; for another order it finds as many as a list has."""
+    k = case.k if context.options.rerank is None else case.table.layout.width
+    return VectorSearch(
+        vector, left_out(case, snapshot, context), k, metric_of(snapshot, case.table)
+    )

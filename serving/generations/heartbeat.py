@@ -1,0 +1,111 @@
+"""Heartbeat of a replica: what it serves and holds, what its host has left, in the time of Redis' clock."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cache.formats import HEARTBEAT, RELEASE, served_formats, stamp
+from cache.process.host import disk_free_bytes, memory_available_bytes
+from serving.generations.holder import LiveSwap
+from serving.generations.pointer_follower import PointerFollower
+from serving.metrics.registry import Metrics
+from serving.process.resources import InThread
+
+
+class RedisClock:
+    """Unix seconds; this host's own clock until Redis has told its time."""
+
+    def __init__(
+        self,
+        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._timer = timer
+        self._offset_s = clock() - timer()
+
+    def __call__(self) -> float:
+        """Current time in Redis' Unix seconds."""
+        return self.at(self._timer())
+
+    def at(self, monotonic: float) -> float:
+        """A moment of this process's monotonic clock in Redis' time."""
+        return monotonic + self._offset_s
+
+    def set(self, redis_time_s: float, asked_at: float) -> None:
+        """Sets the clock: Redis said `redis_time_s` half-way between the question, at monotonic `asked_at`, and now."""
+        self._offset_s = redis_time_s - (asked_at + self._timer()) / 2
+
+
+LOOK_S = 5.0
+"""Seconds between looks."""
+
+
+@dataclass(slots=True, eq=False)
+class HostHeadroom:
+    """Memory and disk left, asked now and then; `headroom` is what was found last, empty before the first look."""
+
+    folder: Path
+    in_thread: InThread
+    headroom: Mapping[str, int] = field(init=False, default_factory=dict)
+
+    async def refresh(self) -> None:
+        """Looks once, beside the loop: a file system over a network may take its time."""
+        self.headroom = await self.in_thread(_read_headroom, self.folder)
+
+
+def _read_headroom(folder: Path) -> dict[str, int]:
+    return {
+        "memory_available_bytes": memory_available_bytes(),
+        "disk_free_bytes": disk_free_bytes(folder),
+    }
+
+
+@dataclass(slots=True, eq=False)
+class Heartbeat:
+    """Composes the payload; its times are Redis' own, so that those of several hosts can be compared."""
+
+    replica_id: str
+    follower: PointerFollower
+    clock: RedisClock
+    metrics: Metrics
+    l2_p99_ms: Callable[[], float | None] = lambda: None
+    canary: Callable[[], Mapping[str, Any] | None] = lambda: None
+    overlay_ttl_s: float | None = None
+    host: HostHeadroom | None = None
+    _stamped: tuple[LiveSwap, float] | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` says why not."""
+        follower, holder = self.follower, self.follower.holder
+        staged, served, failed = follower.staged, holder.served, follower.failures
+        swapped_at = self._swapped_at(holder.swap)
+        if staged.warm_s is not None:
+            self.metrics.warm_seconds.set(staged.warm_s)
+        return {
+            "replica": self.replica_id,
+            "serving": None if served is None else served.live.generation,
+            "holds": list(holder.generations),
+            "epoch": follower.epoch,
+            "ready": [generation for generation in holder.generations if generation not in failed],
+            "failed": failed,
+            "swapped_at": swapped_at,
+            "warm_s": staged.warm_s,
+            "l2_p99_ms": self.l2_p99_ms(),
+            "canary": self.canary(),
+            "overlay_ttl_s": self.overlay_ttl_s,
+            **stamp(HEARTBEAT),
+            "release": RELEASE,
+            "reads": served_formats(),
+            **({} if self.host is None else self.host.headroom),
+        }
+
+    def _swapped_at(self, swap: LiveSwap | None) -> float | None:
+        if swap is None or not swap.is_flip:
+            return None
+        # Once per swap: what the clock is told later must not move what has happened.
+        if self._stamped is None or self._stamped[0] is not swap:
+            self._stamped = swap, self.clock.at(swap.at)
+            self.metrics.flip_skew.set(self._stamped[1] - swap.published_at)
+        return self._stamped[1]

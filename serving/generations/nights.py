@@ -1,0 +1,271 @@
+"""Nights as a replica sees them: whether one is missing, what the release records say, and both as metrics."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cache.config.timetable import MISSED_MAX, Schedule
+from cache.errors import LarderError, TierUnavailable
+from cache.format.manifest import Manifest
+from cache.l2.control_plane import ControlPlane
+from cache.reuse import Reuse
+from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.releases import POINTED, Release, all_releases
+from serving.generations.pointer_follower import PointerFollower
+from serving.generations.served_set import ServedGenerations
+from serving.metrics.collectors import by_label
+from serving.process.resources import InThread
+
+
+@dataclass(frozen=True, slots=True)
+class Nights:
+    """Schedule's demand, compared with what is served; times are Unix seconds of this host's clock."""
+
+    schedule: Schedule
+    follower: PointerFollower
+    clock: Callable[[], float] = time.time
+
+    def due_at(self) -> float:
+        """The tick that a generation must have followed by now."""
+        return self.schedule.due(self.clock())
+
+    def is_missing(self) -> bool:
+        """True also after a rollback: what is live then is older than the last night."""
+        return self.schedule.is_missing(self.clock(), self._created_at())
+
+    def missed(self) -> int:
+        """Number of nights that are due and not in what is served."""
+        return self.schedule.missed(self.clock(), self._created_at())
+
+    def _created_at(self) -> float | None:
+        served = self.follower.served
+        return None if served is None else float(served.live.manifest.created_at)
+
+    def age_s(self) -> float | None:
+        """Seconds, now minus `data_until` of what is served; None when that is nothing."""
+        served = self.follower.served
+        return None if served is None else self.clock() - served.live.manifest.data_until
+
+    def body(self) -> dict[str, Any]:
+        """Part of /readyz's body; it never makes a replica unready, which would not bring the night back."""
+        due = datetime.fromtimestamp(self.due_at(), UTC)
+        return {
+            "missing": self.is_missing(),
+            "due": due.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "age_seconds": self.age_s(),
+        }
+
+
+class RedisMemory:
+    """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.used_bytes: int | None = None
+        self.max_bytes = 0
+        self._control = control
+
+    async def refresh(self) -> None:
+        """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
+        try:
+            infos = await self._control.infos()
+        except TierUnavailable:
+            self.used_bytes = None
+            return
+        self.used_bytes, self.max_bytes = memory(infos)
+
+
+def memory(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
+    pairs = [(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))) for info in infos]
+    limits = [limit for _, limit in pairs]
+    return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0
+
+
+log = logging.getLogger(__name__)
+
+
+UNKNOWN = "unknown"
+"""Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
+
+
+class ReleaseWatch:
+    """Watch on the release records, aside from the event loop; what cannot be read leaves what is known."""
+
+    def __init__(self, store: ArtefactStore, in_thread: InThread) -> None:
+        self.last: dict[str, float] = {}
+        self.refused: frozenset[str] = frozenset()
+        self._store = store
+        self._in_thread = in_thread
+        self._release_by_number: dict[int, Release] = {}
+        self._reading = threading.Lock()
+        self._judged: tuple[int, frozenset[str]] = 0, frozenset()
+        self._trouble: str | None = None
+
+    def records(self) -> list[Release]:
+        """Every record, oldest first, none read a second time; blocking, for any thread.
+
+        Raises LarderError, OSError or ValueError where they cannot be read.
+        """
+        with self._reading:
+            return all_releases(self._store, self._release_by_number)
+
+    async def refresh(self) -> None:
+        """Looks at the records once; new trouble is logged."""
+        try:
+            self.last, self.refused = await self._in_thread(self._read)
+            trouble = None
+        except (LarderError, OSError, ValueError) as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            log.warning("the release records cannot be read: %s", trouble)
+        self._trouble = trouble
+
+    def _read(self) -> tuple[dict[str, float], frozenset[str]]:
+        happened = [
+            release
+            for release in self.records()
+            if release.is_done or release.action not in POINTED
+        ]
+        refusal = open_refusal(happened)
+        return {release.action: release.at for release in happened}, self._rules(refusal)
+
+    def _rules(self, refusal: Release | None) -> frozenset[str]:
+        if refusal is None:
+            return frozenset()
+        # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
+        if self._judged[0] != refusal.stored_number or UNKNOWN in self._judged[1]:
+            try:
+                gates = read_manifest(self._store, refusal.generation).gates
+            except LarderError:
+                gates = ()
+            failed = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
+            self._judged = refusal.stored_number, failed or frozenset({UNKNOWN})
+        return self._judged[1]
+
+
+def open_refusal(happened: Iterable[Release]) -> Release | None:
+    """The newest refusal, if since then nothing was published and nobody lifted it or gave its generation up. Pure."""
+    refusal: Release | None = None
+    for release in happened:
+        if release.action == "refuse":
+            refusal = release
+        elif release.action == "publish":
+            refusal = None
+        elif release.action in ("verify", "abandon") and refusal is not None:
+            refusal = None if release.generation == refusal.generation else refusal
+    return refusal
+
+
+Samples = Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class NightMetrics(Collector):
+    """Collector of the live generation's manifest, of what the release records say of the nights, and of Redis' room.
+
+    Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
+    """
+
+    get_served: Callable[[], ServedGenerations | None]
+    nights: Nights
+    releases: ReleaseWatch
+    room: RedisMemory
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """All gauge families, also those without a sample yet."""
+        served, releases, room = self.get_served(), self.releases, self.room
+        live = None if served is None else served.live.manifest
+        yield GaugeMetricFamily(
+            "larder_nights_missed",
+            f"Nights that are due and not in what is served, {MISSED_MAX} at most",
+            self.nights.missed(),
+        )
+        yield GaugeMetricFamily(
+            "larder_generation_data_until_timestamp_seconds",
+            "Up to when the live generation knows data",
+            None if live is None else live.data_until,
+        )
+        yield from _of(live)
+        yield _by(
+            "larder_last_release_timestamp_seconds",
+            "When each action of the release records was last taken",
+            "action",
+            releases.last,
+        )
+        yield _by(
+            "larder_gate_refused",
+            "1 for each gate that refused the last night, while nothing was published since",
+            "rule",
+            dict.fromkeys(sorted(releases.refused), 1.0),
+        )
+        used_bytes = room.used_bytes
+        yield GaugeMetricFamily(
+            "larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes
+        )
+        yield GaugeMetricFamily(
+            "larder_redis_memory_max_bytes",
+            "maxmemory of them together, 0 where one has no limit",
+            None if used_bytes is None else room.max_bytes,
+        )
+
+
+def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
+    tables = {} if live is None else live.tables
+    gates = () if live is None else live.gates
+    yield _by(
+        "larder_night_step_seconds",
+        "How long each step of the live generation's night took; score: of all shards together",
+        "step",
+        {} if live is None else live.timings,
+    )
+    yield _by(
+        "larder_generation_size_bytes",
+        "Pages of the live generation, by table",
+        "table",
+        {name: sum(part.file.size_bytes for part in table.parts) for name, table in tables.items()},
+    )
+    yield _by(
+        "larder_generation_records",
+        "Records of the live generation, by table",
+        "table",
+        {name: sum(part.count for part in table.parts) for name, table in tables.items()},
+    )
+    reuse = None if live is None else Reuse.of(live.facts)
+    yield _by(
+        "larder_generation_users",
+        "Users of the live generation whose records were copied, or computed for this reason",
+        "reason",
+        {} if reuse is None else reuse.night.users,
+    )
+    yield GaugeMetricFamily(
+        "larder_night_spared_seconds",
+        "Seconds of scoring that copies spared the live generation's night, of all shards together",
+        None if reuse is None else reuse.night.spared_s,
+    )
+    for name, text, field in (
+        ("value", "What each gate measured of the live generation", "value"),
+        ("threshold", "What each gate held that against", "threshold"),
+    ):
+        figure_by_rule = {str(gate["rule"]): gate.get(field) for gate in gates}
+        numbers = {
+            rule: float(n) for rule, n in figure_by_rule.items() if isinstance(n, int | float)
+        }
+        yield _by(f"larder_gate_{name}", text, "rule", numbers)
+    overridden = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
+    yield _by(
+        "larder_gate_overridden",
+        "1 for each gate that a person let the live generation pass",
+        "rule",
+        overridden,
+    )
+
+
+def _by(name: str, text: str, label: str, samples: Samples) -> GaugeMetricFamily:
+    return by_label(GaugeMetricFamily(name, text, labels=[label]), samples)

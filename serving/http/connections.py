@@ -1,0 +1,521 @@
+"""Connections within bounds: their number, what each may send and leave unread, and how long it may stand still.
+
+What each request touches lies together, in slots: with thousands of connections each of them is out of the processor's
+caches when its turn comes, and every object of its own costs more than the lookup.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from cache.config.serving import Bounds
+from serving.http.http1_protocol import PIECE, Http1Protocol, ProtocolViolation
+
+BEHIND = 64 << 10
+"""Bytes of requests that may wait behind one that is not answered."""
+
+
+_HEAD_END = b"\r\n\r\n"
+
+
+_REFUSALS = {
+    408: ("head", "the request's head did not arrive in time"),
+    413: ("behind", "too much is sent behind a request that is not answered yet"),
+    429: ("pipeline", "too many requests of one connection are not answered yet"),
+    431: ("large_head", "the request's head is too large"),
+    503: ("full", "too many connections"),
+}
+"""Status -> what the end is counted as, and what the peer is told."""
+
+
+Kind = Literal["silent", "head", "body", "write", "close"]
+
+
+class ConnectionStage(NamedTuple):
+    """The point at which a connection stands; `progress` differs as soon as it moved on."""
+
+    kind: Kind
+    progress: tuple[int, ...] = ()
+
+
+class BoundViolation(ProtocolViolation):
+    """A bound that a connection has passed, by the status that its peer gets; `kind` is what its end is counted as."""
+
+    def __init__(self, status: int) -> None:
+        self.kind, message = _REFUSALS[status]
+        super().__init__(status, message)
+
+
+class InboundMeter:
+    """Counters of one connection; beyond a bound they raise Excess."""
+
+    __slots__ = (
+        "_behind",
+        "_bounds",
+        "_fields",
+        "_head",
+        "_quiet",
+        "_stage",
+        "_stage_began_at",
+        "is_head",
+        "is_whole",
+        "message_count",
+    )  # fmt: skip
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.message_count = 0
+        self.is_head, self.is_whole = False, True
+        self._head = self._fields = self._quiet = self._behind = 0
+        self._stage: ConnectionStage | None = None
+        self._stage_began_at = 0.0
+
+    def begin(self, waiting: int) -> None:
+        """Begins a message; raises Excess (429) if `waiting`, the others not answered yet, reaches `pipeline_max`."""
+        self.message_count += 1
+        self.is_head, self.is_whole = True, False
+        self._head = self._fields = self._quiet = 0
+        if waiting >= self._bounds.pipeline_max:
+            raise BoundViolation(429)
+
+    def excess(self, data: bytes) -> int:
+        """Status (431) if `data` begins or goes on with a head of more lines than `head_fields`; 0 otherwise.
+
+        Told field by field, they would cost four times as much as the connection that brings them.
+        """
+        if not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
+            return 0  # a body, or a head whose end may have begun before
+        end = data.find(_HEAD_END, 0, PIECE)
+        lines = data.count(b"\n", 0, PIECE if end < 0 else end)
+        return 431 if lines > 1 + self._bounds.head_fields else 0
+
+    def url(self, size: int) -> None:
+        """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""
+        self._head += size
+        if self._head > self._bounds.head_bytes:
+            raise BoundViolation(431)
+
+    def field(self, size: int) -> None:
+        """Adds a header field or trailer of `size` bytes; raises Excess (431) beyond `head_fields` or `head_bytes`."""
+        self._fields += 1
+        self._head += size
+        if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
+            raise BoundViolation(431)
+
+    def body(self, size: int, *, is_behind: bool) -> None:
+        """Adds bytes of a body; of those behind another, which nobody reads as yet, over BEHIND raise Excess (413)."""
+        self._quiet = 0
+        if is_behind:
+            self._behind += size
+            if self._behind > BEHIND:
+                raise BoundViolation(413)
+
+    def answered(self) -> None:
+        """Resets the bytes behind: a request before them has its answer."""
+        self._behind = 0
+
+    def fed(self, size: int) -> bool:
+        """Returns whether `size` more bytes, of which the parser may have told nothing, are still within the bounds.
+
+        A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
+        """
+        if self.is_whole:
+            return True
+        self._quiet += size
+        return self._quiet <= self._bounds.head_bytes + PIECE
+
+    def late(self, stage: ConnectionStage | None, now_s: float) -> Kind | None:
+        """The kind of this stage if the connection has stood there for longer than it may."""
+        if stage != self._stage:
+            self._stage, self._stage_began_at = stage, now_s
+        elif stage is not None and now_s - self._stage_began_at > self._allowed_s(stage.kind):
+            self._stage = None
+            return stage.kind
+        return None
+
+    def _allowed_s(self, kind: Kind) -> float:
+        bounds = self._bounds
+        if kind == "body":
+            return bounds.body_timeout_s
+        return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
+
+
+SLOW_S: Final = 1.0
+"""Seconds for which a peer may let a large answer wait before its connection counts as slow. One that reads, however
+far away, takes megabytes in less."""
+
+
+class Reader(Protocol):
+    """A connection whose peer has to read before more can be sent."""
+
+    def unread_bytes(self) -> int:
+        """Bytes of answers that are not sent yet."""
+
+    def cut_off(self) -> None:
+        """End the connection at once, with what is not sent yet."""
+
+
+class UnreadAnswers:
+    """Connections with more than a buffer of unsent answers, and the bytes of all of them, for one event loop.
+
+    Beyond `bytes_max` slow ones are cut off, the one that has waited longest first. If that is not enough, `is_full`
+    says that no large answer should be begun.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.cut = 0
+        """Connections cut off since the start."""
+        self._waiting_since_by_reader: dict[Reader, float] = {}  # the longest first
+        self._bytes: dict[Reader, int] = {}
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held, as of when each connection was looked at last."""
+        return self._held_bytes
+
+    def add(self, reader: Reader, now_s: float) -> None:
+        """Count what a connection holds whose buffer is full."""
+        self._waiting_since_by_reader.setdefault(reader, now_s)
+        self._count(reader)
+        if self._held_bytes > self.bytes_max:
+            self._cut_slow(now_s)
+
+    def remove(self, reader: Reader) -> None:
+        """Stop counting a connection that can be written to again, or is gone."""
+        if self._waiting_since_by_reader.pop(reader, None) is not None:
+            self._held_bytes -= self._bytes.pop(reader)
+
+    def is_full(self, now_s: float) -> bool:
+        """Return whether the budget is spent on peers that are not slow enough to be cut off."""
+        if self._held_bytes > self.bytes_max:
+            self._cut_slow(now_s)
+        return self._held_bytes > self.bytes_max
+
+    def _count(self, reader: Reader) -> None:
+        size = reader.unread_bytes()
+        self._held_bytes += size - self._bytes.get(reader, 0)
+        self._bytes[reader] = size
+
+    def _cut_slow(self, now_s: float) -> None:
+        for reader in self._waiting_since_by_reader:
+            self._count(reader)
+        for reader, full_since_s in list(self._waiting_since_by_reader.items()):
+            if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_S:
+                return
+            self.remove(reader)
+            self.cut += 1
+            reader.cut_off()
+
+
+_CHECKED_AT_ONCE = 32
+"""Connections that are looked at in one turn of the loop."""
+
+
+_LOOK_S = 1.0
+
+
+log = logging.getLogger(__name__)
+
+
+class Peer(Protocol):
+    """A connection that can be checked for progress, and dropped."""
+
+    def close_if_stalled(self, now_s: float) -> None:
+        """Ends the connection if it has not moved on in time."""
+
+    def drop(self) -> None:
+        """Ends the connection to make room for another, unless it has a request under way."""
+
+
+class Connections:
+    """Bounds the number of connections. One timer serves all: one for each request would cost as much as its answer."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.unread = UnreadAnswers(bounds.answers_bytes)
+        self.ended_by_reason: Counter[str] = Counter()
+        """Connections ended, by reason; without those that were ended by their peers or for idleness."""
+        self._unasked: dict[Peer, None] = {}  # oldest first
+        self._logged_count = 0
+
+    def admit(self, connection: Peer, count: int) -> bool:
+        """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
+        bounds, unasked = self.bounds, self._unasked
+        is_full = count > bounds.connections_max
+        if is_full or len(unasked) >= bounds.connections_new_max:
+            if not unasked:
+                return False
+            oldest = next(iter(unasked))
+            del unasked[oldest]
+            self.ended_by_reason["unasked"] += 1
+            oldest.drop()
+        unasked[connection] = None
+        return True
+
+    def discard_unasked(self, connection: Peer) -> None:
+        """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
+        self._unasked.pop(connection, None)
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks at a connection."""
+        bounds = self.bounds
+        shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
+        return min(_LOOK_S, shortest / 4)
+
+    async def close_stalled(self, connections: Collection[Peer], now_s: float) -> None:
+        """Looks at each connection, a few in a turn of the loop."""
+        for number, connection in enumerate(list(connections), 1):
+            connection.close_if_stalled(now_s)
+            if not number % _CHECKED_AT_ONCE:
+                await asyncio.sleep(0)
+        self._log_ended()
+
+    def _log_ended(self) -> None:
+        """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
+        if (ended_count := self.ended_by_reason.total()) > self._logged_count:
+            reasons = ", ".join(
+                f"{count} {reason}" for reason, count in self.ended_by_reason.most_common()
+            )
+            log.warning(
+                "%d connections ended (since the start: %s)",
+                ended_count - self._logged_count,
+                reasons,
+            )
+            self._logged_count = ended_count
+
+
+_RESET_LINGER = struct.pack("ii", 1, 0)
+
+
+_ENDING_MAX = 128
+"""Connections beyond `connections_max` that may read why they are refused; the others are closed at once."""
+
+
+class Connection(Http1Protocol):
+    """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
+
+    What comes is parsed within bounds (`InboundMeter`): beyond them the connection takes no more, and ends.
+    """
+
+    __slots__ = (
+        "_connections", "_inbound", "_is_ending", "_is_full", "_is_waited_for", "_open", "_was_asked",
+        # Uvicorn's own: those that every request looks at.
+        "server_state", "timeout_keep_alive_task", "transport",
+    )  # fmt: skip
+
+    def __init__(self, connections: Connections, *arguments: Any, **named: Any) -> None:
+        self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
+        self._was_asked = self._is_ending = self._is_full = False
+        self._is_waited_for = False
+        self._connections = connections
+        self._inbound = InboundMeter(connections.bounds)
+        super().__init__(*arguments, **named)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Opens the connection as uvicorn does; one too many is refused with 503."""
+        super().connection_made(transport)
+        count = len(self.connections)
+        if not self._connections.admit(self, count):
+            self.refuse(BoundViolation(503))
+            if count > self._connections.bounds.connections_max + _ENDING_MAX:
+                self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
+        self._connections.discard_unasked(self)
+        self._connections.unread.remove(self)
+        super().connection_lost(exc)
+        if self.pipeline:
+            # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
+            # them, tens of milliseconds at a time.
+            self.pipeline.clear()
+            self.cycle = None  # type: ignore[assignment]  # the newest of them
+
+    def data_received(self, data: bytes) -> None:
+        """Refuses what is seen to be too much before any of it is read."""
+        if not (self.is_deaf or self._unread) and (status := self._inbound.excess(data)):
+            self.refuse(BoundViolation(status))
+        super().data_received(data)
+
+    def read_piece(self, data: bytes) -> None:
+        """Reads a piece, then looks whether more has come of a head than it may have."""
+        super().read_piece(data)
+        if not self.is_deaf and not self._inbound.fed(len(data)):
+            self.refuse(BoundViolation(431))
+
+    def on_message_begin(self) -> None:
+        """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""
+        self._open += 2
+        is_awaited = self.cycle is not None and not self.cycle.response_complete
+        self._inbound.begin(len(self.pipeline) + is_awaited)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Counts a piece of the request target within the head's bound, then hands it to uvicorn."""
+        self._inbound.url(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts a header field within the head's bounds, then hands it to uvicorn."""
+        self._inbound.field(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Notes that the head is complete and the connection has asked, then goes on as uvicorn does."""
+        self._inbound.is_head = False
+        self._connections.discard_unasked(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Counts a piece of a body within the bound on what waits, then hands it to uvicorn.
+
+        The application reads bodies as a whole: it is not woken for a small piece before the last.
+        """
+        self._inbound.body(len(body), is_behind=bool(self.pipeline) or self._is_full)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE:
+            super().on_body(body)
+        else:
+            cycle.body += body
+
+    def on_message_complete(self) -> None:
+        """Notes that the request is read as a whole, then goes on as uvicorn does."""
+        if self.has_body:
+            return  # the parser is done with the head of a request that asks for an upgrade
+        self._open -= 1
+        self._inbound.is_whole = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Counts an answer, then goes on as uvicorn does."""
+        self._open -= 1
+        self._inbound.answered()
+        super().on_response_complete()
+        if self._inbound.is_whole and not self._open:
+            # An idle connection keeps nothing of its last request: it was half of what the garbage collector saw of it.
+            self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
+
+    def pause_writing(self) -> None:
+        """Notes that the write buffer is full, then pauses as uvicorn does."""
+        self._is_full = True
+        self._connections.unread.add(self, self.loop.time())
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Notes that the write buffer has room again, then resumes as uvicorn does."""
+        self._is_full = False
+        self._connections.unread.remove(self)
+        super().resume_writing()
+
+    def drop(self) -> None:
+        """Makes room for another connection, unless a request is under way."""
+        if not self._is_waited_for:
+            self.transport.abort()
+
+    def close_if_stalled(self, now_s: float) -> None:
+        """Ends the connection if it has stood where it stands for longer than it may."""
+        kind = self._inbound.late(self._stage(), now_s)
+        if kind is None:
+            return
+        if kind == "head":
+            self.refuse(BoundViolation(408))
+            return
+        self._connections.ended_by_reason[kind] += 1
+        if kind in ("write", "close"):
+            self._reset()
+        else:
+            self.transport.close()
+
+    def unread_bytes(self) -> int:
+        """Bytes of answers that are not sent yet."""
+        return self.transport.get_write_buffer_size()
+
+    def cut_off(self) -> None:
+        """End the connection at once: others need the room of its unread answers."""
+        self._connections.ended_by_reason["unread"] += 1
+        self._reset()
+
+    def _reset(self) -> None:
+        """Cuts the peer off at once: the kernel would hold what it did not take for minutes."""
+        raw = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # a descriptor is needed for it
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_LINGER)
+        self.transport.abort()
+
+    def _stage(self) -> ConnectionStage | None:
+        """The stage in which the peer is to move next; None while that is up to the application or the idle clock."""
+        is_closing = self.transport.is_closing()
+        if is_closing or self._is_full:
+            unsent_bytes = self.transport.get_write_buffer_size()
+            return ConnectionStage("close" if is_closing else "write", (unsent_bytes >> 16,))
+        if self._is_waited_for or self.is_discarding:
+            return None
+        if not self._open:
+            return ConnectionStage("silent") if self.timeout_keep_alive_task is None else None
+        if self.is_awaited or self._inbound.is_whole:
+            return None
+        return ConnectionStage(
+            "head" if self._inbound.is_head else "body", (self._inbound.message_count,)
+        )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if a request is not answered yet."""
+        return self._is_waited_for or super().is_awaited
+
+    def refuse(self, violation: ProtocolViolation) -> None:
+        """Count the end of a connection that passes a bound, then refuse its next request."""
+        if isinstance(violation, BoundViolation) and not (
+            self.is_deaf or self.transport.is_closing()
+        ):
+            self._connections.ended_by_reason[violation.kind] += 1
+        super().refuse(violation)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection. Answers from here do not restart the clock: that would cost as much as they do."""
+        if self._was_asked or self._is_waited_for:
+            self._wait()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        """Shuts down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
+        if self._is_waited_for:
+            self._is_ending = True
+        else:
+            super().shutdown()
+
+    def _respond(self, start: Message, body: bytes) -> None:
+        headers = [*self.server_state.default_headers, *start["headers"]]
+        closes = any(name == b"connection" for name, _ in headers)
+        if self._is_ending and not closes:
+            headers.append((b"connection", b"close"))
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
+        self._finish_request()
+        if closes or self._is_ending:
+            self.close_in_stages()
+
+    def _finish_request(self) -> None:
+        self.server_state.total_requests += 1
+        if self.timeout_keep_alive_task is None:
+            self._wait()
+        self._was_asked = True
+
+    def _wait(self) -> None:
+        self._was_asked = False
+        self._connections.discard_unasked(self)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )

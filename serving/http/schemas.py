@@ -1,0 +1,699 @@
+"""JSON schemas of what the routes are sent, and of what they answer. Pure data."""
+
+from cache.filters.reranking import BOOSTS_MAX
+from serving.arrow.schema import MEDIA_TYPE
+from serving.requests.answers import (
+    ORIGIN,
+    PREDICTION,
+    Answer,
+    AnswerField,
+    Origin,
+    Ranking,
+    Source,
+    fields_of,
+)
+from serving.requests.errors import CODES
+from serving.requests.models import Limits
+from serving.requests.named_schema import (
+    DETAILS,
+    Json,
+    NamedSchema,
+    open_words,
+    or_null,
+    with_description,
+)
+from serving.requests.reasons import PUBLIC_REASONS, LiveReason, StaleReason
+
+
+def object_of(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def _closed(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    """A named object whose unknown fields are refused."""
+    return NamedSchema(name, object_of(properties, required, additionalProperties=False, **more))
+
+
+def _nullable_fields(properties: Json) -> Json:
+    """Fields that may be left out of a body; one that is null is not sent."""
+    return {name: or_null(field_schema) for name, field_schema in properties.items()}
+
+
+def list_of(of: Json, **more: object) -> Json:
+    return {"type": "array", "items": of, **more}
+
+
+ID = NamedSchema(
+    "Id",
+    {
+        "description": "1 to 256 bytes of UTF-8; an integer becomes its decimal form",
+        "oneOf": [
+            {"type": "string", "minLength": 1, "maxLength": 256},
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+        ],
+    },
+)
+
+
+FEATURES = NamedSchema(
+    "Features",
+    {
+        "type": "object",
+        "description": "Feature columns by name: a text, a number, a list of texts or a list of numbers",
+        "additionalProperties": True,
+    },
+)
+
+
+HISTORY: Json = list_of(ID, description="Item ids, oldest first; excluded from the answer")
+
+
+_FILTER = NamedSchema(
+    "Filter",
+    {
+        "type": "object",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": True,
+        "description": "One operator (and, or, not; ==, in, <, <=, >, >=, contains, exists) and what it takes, such as "
+        '{"<": ["price", 20]}',
+    },
+)
+
+
+_RERANKING = NamedSchema(
+    "Reranking",
+    {
+        "type": "object",
+        "minProperties": 1,
+        "description": "Another order of the candidates",
+        "properties": {
+            "boost": list_of(
+                NamedSchema(
+                    "Boost",
+                    object_of(
+                        {
+                            "filter": with_description(_FILTER, "Items whose scores are raised"),
+                            "factor": {"type": "number", "exclusiveMinimum": 0},
+                        },
+                        ("filter", "factor"),
+                        additionalProperties=False,
+                    ),
+                ),
+                minItems=1,
+                maxItems=BOOSTS_MAX,
+            ),
+            "diversify": NamedSchema(
+                "Diversify",
+                object_of(
+                    {
+                        "attribute": {"type": "string", "description": "With `most`"},
+                        "most": {
+                            "type": "integer",
+                            "minimum": 1,
+                            "description": "At most so many items of one value of `attribute`",
+                        },
+                        "mmr": {
+                            "type": "number",
+                            "description": "Weight of a score against likeness to those before",
+                        },
+                    },
+                    additionalProperties=False,
+                ),
+            ),
+        },
+        "additionalProperties": False,
+    },
+)
+
+
+_NAME_OR_FILTER = NamedSchema(
+    "FilterOption",
+    {
+        "anyOf": [{"type": "string"}, _FILTER],
+        "description": "Only items that pass, by their attributes: the name of a filter that the generation declares, "
+        "or a filter",
+    },
+)
+
+
+_NAME_OR_RERANKING = NamedSchema(
+    "RerankOption",
+    {
+        "anyOf": [{"type": "string"}, _RERANKING],
+        "description": "Another order of the candidates: the name of one that the settings declare, or a re-ranking",
+    },
+)
+
+
+OPTIONS: Json = {
+    "k": {"type": "integer", "minimum": 1, "description": "Items per top-K answer; all by default"},
+    "exclude": list_of(ID, description="Item ids that must not appear"),
+    "deadline_ms": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": "Milliseconds that an answer may take; what cannot be had in them is answered by a later rung",
+    },
+    "fresh": {
+        "type": "boolean",
+        "description": "Compute from the input though a stored answer exists",
+    },
+    "max_age_seconds": {
+        "type": "number",
+        "minimum": 0,
+        "description": "Compute from the input if what is stored is older",
+    },
+    "max_events": {
+        "type": "integer",
+        "enum": [0],
+        "description": "0: the stored answer, whatever events the user has that are newer",
+    },
+    "as_of": {
+        "type": "string",
+        "description": "Count events of the user up to this position, or accepted by this time (RFC 3339), as an "
+        "earlier answer told: while they are kept, it is made again",
+    },
+    "generation": {"type": "string", "description": "Answer from this generation, or 409"},
+    "canary_key": with_description(
+        ID,
+        "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
+        "By default the user, if the request is about one user alone; without either the live one answers",
+    ),
+    "arm": {
+        "type": "string",
+        "pattern": "^[^=]{1,32}=[^=]{1,32}$",
+        "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
+    },
+    "filter": _NAME_OR_FILTER,
+    "rerank": _NAME_OR_RERANKING,
+}
+
+
+QUERY: Json = {
+    **{name: schema for name, schema in OPTIONS.items() if name != "exclude"},
+    "filter": {
+        "type": "string",
+        "description": "Only items that pass: the name of a declared filter, or the JSON text of one, such as "
+        '{"<": ["price", 20]}',
+    },
+    "rerank": {
+        "type": "string",
+        "description": "Another order: the name of a declared one, or the JSON text of a re-ranking, such as "
+        '{"diversify": {"attribute": "brand", "most": 2}}',
+    },
+}
+"""Options of a URL, by name."""
+
+
+def _input(limits: Limits) -> Json:
+    history = {**HISTORY, "maxItems": limits.max_history}
+    return _nullable_fields({"id": ID, "history": history, "features": FEATURES})
+
+
+def _options(limits: Limits) -> Json:
+    exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
+    return _nullable_fields({**OPTIONS, "exclude": exclude})
+
+
+_ID_OR_INPUT: list[Json] = [
+    {
+        "anyOf": [
+            {"required": ["id"], "properties": {"id": {"not": {"type": "null"}}}},
+            {
+                "required": ["history"],
+                "properties": {"history": {"minItems": 1, "not": {"type": "null"}}},
+            },
+            {
+                "required": ["features"],
+                "properties": {"features": {"minProperties": 1, "not": {"type": "null"}}},
+            },
+        ]
+    }
+]
+"""An entity has an id, or something to compute from."""
+
+
+def _entity(limits: Limits) -> Json:
+    about = "An id, or something to compute an answer from, or both"
+    return _closed("EntityInput", _input(limits), allOf=_ID_OR_INPUT, description=about)
+
+
+def _entity_or_id(limits: Limits) -> Json:
+    return NamedSchema("Entity", {"oneOf": [ID, _entity(limits)]})
+
+
+def lookup(limits: Limits, entities_max: int | None = None) -> Json:
+    """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
+    entities = list_of(_entity_or_id(limits), minItems=1, maxItems=entities_max or limits.max_batch)
+    name = "LookupRequest" if entities_max is None else "ExplainRequest"
+    return _closed(name, {"entities": entities, **_options(limits)}, ("entities",))
+
+
+def lookup_many(limits: Limits) -> Json:
+    """The body of POST /v1/lookup."""
+    about = "An entity and the table that is asked"
+    table = {"type": "string", "description": "Table that is asked"}
+    entity = _closed(
+        "TableEntityInput", {"table": table, **_input(limits)}, ("table",), allOf=_ID_OR_INPUT, description=about,
+    )  # fmt: skip
+    entities = list_of(entity, minItems=1, maxItems=limits.max_batch)
+    return _closed("TablesLookupRequest", {"entities": entities, **_options(limits)}, ("entities",))
+
+
+def score(limits: Limits) -> Json:
+    """The body of POST /v1/score."""
+    return _closed(
+        "ScoreRequest",
+        {
+            "user": _entity_or_id(limits),
+            "items": list_of(
+                ID, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
+            ),
+            **_nullable_fields({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
+        },
+        ("user", "items"),
+    )
+
+
+ARROW_LOOKUP: Json = {
+    "mediaType": MEDIA_TYPE,
+    "description": "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options "
+    "go as texts into the schema's metadata, by the names that they have in a query; histories, features and "
+    "`exclude` need JSON",
+}
+
+
+_GENERATION: Json = {
+    "type": "string",
+    "description": "As the answer named it; or canary_key or arm",
+}
+
+
+_CANARY_KEY: Json = with_description(ID, "As the request had it; or generation or arm")
+
+
+_ARM: Json = {**OPTIONS["arm"], "description": "EXPERIMENT=ARM, as the answer had them"}
+
+
+_COUNT: Json = {
+    "type": "integer",
+    "minimum": 1,
+    "maximum": 1_000_000,
+    "description": "1 by default",
+}
+
+
+_EVENT_FIELDS: Json = {
+    "user": ID,
+    "item": ID,
+    "time": {
+        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
+        "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
+    },
+    "id": NamedSchema(
+        "EventId",
+        {
+            "description": "1 to 128 bytes; an event that its user (or the item) had under the same id is a repetition",
+            "oneOf": [
+                {"type": "string", "minLength": 1, "maxLength": 128},
+                {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+            ],
+        },
+    ),
+    "type": {"type": "string", "minLength": 1, "maxLength": 64},
+    "weight": {"type": "number", "description": "1 by default; 0 or less: in no history"},
+    "attributes": NamedSchema(
+        "Attributes",
+        {
+            "type": "object",
+            "additionalProperties": True,
+            "minProperties": 1,
+            "maxProperties": 64,
+            "description": "Of a user alone or an item alone: text, list of texts, number or boolean by name",
+        },
+    ),
+    "features": FEATURES,
+    "vector": list_of({"type": "number"}, minItems=1, maxItems=8_192),
+}
+
+
+_UNSENT_IF_NULL = ("user", "item", "weight", "features", "vector")
+
+
+EVENT = _closed(
+    "Event",
+    _EVENT_FIELDS | {name: or_null(_EVENT_FIELDS[name]) for name in _UNSENT_IF_NULL},
+    ("id",),
+    description="Interaction of a user with an item, or attributes, features or a vector of one of them",
+)
+
+
+EVENTS_BODY: Json = _closed(
+    "EventsRequest",
+    {
+        "events": list_of(
+            EVENT,
+            minItems=1,
+            description="As many as `[events] batch` has it; one that is none is rejected beside the others",
+        )
+    },
+    ("events",),
+)
+
+
+FEEDBACK_BODY: Json = _closed(
+    "FeedbackRequest",
+    {
+        "event": {
+            "type": "string",
+            "pattern": "^[a-z][a-z0-9_]{0,31}$",
+            "description": "What came of the answer, such as `click`",
+        },
+        **_nullable_fields(
+            {"generation": _GENERATION, "canary_key": _CANARY_KEY, "arm": _ARM, "count": _COUNT}
+        ),
+    },
+    ("event",),
+    oneOf=[
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("generation", "canary_key", "arm")
+    ],
+    description="What came of answers: of one generation, of one canary key, or of one arm",
+)
+
+
+REASON = open_words(
+    "Reason",
+    ((miss_reason, miss_reason.meaning) for miss_reason in PUBLIC_REASONS),
+    "Why an answer is not a plain hit",
+)
+
+
+LIVE_REASON = open_words(
+    "LiveReason",
+    ((live_reason, live_reason.meaning) for live_reason in LiveReason),
+    "Why live inference did not answer, though there was something to compute from",
+)
+
+
+STALE = open_words(
+    "StaleReason",
+    ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason),
+    "Why this replica may lag behind; where there are several reasons, they stand with commas between",
+)
+
+
+_ENUM_SCHEMAS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE}
+
+
+SOURCE = NamedSchema(
+    "Source",
+    {
+        "type": "string",
+        "enum": [str(source) for source in Source],
+        "description": "Rung of the ladder that answered",
+    },
+)
+
+
+def _named(name: str, properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
+    return NamedSchema(name, object_of(properties, required, **more))
+
+
+def _declared(name: str, of: type[Origin], description: str) -> Json:
+    fields = fields_of(of)
+    always = [field.name for field in fields if field.declaration.when == "always"]
+    return _named(
+        name,
+        {field.name: _schema(field) for field in fields},
+        tuple(always),
+        description=description,
+    )
+
+
+def _schema(field: AnswerField) -> Json:
+    if field.type is Source:
+        return SOURCE
+    return _ENUM_SCHEMAS.get(field.name, field.schema)
+
+
+def _columns(fields: tuple[AnswerField, ...]) -> str:
+    return ", ".join(f"`{field.name}` ({field.column})" for field in fields)
+
+
+ANSWER = _declared("Answer", Answer, "Answer for one entity of one table")
+
+
+ANSWERS: Json = _named(
+    "Answers",
+    {"answers": list_of(ANSWER, description="One for each entity, in the order asked")},
+    ("answers",),
+)
+
+
+ARROW_ANSWERS: Json = {
+    "mediaType": MEDIA_TYPE,
+    "description": "An Arrow IPC stream, one row per entity in the order asked; the schema's metadata names the "
+    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_columns(ORIGIN)}; then, by the "
+    f"table's kind, {'; or '.join(map(_columns, PREDICTION.values()))}. `vector` and `values` are list<float32> where "
+    "rows from the previous generation have another size",
+}
+
+
+SCORES = _declared("RankedItems", Ranking, "Candidates of one user in rank order")
+
+
+ERROR_CODE = open_words(
+    "ErrorCode", ((code, error.meaning) for code, error in CODES.items()), "What went wrong"
+)
+
+
+ERROR: Json = _named(
+    "Problem",
+    {
+        "error": _named(
+            "ProblemError",
+            {
+                "code": ERROR_CODE,
+                "message": {"type": "string", "description": "For people: the thing, the value"},
+                "field": {"type": "string", "description": "Place in the request that is at fault"},
+            },
+            ("code", "message"),
+            additionalProperties=True,
+            description="What was refused, and why; further members hold the numbers behind the message",
+        )
+    },
+    ("error",),
+    description="The body of every refusal",
+)
+
+
+_TEXT: Json = {"type": ["string", "null"]}
+
+
+_DATE_TIME: Json = {"type": "string", "format": "date-time"}
+
+
+def _details(description: str, *, is_null: bool = False) -> Json:
+    if is_null:
+        return {**or_null(DETAILS), "description": description}
+    return with_description(DETAILS, description)
+
+
+_TIER = _named(
+    "ExplainedTier",
+    {
+        "found": {"type": "boolean"},
+        "reason": {"type": "string", "description": "Why the tier does not answer"},
+        "by": {"type": "string", "enum": ["batch", "live"], "description": "What computed it"},
+    },
+    ("found",),
+    description="What one tier holds",
+)
+
+
+EXPLAINED: Json = _named(
+    "Explanation",
+    {
+        "table": {"type": "string"},
+        "id": _TEXT,
+        "sentence": {"type": "string", "description": "Which rung would answer, and why"},
+        "generation": {"type": "string"},
+        "epoch": {"type": "integer"},
+        "published_at": _DATE_TIME,
+        "age_seconds": {"type": "number"},
+        "stale": or_null(STALE),
+        "degraded": _TEXT,
+        "answer": _named(
+            "ExplainedAnswer",
+            {
+                "tier": SOURCE,
+                "reason": {**or_null(REASON), "description": "Why it is no plain hit"},
+                "live": {
+                    **or_null(LIVE_REASON),
+                    "description": "Why live could not, though it had an input",
+                },
+            },
+            ("tier", "reason", "live"),
+            description="What would answer",
+        ),
+        "directory": _details("Where the night has it, by its hash"),
+        "events": _details(
+            "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
+            is_null=True,
+        ),
+        "page": _details("Its page in Redis with its checksum; null: unknown", is_null=True),
+        "l1": _TIER,
+        "l2": _TIER,
+        "same_bytes": {
+            "type": ["boolean", "null"],
+            "description": "Whether both tiers hold the same; null: one holds nothing",
+        },
+        "record": _details("What is stored, decoded", is_null=True),
+        "previous": _details("What the previous generation has; null: none held", is_null=True),
+        "model": _details(
+            "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
+            "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
+            "only) or null"
+        ),
+        "difference": _details("Model minus record: `exact`, `overlap`, deltas", is_null=True),
+        "default": _details("What answers if nothing else does", is_null=True),
+    },
+    ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
+    description="Why an entity is answered as it is",
+)
+
+
+_HELD_GENERATION = _named(
+    "HeldGeneration",
+    {
+        "generation": {"type": "string"},
+        "epoch": {"type": "integer"},
+        "published_at": _DATE_TIME,
+        "data_until": {"type": "integer", "description": "Unix seconds"},
+        "entities": _details("Count of entities by entity set"),
+        "tables": _details("Kind, entity set, width, producer and labels by table"),
+        "models": _details("Digest, precision and sizes by model"),
+        "indexes": _details("Kind, recall and size by index"),
+        "fallback": {
+            "type": ["string", "null"],
+            "description": "Why live models run on the processor where a GPU's provider was asked for",
+        },
+    },
+    ("generation", "epoch", "published_at", "data_until"),
+    description="A generation that this replica holds",
+)
+
+
+GENERATIONS: Json = _named(
+    "Generations",
+    {
+        "live": _HELD_GENERATION,
+        "previous": or_null(_HELD_GENERATION),
+        "next": {**or_null(_HELD_GENERATION), "description": "Held ready beside them"},
+        "canary": or_null(
+            _named(
+                "Canary",
+                {
+                    "generation": {"type": "string"},
+                    "percent": {"type": "number"},
+                    "since": {"type": "number", "description": "Unix seconds"},
+                },
+                description="A generation that answers a share of the requests",
+            )
+        ),
+        "blocklist": _named(
+            "BlocklistCounts",
+            {name: {"type": "integer"} for name in ("version", "items", "entities")},
+            description="The blocklist that is in force",
+        ),
+        "ready": {"type": "boolean"},
+        "stale": or_null(STALE),
+        **dict.fromkeys(("degraded", "failed"), _TEXT),
+    },
+    ("live", "previous", "next", "canary", "blocklist", "ready"),
+    description="What this replica serves from",
+)
+
+
+HEALTH: Json = _named(
+    "Readiness",
+    {
+        "ready": {"type": "boolean"},
+        "generation": _TEXT,
+        "epoch": {"type": ["integer", "null"]},
+        "stale": or_null(STALE),
+        **dict.fromkeys(("degraded", "failed"), _TEXT),
+        "schedule": _named(
+            "NightSchedule",
+            {
+                "missing": {"type": "boolean", "description": "A generation is due and not there"},
+                "due": _DATE_TIME,
+                "age_seconds": {"type": ["number", "null"]},
+            },
+            ("missing", "due", "age_seconds"),
+            description="When a generation should exist",
+        ),
+    },
+    ("ready", "schedule"),
+    description="Whether this replica may be asked, and why not",
+)
+
+
+LIVENESS: Json = _named(
+    "Liveness",
+    {"status": {"type": "string", "enum": ["ok"]}},
+    ("status",),
+    description="The process answers",
+)
+
+
+EVENTS: Json = _named(
+    "EventsReceipt",
+    {
+        "accepted": {"type": "integer", "description": "Events that are in the stream"},
+        "repeated": {"type": "integer", "description": "Events that were there before"},
+        "rejected": list_of(
+            _named(
+                "RejectedEvent",
+                {
+                    "index": {"type": "integer", "description": "Place in the request, from 0"},
+                    "reason": {"type": "string"},
+                    "detail": {"type": "string"},
+                },
+                ("index", "reason", "detail"),
+                description="An event that was not accepted, and why",
+            )
+        ),
+        "durability": {
+            "type": "string",
+            "enum": ["always", "everysec", "none", "unknown"],
+            "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
+            "not tell",
+        },
+        "position": {
+            **_TEXT,
+            "description": "Position of the newest accepted one; null: there is none",
+        },
+    },
+    ("accepted", "repeated", "rejected", "durability", "position"),
+    description="What became of the events",
+)
+
+
+FEEDBACK: Json = _named(
+    "FeedbackReceipt",
+    {
+        "arm": {
+            "type": ["string", "null"],
+            "enum": ["live", "canary", None],
+            "description": "What it was counted for; null without a canary",
+        },
+        "experiment": {
+            "type": "string",
+            "description": "EXPERIMENT=ARM that it was counted for, if any",
+        },
+    },
+    ("arm",),
+    description="What the feedback was counted for",
+)

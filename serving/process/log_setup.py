@@ -1,0 +1,184 @@
+"""Log setup: one line per record to standard error, as text or JSON, without secrets, at a bounded rate."""
+
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, unquote_plus, urlsplit
+
+import orjson
+
+from cache.errors import SECRET_OPTIONS, masked
+from serving.requests.context import current
+
+if TYPE_CHECKING:
+    from cache.config.serving import ServingConfig  # pydantic: not for who only asks for help
+
+_MASK = "***"
+
+
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
+
+
+LENGTH_MAX = 16_384
+"""Characters of one text; a traceback of any depth ends there."""
+
+
+class Redactor:
+    """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """The text with secrets masked, cut where it is too long."""
+        for secret in self._secrets:
+            text = text.replace(secret, _MASK)
+        text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))
+        return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]}... (cut)"
+
+
+def passwords_of(*urls: str) -> set[str]:
+    """The passwords of URLs, as written and as meant."""
+    passwords: set[str] = set()
+    for url in urls:
+        netloc = urlsplit(url).netloc if "://" in url else ""
+        password = netloc.rpartition("@")[0].partition(":")[2]
+        passwords |= {password, unquote(password)} - {""}
+        for option in url.partition("?")[2].partition("#")[0].split("&"):
+            name, _, value = option.partition("=")
+            if name in SECRET_OPTIONS:
+                passwords |= {value, unquote_plus(value)} - {""}
+    return passwords
+
+
+BURST = 20.0
+"""Records of one place in the program that may come at once."""
+
+
+_PLACES_MAX = 1_024
+
+
+FIELDS = "larder_fields"
+"""Attribute of a record: what its line holds beside its message, by name."""
+
+
+def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
+    """Sends everything that this process logs to standard error, in place of what was set up before."""
+    urls = (settings.redis_url, settings.events_url, settings.artifacts)
+    redact = Redactor({settings.token} | passwords_of(*urls))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        (JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker)
+    )
+    handler.addFilter(LogRateLimit(settings.log_lines_per_s))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("faiss").setLevel(
+        logging.WARNING
+    )  # each build that it does not find, as if that were news
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The record's own fields, and those that say to which request it belongs."""
+    fields = dict(getattr(record, FIELDS, None) or {})
+    if (request_record := current()) is not None and "request_id" not in fields:
+        fields |= request_record.ids()
+    if dropped_count := getattr(record, "larder_dropped", 0):
+        fields["dropped"] = dropped_count
+    return fields
+
+
+class JsonFormatter(logging.Formatter):
+    """Formatter to one JSON object a line; `time` in UTC, the exception's traceback as one text."""
+
+    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
+        super().__init__()
+        self._redact = redact
+        self._worker = {} if worker is None else {"worker": worker}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats the record as one line of JSON, without secrets."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._worker,
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(self._clean(line), default=str).decode()
+
+    def _clean(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._redact(value.encode(errors="replace").decode())
+        if isinstance(value, dict):
+            return {name: self._clean(field_value) for name, field_value in value.items()}
+        return value
+
+
+class TextFormatter(logging.Formatter):
+    """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
+
+    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
+        worker_prefix = "" if worker is None else f"worker {worker} "
+        super().__init__(f"%(levelname)s {worker_prefix}%(name)s: %(message)s")
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats the record as one line, and the traceback below it, without secrets."""
+        first_line, newline, more = super().format(record).partition("\n")
+        fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
+        return self._redact(f"{first_line}{fields}{newline}{more}")
+
+
+class LogRateLimit(logging.Filter):
+    """Rate limit: `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
+
+    The first record that passes after others did not says how many were dropped.
+    """
+
+    def __init__(self, per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._per_s = per_s
+        self._timer = timer
+        self._lock = threading.Lock()
+        self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether the record may be written; notes in it how many were dropped before."""
+        log_site = record.name, record.lineno, record.levelno
+        with self._lock:
+            now_s = self._timer()
+            bucket = self._bucket_by_location.get(log_site)
+            if bucket is None:
+                if len(self._bucket_by_location) >= _PLACES_MAX:
+                    self._bucket_by_location.clear()
+                bucket = self._bucket_by_location[log_site] = _Bucket(now_s)
+            dropped_count = bucket.take_token(now_s, self._per_s)
+        if dropped_count:
+            record.larder_dropped = dropped_count
+        return dropped_count is not None
+
+
+class _Bucket:
+    """Token bucket of one place in the program."""
+
+    def __init__(self, now_s: float) -> None:
+        self._tokens, self._at, self._dropped_count = BURST, now_s, 0
+
+    def take_token(self, now_s: float, per_s: float) -> int | None:
+        """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
+        self._tokens = min(BURST, self._tokens + (now_s - self._at) * per_s)
+        self._at = now_s
+        if self._tokens < 1.0:
+            self._dropped_count += 1
+            return None
+        self._tokens -= 1.0
+        dropped_count, self._dropped_count = self._dropped_count, 0
+        return dropped_count

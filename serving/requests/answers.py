@@ -1,0 +1,228 @@
+"""Fields and sources of an answer, each declared once: name, type, when it is there, and what it means. Pure.
+
+A field is a line of `Origin` (every answer has it), of `Answer` (the tables of one kind have it) or of `Ranking`.
+Renderings, JSON schema and reference page read it from there; the client's results are these very classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.arrow.schema import Field, Kind
+
+
+class Source(StrEnum):
+    """Source of an answer, in the order of the ladder: the tiers, live inference, and what is better than nothing."""
+
+    L1 = "l1"
+    L2 = "l2"
+    LIVE = "live"
+    PREVIOUS = "previous"
+    DEFAULT = "default"
+
+
+STORED_SOURCES = (Source.L1, Source.L2)
+"""Sources that hold records of the live generation, ready to be read."""
+
+
+FALLBACKS = tuple([source for source in Source if source not in (*STORED_SOURCES, Source.LIVE)])
+"""Sources that answer when the live generation cannot."""
+
+
+Numbers = NDArray[np.float32]
+
+
+ProducedBy = Literal["batch", "live", "defaults"]
+
+
+When = Literal["always", "told", "topk", "vector", "value"]
+"""Answers that have a field: all; those with something to tell; or all of one kind of tables."""
+
+
+WHEN_SET: When = "told"
+
+
+_NO_NUMBERS = np.zeros(0, np.float32)
+
+
+_NO_NUMBERS.setflags(write=False)
+
+
+class FieldDeclaration(NamedTuple):
+    """Facts of a field besides name and type; one that is not there is null in Arrow, as what may be `null` is."""
+
+    meaning: str
+    when: When = "always"
+    null: bool = False
+    format: str | None = None
+
+
+# fmt: off
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origin:
+    """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
+
+    id: Annotated[str | None, FieldDeclaration("Id as it was asked; null: only an input was sent", null=True)]
+    table: Annotated[str, FieldDeclaration("Table that was asked")]
+    source: Annotated[Source, FieldDeclaration("Rung of the ladder that answered")]
+    producer: Annotated[ProducedBy | None, FieldDeclaration("What computed it; null: nothing did", null=True)] = None
+    generation: Annotated[str, FieldDeclaration("Generation that all of the answer is of")]
+    age_seconds: Annotated[float, FieldDeclaration("Now minus the generation's data_until")]
+    published_at: Annotated[str, FieldDeclaration("Time of publication, RFC 3339, UTC", format="date-time")]
+    reason: Annotated[str | None, FieldDeclaration("Why this is not a plain hit", WHEN_SET)] = None
+    live: Annotated[str | None, FieldDeclaration("Why live did not answer, though there was an input", WHEN_SET)] = None
+    dropped_history: Annotated[int, FieldDeclaration("History ids the model does not know", WHEN_SET)] = 0
+    reranked: Annotated[
+        str | None, FieldDeclaration("What changed the order: `boost`, `diversify` or both, with `+`", WHEN_SET)
+    ] = None
+    near: Annotated[
+        float | None,
+        FieldDeclaration("Distance of the input whose live answer this reuses, in lengths of its vector", WHEN_SET),
+    ] = None
+    events: Annotated[
+        int, FieldDeclaration("Events of the user that are counted, and newer than the generation", WHEN_SET)
+    ] = 0
+    as_of: Annotated[
+        str | None,
+        FieldDeclaration("Time when the newest of them was accepted, RFC 3339, UTC", WHEN_SET, format="date-time"),
+    ] = None
+    approximate: Annotated[
+        bool,
+        FieldDeclaration(
+            "Not surely what a night with these events would answer: found by the index, or stored before", WHEN_SET
+        ),
+    ] = False
+    stale: Annotated[str | None, FieldDeclaration("Why this replica may lag behind", WHEN_SET)] = None
+    experiment: Annotated[str | None, FieldDeclaration("Experiment that the request's key is in", WHEN_SET)] = None
+    arm: Annotated[str | None, FieldDeclaration("Arm of it that answered", WHEN_SET)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer(Origin):
+    """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
+
+    items: Annotated[tuple[str, ...] | None, FieldDeclaration("Item ids, best first", "topk")] = None
+    scores: Annotated[Numbers | None, FieldDeclaration("Scores of the items", "topk")] = None
+    short: Annotated[bool, FieldDeclaration("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
+    vector: Annotated[Numbers | None, FieldDeclaration("Embedding; null: there is none", "vector", null=True)] = None
+    values: Annotated[
+        Numbers | None, FieldDeclaration("Model outputs; null: there are none", "value", null=True)
+    ] = None
+    labels: Annotated[tuple[str, ...] | None, FieldDeclaration("Names of the values", "value")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranking(Origin):
+    """Candidates of one user in rank order, and those that could not be ranked."""
+
+    items: Annotated[tuple[str, ...], FieldDeclaration("Candidates, best first")] = ()
+    scores: Annotated[Numbers, FieldDeclaration("Scores of the candidates")] = field(
+        default_factory=lambda: _NO_NUMBERS
+    )
+    score_tolerance: Annotated[
+        float | None,
+        FieldDeclaration("How far scores may be off, relative to the vector's largest part; 0 for float32", WHEN_SET),
+    ] = None
+    unknown: Annotated[tuple[str, ...], FieldDeclaration("Candidates that the generation does not have")] = ()
+    blocked: Annotated[tuple[str, ...], FieldDeclaration("Candidates on the blocklist")] = ()
+    excluded: Annotated[tuple[str, ...], FieldDeclaration("Candidates in the sent history")] = ()
+    filtered: Annotated[tuple[str, ...], FieldDeclaration("Candidates that do not pass the filter", WHEN_SET)] = ()
+    unscored: Annotated[
+        tuple[str, ...], FieldDeclaration("Candidates for which there is no vector of the user", WHEN_SET)
+    ] = ()
+
+
+# fmt: on
+
+
+_JSON = {str: "string", float: "number", int: "integer", bool: "boolean"}
+
+
+_ARROW: Mapping[Any, Kind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
+
+
+_ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerField:
+    """A declared field; `type` is that of its values when they are not null."""
+
+    name: str
+    type: Any
+    declaration: FieldDeclaration
+
+    @property
+    def key(self) -> bytes:
+        """Name as it stands in JSON behind another field."""
+        return b',"%b":' % self.name.encode()
+
+    @property
+    def arrow(self) -> Field:
+        """Arrow column; of numbers a list, which may have its table's width instead of any."""
+        is_nullable = self.declaration.null or self.declaration.when == WHEN_SET
+        if self.type is Numbers or get_origin(self.type) is tuple:
+            child = Field("item", "f4" if self.type is Numbers else "utf8")
+            return Field(self.name, "list", is_nullable, child)
+        return Field(self.name, _ARROW.get(self.type, "utf8"), is_nullable)
+
+    @property
+    def column(self) -> str:
+        """Name of the Arrow type."""
+        arrow = self.arrow
+        if arrow.child is None:
+            return _ARROW_NAMES[arrow.kind]
+        is_of_the_table = self.declaration.when in ("vector", "value") and self.type is Numbers
+        return f"{'fixed_size_' * is_of_the_table}list<{_ARROW_NAMES[arrow.child.kind]}>"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the value."""
+        value_schema: dict[str, Any] = {"description": self.declaration.meaning}
+        if self.declaration.format is not None:
+            value_schema["format"] = self.declaration.format
+        choices = list(Source) if self.type is Source else get_args(self.type)
+        if choices and get_origin(self.type) is not tuple and self.type is not Numbers:
+            return value_schema | {"enum": [*map(str, choices), *[None] * self.declaration.null]}
+        type_ = _JSON.get(self.type, "array")
+        if type_ == "array":
+            value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
+        return value_schema | {"type": [type_, "null"] if self.declaration.null else type_}
+
+
+def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
+    """Fields of a class, in their order."""
+    answer_fields = []
+    for name, hint in get_type_hints(declared, include_extras=True).items():
+        of, facts = get_args(hint)
+        either = get_args(of) if isinstance(of, UnionType) or get_origin(of) is Union else (of,)
+        answer_fields.append(
+            AnswerField(
+                name,
+                next(member_type for member_type in either if member_type is not type(None)),
+                facts,
+            )
+        )
+    return tuple(answer_fields)
+
+
+ORIGIN = fields_of(Origin)[2:]
+"""Fields of an answer behind its id, its table and its prediction."""
+
+
+PREDICTION: Mapping[str, tuple[AnswerField, ...]] = {
+    kind: tuple(
+        [
+            answer_field
+            for answer_field in fields_of(Answer)
+            if answer_field.declaration.when == kind
+        ]
+    )
+    for kind in ("topk", "vector", "value")
+}
+"""Fields of a prediction, by the kind of the table."""

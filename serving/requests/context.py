@@ -1,0 +1,128 @@
+"""Record of one request while it is answered: its id, its trace, and the times of its stages."""
+
+import re
+import time
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+_LENGTH_MAX = 512
+
+
+_STATE_BYTES_MAX = 512
+"""Bytes of tracestate that have to be passed on at least; what is longer is left out whole."""
+
+
+class ParentSpan(NamedTuple):
+    """The caller's span; `state` is its tracestate as sent, combined."""
+
+    trace_id: str
+    span_id: str
+    flags: int
+    state: str = ""
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if the caller records this trace."""
+        return bool(self.flags & 1)
+
+
+def parent_of(
+    traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()
+) -> ParentSpan | None:
+    """The parent; None where there is none, more than one, or one that is not valid: then a trace starts anew."""
+    header_values = list(traceparents)
+    if len(header_values) != 1 or len(header_values[0]) > _LENGTH_MAX:
+        return None
+    traceparent_match = _TRACEPARENT.fullmatch(header_values[0].strip(b" \t"))
+    if traceparent_match is None:
+        return None
+    version, trace_id, span_id, flags, more = traceparent_match.groups()
+    # A later version may say more after the flags; this one does not.
+    if version == b"ff" or (version == b"00" and more is not None):
+        return None
+    if not trace_id.strip(b"0") or not span_id.strip(b"0"):
+        return None
+    state = b",".join(tracestates)
+    state_text = state.decode("ascii") if state.isascii() and len(state) <= _STATE_BYTES_MAX else ""
+    return ParentSpan(trace_id.decode(), span_id.decode(), int(flags, 16), state_text)
+
+
+class StageTime(NamedTuple):
+    """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
+
+    name: str
+    ended_at: float
+    seconds: float
+    entities: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller."""
+
+    started: float
+    id: str
+    parent: ParentSpan | None = None
+    stages: list[StageTime] = field(default_factory=list)
+    status: int = 0
+    body: bytes = b""
+    """The last piece of the response's body, not a copy."""
+    caller: str = ""
+    """Name of the token that was sent, never the token; empty for a stranger, or where there are no tokens."""
+    span: tuple[str, str] | None = None
+    """Trace and span id, once it is known that there is a span."""
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Ends the record, nobody's request from now on: a connection that it opened keeps its context for good."""
+        self.is_over, self.body = True, b""
+
+    def ids(self) -> dict[str, str]:
+        """Fields of a log line that name the request and its trace."""
+        id_by_field = {"request_id": self.id}
+        if self.span is not None:
+            id_by_field["trace_id"], id_by_field["span_id"] = self.span
+        elif self.parent is not None:
+            id_by_field["trace_id"] = self.parent.trace_id
+        return id_by_field
+
+    def by_stage(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they first ended."""
+        seconds_by_stage: dict[str, float] = {}
+        for stage in self.stages:
+            seconds_by_stage[stage.name] = seconds_by_stage.get(stage.name, 0.0) + stage.seconds
+        return seconds_by_stage
+
+
+class RequestFacts(NamedTuple):
+    """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
+
+    method: str
+    route: str
+    table: str | None
+    entity: str | None
+
+
+CALLER = "larder.caller"
+"""Key in the scope of a request: who asks, with a `name` that may be written down."""
+
+
+CURRENT: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
+"""Record of the request that this task answers, also in what it started; never of others answered along with it."""
+
+
+def current() -> RequestRecord | None:
+    """Record of the request that is being answered here, if any."""
+    request_record = CURRENT.get()
+    return None if request_record is None or request_record.is_over else request_record
+
+
+def note(stage: str, seconds: float, entities: int = 0) -> None:
+    """Records that one stage of the current request, if any, has ended."""
+    if (request_record := current()) is not None:
+        request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))

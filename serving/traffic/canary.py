@@ -1,0 +1,307 @@
+"""A canary at work: which requests it answers, and the counts of both arms, in bounded space.
+
+The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
+Beyond `KEYS_MAX` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import xxhash
+
+from cache.store.releases import Canary
+from serving.engine.rendering.answer_fields import AnswerJson
+from serving.generations.served_set import ServedGenerations
+from serving.metrics.registry import Metrics
+from serving.requests.answers import FALLBACKS, Source
+from serving.requests.models import RequestedEntity, RequestOptions
+
+Arm = Literal["live", "canary"]
+
+
+ARMS: tuple[Arm, ...] = ("live", "canary")
+
+
+_STEPS_PER_OCTAVE = 8
+
+
+_OCTAVES = 16
+
+
+_MIDDLE = _OCTAVES * _STEPS_PER_OCTAVE
+
+
+EVENTS_MAX = 16
+"""Kinds of feedback that are told apart; what comes after them is `other`."""
+
+
+OTHER_EVENT = "other"
+
+
+class EventNames:
+    """Kinds of feedback that a process tells apart: the first `EVENTS_MAX`, and `always`; the rest is `other`."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def of(self, event: str, always: str = "") -> str:
+        """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
+        if event not in self._names and (len(self._names) < EVENTS_MAX or event == always != ""):
+            self._names.add(event)
+        return event if event in self._names else OTHER_EVENT
+
+
+KEYS_MAX = 8_192
+"""Keys remembered per arm: some 2 MB; at least half as many once there are more."""
+
+
+_SEED = 0x6B657973
+"""Hash seed, not the split's: within an arm the sample must not follow it."""
+
+
+def bucket(score: float) -> int:
+    """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
+    size = min(abs(score), 2.0**_OCTAVES)
+    if size < 2.0**-_OCTAVES:
+        return 0
+    step = min(math.floor(math.log2(size) * _STEPS_PER_OCTAVE) + _MIDDLE, 2 * _MIDDLE - 1) + 1
+    return step if score > 0 else -step
+
+
+class CanaryAssignment(NamedTuple):
+    """Part of a request in a canary: the arm that answers it, the key that chose it, and the canary itself."""
+
+    arm: Arm
+    key: bytes
+    canary: Canary
+
+
+class _FirstAnswer(NamedTuple):
+    kind: str
+    top: float | None
+    at: int | None
+
+
+@dataclass(slots=True, eq=False)
+class KeySample:
+    """A uniform sample of the keys of one arm, each with what its first answer was."""
+
+    limit: int = KEYS_MAX
+    level: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    scores: Counter[int] = field(default_factory=Counter)
+    score_sum: float = 0.0
+    _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._first_answer_by_key)
+
+    def saw(self, key: bytes, kind: str, top: float | None) -> None:
+        """Adds an answer to a key; only its first one counts."""
+        digest = xxhash.xxh3_64_intdigest(key, _SEED)
+        if digest in self._first_answer_by_key or digest & ((1 << self.level) - 1):
+            return
+        first_answer = self._first_answer_by_key[digest] = _FirstAnswer(
+            kind, top, None if top is None else bucket(top)
+        )
+        self.kinds[kind] += 1
+        if first_answer.top is not None and first_answer.at is not None:
+            self.scores[first_answer.at] += 1
+            self.score_sum += first_answer.top
+        if len(self._first_answer_by_key) > self.limit:
+            self._halve()
+
+    def _halve(self) -> None:
+        while len(self._first_answer_by_key) > self.limit:
+            self.level += 1
+            low_bits = (1 << self.level) - 1
+            self._first_answer_by_key = {
+                key: first_answer
+                for key, first_answer in self._first_answer_by_key.items()
+                if not key & low_bits
+            }
+        first_answers = self._first_answer_by_key.values()
+        self.kinds = Counter([first_answer.kind for first_answer in first_answers])
+        self.scores = Counter(
+            [first_answer.at for first_answer in first_answers if first_answer.at is not None]
+        )
+        self.score_sum = sum(
+            first_answer.top for first_answer in first_answers if first_answer.top is not None
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ArmCounts:
+    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
+
+    event: str = ""
+    requests: int = 0
+    feedback: Counter[str] = field(default_factory=Counter)
+    keys: KeySample = field(default_factory=KeySample)
+
+    def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Counts one more request; the top scores of the lists that this very generation gave."""
+        self.requests += 1
+        if answers:
+            self.keys.saw(key, _kind(answers[0]), _top(answers[0]))
+        return [top for answer in answers if (top := _top(answer)) is not None]
+
+    def heard(self, event: str, count: int) -> None:
+        """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
+        other_count = len(self.feedback) - (self.event in self.feedback)
+        if event not in self.feedback and event != self.event and other_count >= EVENTS_MAX:
+            event = OTHER_EVENT
+        self.feedback[event] += count
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
+
+        `keys` is how many are kept, each of them standing for `weight` keys.
+        """
+        return {
+            "requests": self.requests,
+            "keys": len(self.keys),
+            "weight": 1 << self.keys.level,
+            "kinds": dict(self.keys.kinds),
+            "scores": {
+                str(score_bucket): count for score_bucket, count in sorted(self.keys.scores.items())
+            },
+            "score_sum": self.keys.score_sum,
+            "feedback": dict(self.feedback),
+        }
+
+
+def _kind(answer: Mapping[str, Any]) -> str:
+    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
+    source = Source(answer["source"])
+    if source in FALLBACKS:
+        return source.value
+    return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
+
+
+def _top(answer: Mapping[str, Any]) -> float | None:
+    scores = answer.get("scores")
+    if scores is None or not len(scores) or answer["source"] in FALLBACKS:
+        return None
+    return float(scores[0])
+
+
+class CanaryHolder(Protocol):
+    """Protocol of what knows the canary that runs now."""
+
+    canary: Canary | None
+    """None while there is none."""
+
+
+class CanaryRouter:
+    """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
+
+    def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
+        self._running = running
+        self._metrics = metrics
+        self._counted_canary: Canary | None = None
+        self._counts: dict[Arm, ArmCounts] = {}
+        self._events = EventNames()
+
+    def route(
+        self,
+        served: ServedGenerations,
+        entities: Sequence[RequestedEntity],
+        options: RequestOptions,
+    ) -> tuple[ServedGenerations, CanaryAssignment | None]:
+        """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
+        if (canary := self._running.canary) is None:
+            return served, None
+        if options.generation is not None:
+            return self._without_arm(served, "pinned")
+        key = key_of(served, entities, options)
+        if key is None:
+            return self._without_arm(served, "no_key")
+        if served.canary is None or served.next is None:
+            return self._without_arm(served, "not_held")
+        self._begin(canary)
+        if served.canary.has_key(key):
+            return served.for_canary(served.next), CanaryAssignment("canary", key, canary)
+        return served, CanaryAssignment("live", key, canary)
+
+    def count(self, part: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
+        """Count a request of one arm that has its answers.
+
+        One that was routed under another canary, or another share, does not count for the one that runs now.
+        """
+        if part is None:
+            return
+        arm, key, canary = part
+        self._metrics.canary_requests.labels(arm).inc()
+        for answer in answers:
+            self._metrics.canary_answers.labels(arm, answer["source"]).inc()
+        if canary != self._counted_canary:
+            return
+        for top in self._counts[arm].answered(key, answers):
+            self._metrics.canary_top_score.labels(arm).observe(top)
+
+    def feedback(
+        self,
+        served: ServedGenerations,
+        generation: str | None,
+        key: bytes | None,
+        event: str,
+        count: int,
+    ) -> Arm | None:
+        """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
+        canary = self._running.canary
+        if canary is None or served.canary is None:
+            return None
+        self._begin(canary)
+        if generation is not None:
+            arms: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
+            arm = arms.get(generation)
+        else:
+            arm = "canary" if key is not None and served.canary.has_key(key) else "live"
+        if arm is not None:
+            self._counts[arm].heard(event, count)
+            self._metrics.feedback.labels(arm, self._events.of(event, canary.event)).inc(count)
+        return arm
+
+    def report(self) -> dict[str, Any] | None:
+        """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
+        if (canary := self._running.canary) is None:
+            return None
+        self._begin(canary)
+        return {
+            "generation": canary.generation,
+            "percent": canary.percent,
+            "since": canary.since,
+            "arms": {arm: counts.to_json() for arm, counts in self._counts.items()},
+        }
+
+    def _begin(self, canary: Canary) -> None:
+        if (
+            canary != self._counted_canary
+        ):  # another one, or another share: what was counted is not comparable
+            self._counted_canary, self._counts = (
+                canary,
+                {arm: ArmCounts(canary.event) for arm in ARMS},
+            )
+
+    def _without_arm(
+        self, served: ServedGenerations, reason: str
+    ) -> tuple[ServedGenerations, None]:
+        self._metrics.canary_requests.labels(reason).inc()
+        return served, None
+
+
+def key_of(
+    served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
+) -> bytes | None:
+    """Key by which a request is assigned: the caller's, else the one user that it is about."""
+    if options.canary_key is not None:
+        return options.canary_key
+    if len(entities) != 1:
+        return None
+    table = served.live.manifest.tables.get(entities[0].table)
+    return entities[0].raw if table is not None and table.entity == "user" else None

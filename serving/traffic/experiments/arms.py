@@ -1,0 +1,344 @@
+"""Namespaces of the arms of all experiments, held beside the replica's own for as long as an experiment names them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+from cache.errors import LarderError
+from cache.store.artefacts import ArtefactStore
+from cache.traffic.experiments import VERSIONS, Experiment, Experiments
+from cache.traffic.split import BUCKETS, KeySplit, Owners, size_of
+from serving.engine.service import LookupService
+from serving.process.resources import InThread
+from serving.requests.reasons import StaleReason
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Seconds until a namespace that could not be started is tried again; twice as many after each further try."""
+RETRY_MAX_S = 60.0
+_CANCEL_AGAIN_S = 0.1
+
+
+class ArmNamespace(Protocol):
+    """Protocol of a namespace that can be held: its own follower, heartbeat and readers."""
+
+    @property
+    def service(self) -> LookupService:
+        """The service that answers from it."""
+        ...
+
+    async def start(self) -> None:
+        """Loads what is live there, beats, and goes on following; returns also where nothing can be loaded yet."""
+
+    async def aclose(self) -> None:
+        """Signs off and lets go of everything, also of what a start that was broken off has opened."""
+
+    async def drain(self) -> None:
+        """Signs off, while answers go on; a start that is under way never signs on."""
+
+
+class ArmState(Enum):
+    """What is done with the namespace of an arm at this moment."""
+
+    STARTING = "starting"
+    """It is opened, and loads what is live; it answers nobody."""
+    SERVING = "held"
+    """An experiment names it, and it answers."""
+    DRAINING = "draining"
+    """No experiment names it any more; requests that captured it go on."""
+    CLOSING = "closing"
+    """It is being closed; until that is done it is not opened again."""
+    FAILED = "failed"
+    """It could not be started, and is closed; it is tried again later."""
+    CLOSED = "closed"
+    """It is gone."""
+
+
+_NEXT: Mapping[ArmState, frozenset[ArmState]] = {
+    ArmState.STARTING: frozenset({ArmState.SERVING, ArmState.FAILED, ArmState.CLOSING}),
+    ArmState.SERVING: frozenset({ArmState.DRAINING, ArmState.CLOSING}),
+    ArmState.DRAINING: frozenset({ArmState.SERVING, ArmState.CLOSING}),
+    ArmState.CLOSING: frozenset({ArmState.CLOSED}),
+    ArmState.FAILED: frozenset({ArmState.STARTING, ArmState.CLOSED}),
+    ArmState.CLOSED: frozenset(),
+}
+
+
+class Arm:
+    """Namespace of an arm, from its opening to its end. `Arms` alone moves it from state to state."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = ArmState.STARTING
+        self.namespace: ArmNamespace | None = None
+        """None before it is opened, and once it is closed."""
+        self.failures = 0
+        self.retry_at = 0.0
+        self.draining_since = 0.0
+        self.task: asyncio.Task[None] | None = None
+        """Task that starts or closes it."""
+
+    def enter(self, state: ArmState) -> None:
+        """Move on to a state; raises RuntimeError where that one cannot follow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"arm {self.name} cannot become {state.value}: it is {self.state.value}"
+            )
+        self.state = state
+
+    @property
+    def answering(self) -> LookupService | None:
+        """Service that answers from it; None unless it is held, has loaded something, and obeys its blocklists."""
+        if self.namespace is None or self.state not in (ArmState.SERVING, ArmState.DRAINING):
+            return None
+        service = self.namespace.service
+        holder = service.follower.holder
+        obeys = holder.is_blocklist_known and holder.enforcement_error is None
+        return service if obeys and holder.served is not None else None
+
+
+class Routing:
+    """Experiments of one version, ready to look keys up in."""
+
+    def __init__(self, record: Experiments) -> None:
+        self.experiments: Mapping[str, Experiment] = {
+            experiment.name: experiment for experiment in record.current
+        }
+        self._layer = record.owners
+        self._arms: Mapping[str, Owners] = {
+            experiment.name: experiment.owners for experiment in record.running
+        }
+        self._sampled = {
+            experiment.name: KeySplit.of(f"{experiment.salt}/exposures", 100 * experiment.sample)
+            for experiment in record.running
+        }
+
+    def of(self, key: bytes) -> tuple[str, str] | None:
+        """Experiment and arm that have the key; None if no experiment that runs does."""
+        name = self._layer.of(key)
+        owners = None if name is None else self._arms.get(name)
+        arm = None if owners is None else owners.of(key)
+        return None if name is None or arm is None else (name, arm)
+
+    def is_sampled(self, experiment: str, key: bytes) -> bool:
+        """True if the key's exposures are written down: of a key always, or never."""
+        return self._sampled[experiment].has_key(key)
+
+
+class Arms:
+    """Follows the record of the experiments, and holds the namespaces that it names.
+
+    Looks follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
+    that is named no more is let go `grace_s` later: requests that captured it have ended by then.
+    """
+
+    def __init__(
+        self,
+        own_service: LookupService,
+        namespace: str,
+        store: ArtefactStore,
+        open_namespace: Callable[[str], ArmNamespace],
+        *,
+        in_thread: InThread,
+        grace_s: float,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.own_service, self.namespace = own_service, namespace
+        self.record = Experiments()
+        self.routing: Routing | None = None
+        """None while no experiment is held ready or runs."""
+        self._store = store
+        self._open = open_namespace
+        self._in_thread = in_thread
+        self._grace_s, self._timer = grace_s, timer
+        self._arms: dict[str, Arm] = {}
+        """By namespace; a namespace stays until it is closed, so that none is open twice."""
+        self._looking = asyncio.Lock()
+        self._is_ending = False
+
+    def service(self, namespace: str) -> LookupService | None:
+        """The service of a namespace; None if it does not answer here."""
+        if namespace == self.namespace:
+            return self.own_service
+        arm = self._arms.get(namespace)
+        return None if arm is None else arm.answering
+
+    @property
+    def services(self) -> tuple[LookupService, ...]:
+        """All that answer beside the own namespace."""
+        answering = [arm.answering for arm in self._arms.values()]
+        return tuple(service for service in answering if service is not None)
+
+    @property
+    def states(self) -> dict[str, ArmState]:
+        """State of each namespace that is, or is to be, held beside the own one."""
+        return {name: arm.state for name, arm in self._arms.items()}
+
+    async def refresh(self) -> None:
+        """Take over the newest version; one that cannot be read leaves the last in force, marked."""
+        async with self._looking:
+            follower = self.own_service.follower
+            try:
+                newer_record = await self._in_thread(_read_newer, self._store, self.record.version)
+            except (LarderError, OSError, ValueError) as error:
+                follower.note("experiments", StaleReason.EXPERIMENTS_UNREADABLE, str(error))
+            else:
+                follower.note("experiments", None)
+                self.record = newer_record or self.record
+            self.routing = Routing(self.record) if self.record.current else None
+            self.own_service.metrics.experiments_version.set(self.record.version)
+            follower.holder.divide(by_experiments=bool(self.record.running))
+            if not self._is_ending:
+                self._advance_arms()
+
+    async def enforce(self) -> None:
+        """Have every arm obey the blocklist of the own namespace; costs nothing where all do.
+
+        One that cannot keeps no other from it, and answers nobody until a later call succeeds.
+        """
+        await asyncio.gather(*(self._enforce(arm) for arm in list(self._arms.values())))
+
+    async def settled(self) -> None:
+        """Return once no namespace is being started or closed."""
+        while tasks := {arm.task for arm in self._arms.values() if arm.task is not None}:
+            await asyncio.wait(tasks)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Experiments for the dashboard, each with its arms, the control first."""
+        experiment_rows = []
+        for experiment in self.record.current:
+            arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
+            experiment_rows.append({
+                "experiment": experiment.name,
+                "share": size_of(experiment.buckets) / BUCKETS,
+                "started_at": experiment.started_at,
+                "arms": [
+                    {
+                        "arm": arm.name,
+                        "namespace": arm.namespace,
+                        "share": size_of(arm.buckets) / BUCKETS,
+                        "generation": self._live(arm.namespace),
+                    }
+                    for arm in arms
+                ],
+            })  # fmt: skip
+        return experiment_rows
+
+    def _live(self, namespace: str) -> str | None:
+        service = self.service(namespace)
+        served = None if service is None else service.follower.served
+        return None if served is None else served.live.generation
+
+    async def drain(self) -> None:
+        """Sign off in all namespaces, and open no more."""
+        self._is_ending = True
+        opened = [arm.namespace for arm in self._arms.values() if arm.namespace is not None]
+        await asyncio.gather(*(namespace.drain() for namespace in opened), return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Let go of all namespaces; none is opened again."""
+        self._is_ending = True
+        for arm in list(self._arms.values()):
+            self._begin_close(arm)
+        await self.settled()
+
+    def _advance_arms(self) -> None:
+        """Move each arm on as the record and the clock say; nothing here waits."""
+        now_s, named = self._timer(), self.record.namespaces(self.namespace)
+        for name in named:
+            arm = self._arms.get(name)
+            if arm is None:
+                self._begin_start(Arm(name))
+            elif arm.state is ArmState.DRAINING:
+                arm.enter(ArmState.SERVING)
+            elif arm.state is ArmState.FAILED and now_s >= arm.retry_at:
+                arm.enter(ArmState.STARTING)
+                self._begin_start(arm)
+        for arm in [arm for arm in self._arms.values() if arm.name not in named]:
+            if arm.state is ArmState.SERVING:
+                arm.enter(ArmState.DRAINING)
+                arm.draining_since = now_s
+            if arm.state is not ArmState.DRAINING or now_s - arm.draining_since >= self._grace_s:
+                self._begin_close(arm)
+
+    def _begin_start(self, arm: Arm) -> None:
+        self._arms[arm.name] = arm
+        self._run_task(arm, self._start(arm))
+
+    def _begin_close(self, arm: Arm) -> None:
+        if arm.state is ArmState.FAILED:
+            arm.enter(ArmState.CLOSED)
+            del self._arms[arm.name]
+        elif arm.state is not ArmState.CLOSING:
+            starting = arm.task
+            arm.enter(ArmState.CLOSING)
+            if starting is not None:
+                starting.cancel()
+            self._run_task(arm, self._close(arm, starting))
+
+    def _run_task(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
+        arm.task = task = asyncio.create_task(work)
+
+        def clear_task(_task: asyncio.Task[None]) -> None:
+            if arm.task is task:
+                arm.task = None
+
+        task.add_done_callback(clear_task)
+
+    async def _start(self, arm: Arm) -> None:
+        try:
+            arm.namespace = namespace = self._open(arm.name)
+            if self._is_ending:
+                await namespace.drain()
+            await self._enforce(arm)
+            await namespace.start()
+            # Loading takes minutes, in which more may have been blocked.
+            await self._enforce(arm)
+        except Exception:
+            arm.failures += 1
+            wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(arm.failures - 1, 10))
+            log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
+            await self._close_namespace(arm)
+            if arm.state is ArmState.STARTING:
+                arm.retry_at = self._timer() + wait_s
+                arm.enter(ArmState.FAILED)
+        else:
+            if arm.state is ArmState.STARTING:  # a cancellation may have been lost
+                arm.failures = 0
+                arm.enter(ArmState.SERVING)
+                log.info("namespace %s is held for experiments", arm.name)
+
+    async def _close(self, arm: Arm, starting: asyncio.Task[None] | None) -> None:
+        while starting is not None and not starting.done():
+            # Again and again: a client library may lose a cancellation that meets its reply.
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=_CANCEL_AGAIN_S)
+        await self._close_namespace(arm)
+        arm.enter(ArmState.CLOSED)
+        del self._arms[arm.name]
+        log.info("namespace %s is held no more", arm.name)
+
+    async def _close_namespace(self, arm: Arm) -> None:
+        if arm.namespace is not None:
+            try:
+                await arm.namespace.aclose()
+            except Exception:  # whatever is left of it, the others go on
+                log.exception("namespace %s cannot be closed in order", arm.name)
+        arm.namespace = None
+
+    async def _enforce(self, arm: Arm) -> None:
+        """Have an arm obey the own namespace's blocklist, also where that changes meanwhile."""
+        own_holder, is_enforced = self.own_service.follower.holder, True
+        while is_enforced and arm.namespace is not None:
+            arm_shelf = arm.namespace.service.follower.holder
+            is_enforced = await arm_shelf.set_other_blocklist(own_holder.blocklist)
+            if arm_shelf.other_blocklist is own_holder.blocklist:
+                return
+
+
+def _read_newer(store: ArtefactStore, current: int) -> Experiments | None:
+    return VERSIONS.latest(store) if VERSIONS.read_newest_number(store) > current else None
