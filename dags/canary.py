@@ -74,7 +74,7 @@ def canary() -> None:
     def start() -> dict[str, Any]:
         """Wait until replicas hold it ready, then give it its share; a retry finds its own start."""
         from precompute.config.settings import night_config
-        from precompute.traffic import canary as steps
+        from precompute.traffic.canary import trial as steps
 
         context = get_current_context()
         return steps.start(
@@ -88,7 +88,7 @@ def canary() -> None:
     def wait(started: dict[str, Any]) -> bool:
         """Look whether the canary has run long enough, or was ended."""
         from precompute.config.settings import night_config
-        from precompute.traffic import canary as steps
+        from precompute.traffic.canary import trial as steps
 
         return steps.is_over(night_config(), started["generation"])
 
@@ -96,7 +96,7 @@ def canary() -> None:
     def conclude(started: dict[str, Any]) -> dict[str, Any]:
         """Compare both arms; publish, or abandon and fail."""
         from precompute.config.settings import night_config
-        from precompute.traffic import canary as steps
+        from precompute.traffic.canary import trial as steps
 
         attempt = get_current_context()["run_id"]
         return steps.conclude(night_config(), started["generation"], attempt=attempt)

@@ -178,7 +178,7 @@ def nightly_precompute() -> None:
     def choose() -> str:
         """Publish what has nothing to be compared with; try all else on a share of the requests."""
         from precompute.config.settings import night_config
-        from precompute.traffic.canary import has_live
+        from precompute.traffic.canary.trial import has_live
 
         return "try_as_canary" if has_live(night_config()) else "publish"
 

@@ -23,9 +23,9 @@ from typing import NoReturn
 
 from cache.errors import LarderError
 from cache.process.command_line import json_text, never_swallowed
-from precompute.cli.console import CommandOutput, bars_on, err_console, out_console, show
 from precompute.cli.parser import PROG, parser_of_commands
 from precompute.cli.temporary_redis import redis_for
+from precompute.config.console import CommandOutput, bars_on, err_console, out_console, show
 from precompute.config.settings import night_config
 
 

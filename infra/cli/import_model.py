@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Exit code: 0 written; raises SourceError or ConfigError where nothing was."""
     args = argument_parser(prog).parse_args(argv)
-    from precompute.cli.console import bars_on, err_console
+    from precompute.config.console import bars_on, err_console
 
     with bars_on(err_console, is_quiet=args.json) as progress:
         progress("import", 0, 0)

@@ -29,12 +29,12 @@ from cache.store.audit import (
     ids_in_words,
 )
 from cache.store.blocklist import change_blocklist
-from precompute.cli.console import CommandOutput, OutputContent, err_console, iso, table_of
-from precompute.config.progress import Progress
+from precompute.config.console import CommandOutput, OutputContent, err_console, iso, table_of
+from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt, open_releases
 from precompute.releases.release_log import demand_reason
-from precompute.steps.night import Night, run_night, size_text, step_in_night
+from precompute.steps.night import Night, run_night, step_in_night
 
 
 def audit(

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from cache.config.timetable import NIGHT
-from precompute.cli.console import CommandPlace
 from precompute.cli.temporary_redis import load_again, prepare_nothing, verify_again
+from precompute.config.console import CommandPlace
 from precompute.evaluation import options as freshness
 from precompute.planning import options as planning
 from precompute.traffic import experiments
@@ -143,7 +143,7 @@ def parser_of_commands(prog: str = PROG) -> argparse.ArgumentParser:
     add_step("warm", "wait until every replica answers from it", command_path="cli.commands.warm")
     command = add(
         "canary",
-        "traffic.canary.command",
+        "traffic.canary.trial.command",
         "try a verified generation on a share of the requests, then publish or abandon it",
     )
     command.add_argument("action", choices=("start", "status", "publish", "abandon"))

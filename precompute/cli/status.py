@@ -18,14 +18,14 @@ from cache.reuse import Reuse
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
-from precompute.cli.console import iso
+from precompute.config.console import iso
+from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.files import last_taken
 from precompute.releases.moves import open_releases
 from precompute.releases.release_log import standing
 from precompute.reuse.reasons import users_in_words
 from precompute.sources.erasures import all_erasures
-from precompute.steps.night import size_text
 
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 

@@ -1,4 +1,4 @@
-"""Settings of a night, from `larder.toml` and the environment, checked before anything starts.
+"""Settings of a night, checked before anything starts, and what its commands show on a terminal.
 
 Start at `settings`.
 """

@@ -1,4 +1,4 @@
-"""Progress of a step while it works, and the result it hands on."""
+"""Progress of a step while it works, the result that it hands on, and sizes in words."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,3 +12,12 @@ Progress = Callable[[str, int, int], None]
 
 def quiet(_label: str, _completed: int, _total: int) -> None:
     """A `Progress` that shows nothing."""
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024 or unit == "GiB":
+            return f"{size_bytes:,.1f} {unit}" if unit != "B" else f"{size_bytes:,.0f} B"
+        size_bytes /= 1024
+    raise AssertionError

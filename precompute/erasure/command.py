@@ -15,7 +15,7 @@ from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.store.audit import audited, entity_digest
 from precompute.builds.build import sweep_copies
-from precompute.cli.console import OutputContent, err_console, iso
+from precompute.config.console import OutputContent, err_console, iso
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.erasure.erasing import (

@@ -18,8 +18,8 @@ from cache.control.control_keys import Control
 from cache.errors import SourceError
 from cache.l2.sync_clients import connect
 from cache.process.command_line import json_text
-from precompute.cli.console import OutputContent, out_console, show
-from precompute.config.progress import Progress
+from precompute.config.console import OutputContent, out_console, show
+from precompute.config.progress import Progress, size_text
 from precompute.config.settings import NightConfig, generations_at_peak
 from precompute.gates.evidence.candidate import Verdict
 from precompute.planning.capacity import demand_room, limits_of
@@ -29,7 +29,6 @@ from precompute.planning.options import PlanParameters, parameters
 from precompute.planning.sizes import step_bytes
 from precompute.planning.trial import TimeSpent
 from precompute.sources.readers import read_features
-from precompute.steps.night import size_text
 from precompute.traffic.experiments import ArmRoom
 
 

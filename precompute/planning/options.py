@@ -14,7 +14,7 @@ from cache.errors import BundleError, ConfigError
 from precompute.planning.cards import CARDS, MEASURED_K, CardForecast, find_card
 
 if TYPE_CHECKING:
-    from precompute.cli.console import CommandOutput
+    from precompute.config.console import CommandOutput
     from precompute.config.progress import Progress
     from precompute.config.settings import NightConfig
 
@@ -189,7 +189,7 @@ def plan_on_card(
     config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress"
 ) -> "CommandOutput":
     """Shows the forecast; raises ConfigError for a card without rates, and for what nothing says."""
-    from precompute.cli.console import CommandOutput
+    from precompute.config.console import CommandOutput
 
     demand_card_options(arguments)
     card, plan_parameters = find_card(arguments.card), parameters(arguments)

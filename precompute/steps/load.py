@@ -12,11 +12,11 @@ from precompute.builds.seal import seal
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes, time_limit_remark
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import open_releases
 from precompute.releases.sweep import note_loaded, sweep
-from precompute.steps.night import Night, StepRow, size_text
+from precompute.steps.night import Night, StepRow
 
 
 @on_this_host

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from cache.config.timetable import NIGHT
 from precompute.config.devices import devices
-from precompute.config.progress import Progress, Step, quiet
+from precompute.config.progress import Progress, Step, quiet, size_text
 from precompute.config.settings import NightConfig
 
 
@@ -49,15 +49,6 @@ class StepRow:
         return (
             f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
         )
-
-
-def size_text(size_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024 or unit == "GiB":
-            return f"{size_bytes:,.1f} {unit}" if unit != "B" else f"{size_bytes:,.0f} B"
-        size_bytes /= 1024
-    raise AssertionError
 
 
 def step_in_night(name: str) -> Callable[[Night], StepRow]:

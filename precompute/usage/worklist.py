@@ -23,7 +23,7 @@ from cache.process.command_line import printable
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.usage.hot_keys import COLD_WINDOW, Name, hour_of
-from precompute.cli.console import OutputContent, err_console
+from precompute.config.console import OutputContent, err_console
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.partitions import holdout

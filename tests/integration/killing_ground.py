@@ -19,7 +19,7 @@ from precompute.config.settings import NightConfig
 from precompute.releases.recovery import restore, roll_back
 from precompute.steps import load as load_step
 from precompute.steps import publish, retire, verify
-from precompute.traffic import canary
+from precompute.traffic.canary import trial
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists
@@ -162,7 +162,7 @@ class Ground:
         self.watch.canaries.add(generation)
         self.step(
             "canary",
-            lambda c, attempt: partial(canary.start, c, generation, percent=50.0, attempt=attempt),
+            lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt),
             kills=kills,
         )
         self.compare()
@@ -171,7 +171,7 @@ class Ground:
         """End the canary; it is never published."""
         self.step(
             "abandon",
-            lambda c, attempt: partial(canary.abandon, c, reason="a test says so", attempt=attempt),
+            lambda c, attempt: partial(trial.abandon, c, reason="a test says so", attempt=attempt),
             kills=kills,
         )
         self.compare()

@@ -8,7 +8,8 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import change_blocklist
 from cache.traffic.experiments import latest_experiments
 from precompute.config.settings import NightConfig
-from precompute.traffic import canary, experiments
+from precompute.traffic import experiments
+from precompute.traffic.canary import trial
 from tests.contract.side_by_side.draws import OF_ITEMS, TABLES
 from tests.contract.side_by_side.twins import SETTLE_S, Twins
 from tests.contract.side_by_side.world import BRANDS, start_canary, start_experiment
@@ -63,7 +64,7 @@ def end_trials(twins: Twins) -> None:
 
 
 def _abandon(config: NightConfig) -> None:
-    canary.abandon(config, None, reason="a test", attempt="abandoned")
+    trial.abandon(config, None, reason="a test", attempt="abandoned")
 
 
 def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:

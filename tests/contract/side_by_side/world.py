@@ -22,7 +22,8 @@ from infra.demo.synthetic import World, synthesize
 from infra.local.airflow import NEVER
 from precompute.bundles.bundle import write_bundle
 from precompute.config.settings import NightConfig, night_config
-from precompute.traffic import canary, experiments
+from precompute.traffic import experiments
+from precompute.traffic.canary import trial
 from precompute.traffic.experiments import ArmOption, ExperimentOption
 from tests.conftest import redis_binary
 from tests.integration.feature_towers import (
@@ -329,7 +330,7 @@ def start_experiment(config: NightConfig) -> None:
 
 def start_canary(config: NightConfig) -> None:
     """Start a canary of the newest generation that is verified."""
-    canary.start(config, None, percent=30.0, attempt="canary")
+    trial.start(config, None, percent=30.0, attempt="canary")
 
 
 def _damage(redis_url: str, live: str) -> None:

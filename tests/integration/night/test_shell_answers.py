@@ -22,7 +22,7 @@ from precompute.config.settings import NightConfig
 from precompute.erasure import erasing
 from precompute.releases.moves import open_releases
 from precompute.steps import verify, warm
-from precompute.traffic import canary
+from precompute.traffic.canary import trial
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)
@@ -46,12 +46,12 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
     """A canary that runs."""
     config = nights_of[0]
     generation = build_verified(config, "2026-01-31T00:00:00Z")
-    canary.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
+    trial.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
     yield config, generation
     with connect(config.redis_url, 5.0) as client:
         pointer = Control(client, config.keyspace()).pointer()
     if pointer is not None and pointer.canary is not None:
-        canary.abandon(config, reason="over", attempt=f"end-{time.time()}")
+        trial.abandon(config, reason="over", attempt=f"end-{time.time()}")
 
 
 def run(config: NightConfig, *line: str) -> Any:

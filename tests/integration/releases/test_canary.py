@@ -20,7 +20,7 @@ from infra.local.service import ServiceProcess
 from precompute.builds.build import cut_of
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import roll_back
-from precompute.traffic import canary
+from precompute.traffic.canary import trial
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import build_night, build_verified, histories, publish
 from tests.polling import until
@@ -92,7 +92,7 @@ async def generations(service: ServiceProcess, users: list[str]) -> dict[str, st
 
 
 def start(config: NightConfig, generation: str, percent: float = PERCENT) -> None:
-    canary.start(config, generation, percent=percent, attempt=f"start-{generation}-{percent}")
+    trial.start(config, generation, percent=percent, attempt=f"start-{generation}-{percent}")
     follow(config)
 
 
@@ -127,12 +127,12 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     assert await post(services[0].url, "/v1/feedback", orjson.dumps(feedback)) == (
         200, b'{"arm":"canary"}',
     )  # fmt: skip
-    status = canary.status(config)
+    status = trial.status(config)
     assert status["holding"] == 3 and set(status["requests"]) == {"live", "canary"}
     _, text = await get(services[0].url, "/metrics")
     assert b'larder_canary_requests_total{arm="canary"}' in text
 
-    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="abandon")
+    await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="abandon")
     await asyncio.to_thread(follow, config)
 
     assert set((await generations(services[1], users)).values()) == {live}
@@ -144,11 +144,11 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
         publish(config, tried)
     # A retry finds its own work; anybody else is told that there is none to abandon.
     repeated_abandon = await asyncio.to_thread(
-        canary.abandon, config, reason="a test", attempt="abandon"
+        trial.abandon, config, reason="a test", attempt="abandon"
     )
     assert repeated_abandon["generation"] == tried
     with pytest.raises(Conflict, match="no canary"):
-        await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="another")
+        await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="another")
 
 
 async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_is_not(
@@ -162,34 +162,34 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
         await generations(service, users)
 
     def has_enough_requests() -> bool:
-        return bool(min(canary.status(config)["requests"].values()) > 100)
+        return bool(min(trial.status(config)["requests"].values()) > 100)
 
     assert await asyncio.to_thread(until, has_enough_requests)
-    assert await asyncio.to_thread(until, lambda: canary.is_over(config, tried))
-    print(canary.status(config))
+    assert await asyncio.to_thread(until, lambda: trial.is_over(config, tried))
+    print(trial.status(config))
 
-    conclusion = await asyncio.to_thread(canary.conclude, config, tried, attempt="conclude")
+    conclusion = await asyncio.to_thread(trial.conclude, config, tried, attempt="conclude")
     await asyncio.to_thread(follow, config)
 
     assert conclusion["published"] and live_of(config) == tried
     # A retry finds its own work.
-    assert canary.conclude(config, tried, attempt="conclude")["published"]
-    assert canary.is_over(config, tried)
+    assert trial.conclude(config, tried, attempt="conclude")["published"]
+    assert trial.is_over(config, tried)
     unasked = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, unasked)
     with pytest.raises(Conflict, match="at least 20 are needed"):
-        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
+        await asyncio.to_thread(trial.conclude, config, unasked, attempt="conclude-2")
     # Silence is no evidence: it goes on, and waiting for it ends some day.
-    assert not canary.is_over(config, unasked)
+    assert not trial.is_over(config, unasked)
     patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
-    assert await asyncio.to_thread(until, lambda: canary.is_over(patience, unasked))
+    assert await asyncio.to_thread(until, lambda: trial.is_over(patience, unasked))
     with control_of(config) as control:
         pointer = control.pointer()
         assert pointer is not None and pointer.canary is not None
         assert (pointer.generation, pointer.canary.generation) == (tried, unasked)
-    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="conclude-2")
+    await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="conclude-2")
     with pytest.raises(Refused, match="was abandoned"):
-        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
+        await asyncio.to_thread(trial.conclude, config, unasked, attempt="conclude-2")
 
 
 async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_named(
@@ -199,9 +199,9 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
     tried = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, tried)
 
-    repeated_start = await asyncio.to_thread(canary.start, config, None, attempt="again")
+    repeated_start = await asyncio.to_thread(trial.start, config, None, attempt="again")
     ten_percent_start = await asyncio.to_thread(
-        canary.start, config, tried, percent=10.0, attempt="other"
+        trial.start, config, tried, percent=10.0, attempt="other"
     )
 
     assert repeated_start == {"generation": tried, "percent": PERCENT}
@@ -212,7 +212,7 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
         pointer = control.pointer()
         assert pointer is not None and pointer.canary is not None
         assert pointer.canary.percent == 10.0
-    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="enough")
+    await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="enough")
 
 
 async def test_what_may_not_be_published_is_not_tried_out_either(
@@ -222,13 +222,13 @@ async def test_what_may_not_be_published_is_not_tried_out_either(
     live = live_of(config)
 
     with pytest.raises(Conflict, match="no canary is running"):
-        canary.status(config)
+        trial.status(config)
     with pytest.raises(Conflict):
-        canary.start(config, live, attempt="live")
+        trial.start(config, live, attempt="live")
     with pytest.raises(Conflict, match="no generation is verified"):
-        canary.start(config, None, attempt="none")
+        trial.start(config, None, attempt="none")
     with pytest.raises(ConfigError, match="percent"):
-        canary.start(config, live, percent=0.0, attempt="nothing")
+        trial.start(config, live, percent=0.0, attempt="nothing")
 
 
 async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
@@ -240,7 +240,7 @@ async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
     await asyncio.to_thread(start, config, tried, 100.0)
     assert set((await generations(services[0], users)).values()) == {tried}
 
-    await asyncio.to_thread(canary.publish, config, attempt="publish")
+    await asyncio.to_thread(trial.publish, config, attempt="publish")
     await asyncio.to_thread(follow, config)
     assert (await ask(services[0], users))[0]["generation"] == tried
     newer_generation = await asyncio.to_thread(verified, config)

@@ -14,7 +14,7 @@ from cache.config.events import EventsConfig
 from infra.demo.checks import Judge
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.traffic import canary
+from precompute.traffic.canary import trial
 from tests.integration.nights import (
     UNTIL,
     build_verified,
@@ -93,7 +93,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
     ):
         publish(night, next_)
         tried = build_verified(night, later(night, 60))
-        canary.start(night, tried, percent=50.0, attempt="start")
+        trial.start(night, tried, percent=50.0, attempt="start")
 
         def report() -> bool:
             http.post("/v1/feedback", json={"event": "click", "canary_key": "somebody"})

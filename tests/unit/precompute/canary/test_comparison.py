@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cache.config.night import CanaryConfig
-from precompute.traffic.canary import Comparison, Totals, decide, psi, shift
+from precompute.traffic.canary.trial import Comparison, Totals, decide, psi, shift
 from serving.traffic.canary import ArmCounts, KeySample, bucket
 
 SEED = 1_703

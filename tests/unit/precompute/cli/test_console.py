@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from precompute.cli.console import show
+from precompute.config.console import show
 
 
 def lines(command_result: dict[str, Any]) -> list[str]:

@@ -4,8 +4,8 @@ import argparse
 import subprocess
 import sys
 
-from precompute.cli.console import CommandPlace
 from precompute.cli.parser import parser_of_commands
+from precompute.config.console import CommandPlace
 from tests.unit.test_layering import ROOT
 
 # One process that has imported what every command has, and forks for each; libraries that take long are loaded once.
@@ -13,7 +13,7 @@ PROGRAM = """
 import ast, inspect, os, sys, textwrap, traceback
 import faiss, numpy, onnx, onnxruntime, pyarrow.compute, pyarrow.dataset, pyarrow.parquet, scipy.sparse.linalg
 import precompute.__main__
-from precompute.cli.console import CommandPlace
+from precompute.config.console import CommandPlace
 
 for line in sys.stdin:
     name, *loads = line.split()

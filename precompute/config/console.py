@@ -24,9 +24,8 @@ from rich.text import Text
 
 from cache.process.command_line import printable, printable_lines
 from cache.process.console import SafeConsole
-from precompute.config.progress import Progress, quiet
+from precompute.config.progress import Progress, quiet, size_text
 from precompute.config.settings import NightConfig
-from precompute.steps.night import size_text
 
 PLAIN_COLUMNS = 1_000
 
