@@ -34,7 +34,6 @@ from cache.records import Layout
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer, Release, all_releases, newest_release
 from precompute.releases import moves
-from precompute.releases import moves as release_module
 from precompute.releases import recovery as restore_module
 from precompute.releases import sweep as sweep_module
 from precompute.releases.moves import Releases
@@ -130,8 +129,6 @@ def load_missing(control: Control, store: ArtefactStore, generation: str, **_opt
 def modelled() -> Iterator[None]:
     """While it lasts, pages are two short strings; everything else is what runs in production."""
     names: list[tuple[Any, str, Any]] = [
-        (release_module, "load_missing", load_missing),
-        (release_module, "read_manifest", read_manifest),
         (moves, "load_missing", load_missing),
         (moves, "read_manifest", read_manifest),
         (sweep_module, "read_manifest", read_manifest),

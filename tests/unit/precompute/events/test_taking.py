@@ -15,7 +15,6 @@ from cache.errors import ConfigError, CorruptArtefact, TierUnavailable
 from cache.events.event import BEGINNING, Event, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
-from precompute.events import stream as taking
 from precompute.events.files import event_files, last_taken, path_of, read_events
 from precompute.events.stream import take_events
 from precompute.sources.erasures import ErasedEntities, request
@@ -73,7 +72,7 @@ def test_every_event_is_in_exactly_one_file(
     redis_url: str, happenings: list[str], events_of_a_file: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(taking, "FILE_EVENTS", events_of_a_file)
+        patched.setattr(stream_of_entries, "FILE_EVENTS", events_of_a_file)
         patched.setattr(stream_of_entries, "ENTRIES_AT_ONCE", 3)
         stream = Stream.of(redis_url, Path(folder))
 
